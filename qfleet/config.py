@@ -71,7 +71,7 @@ class Config:
     gamma: float = 0.99
     """Discount per env step."""
     loss: Literal["huber", "mse"] = "huber"
-    """Loss on TD errors (heads q); quantile heads use the quantile Huber loss of the same κ."""
+    """Loss on TD errors of head q; the other heads have their own (docs/algorithms)."""
     n_atoms: int = 51
     """C51: number of atoms."""
     v_min: float = -10.0
@@ -133,7 +133,7 @@ class Config:
     learning_starts: int = 100
     """Env steps collected before the first update."""
     train_freq: int = 4
-    """Env steps between bursts of updates, over all envs: the replay ratio is kept for any --envs."""
+    """Env steps (over all envs, so the replay ratio never depends on --envs) between bursts."""
     gradient_steps: int = 1
     """Updates per burst."""
     target_update_interval: int = 10_000
@@ -278,60 +278,25 @@ class Config:
         return self
 
 
-_POSITIVE = [
-    "envs",
-    "frame_skip",
-    "n_steps",
-    "n_quantiles",
-    "iqn_samples",
-    "iqn_act_samples",
-    "iqn_embedding",
-    "munchausen_tau",
-    "batch_size",
-    "buffer_size",
-    "train_freq",
-    "gradient_steps",
-    "target_update_interval",
-    "steps",
-    "learning_rate",
-    "n_eval_episodes",
-    "log_interval",
-    "checkpoint_freq",
-    "keep_checkpoints",
-    "max_env_restarts",
-    "env_timeout_s",
-    "max_abs_q",
-    "prioritized_replay_eps",
-    "lr_plateau_factor",
-]
-_NON_NEGATIVE = [
-    "max_episode_steps",
-    "frame_stack",
-    "noop_max",
-    "lr_plateau_patience",
-    "optimizer_eps",
-    "max_grad_norm",
-    "learning_starts",
-    "eval_freq",
-    "patience",
-    "threads",
-    "noisy_sigma",
-    "seed",
+# fmt: off
+_POSITIVE = (
+    "envs", "frame_skip", "n_steps", "n_quantiles", "iqn_samples", "iqn_act_samples",
+    "iqn_embedding", "munchausen_tau", "batch_size", "buffer_size", "train_freq",
+    "gradient_steps", "target_update_interval", "steps", "learning_rate", "n_eval_episodes",
+    "log_interval", "checkpoint_freq", "keep_checkpoints", "max_env_restarts", "env_timeout_s",
+    "max_abs_q", "prioritized_replay_eps", "lr_plateau_factor",
+)
+_NON_NEGATIVE = (
+    "max_episode_steps", "frame_stack", "noop_max", "lr_plateau_patience", "optimizer_eps",
+    "max_grad_norm", "learning_starts", "eval_freq", "patience", "threads", "noisy_sigma", "seed",
     "prioritized_replay_alpha",
-]
-_FRACTIONS = [
-    "sticky_actions",
-    "gamma",
-    "munchausen_alpha",
-    "prioritized_replay_beta0",
-    "tau",
-    "exploration_fraction",
-    "exploration_initial_eps",
-    "exploration_final_eps",
-    "eval_eps",
-    "max_fault_rate",
-    "lr_plateau_factor",
-]
+)
+_FRACTIONS = (
+    "sticky_actions", "gamma", "munchausen_alpha", "prioritized_replay_beta0", "tau",
+    "exploration_fraction", "exploration_initial_eps", "exploration_final_eps", "eval_eps",
+    "max_fault_rate", "lr_plateau_factor",
+)
+# fmt: on
 
 
 def _require(ok: bool, name: str, value: object, why: str) -> None:

@@ -10,7 +10,7 @@ a version of them back to the actors. Engines only decide where each of these li
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -159,8 +159,13 @@ class Batch:
     def __len__(self) -> int:
         return self.action.shape[0]
 
-    def slice(self, start: int, stop: int) -> Batch:
-        return Batch(**{name: getattr(self, name)[start:stop] for name in BATCH_FIELDS})
+    def split(self, size: int) -> list[Batch]:
+        """Cut a burst's worth of samples into batches of ``size``."""
+        columns = zip(*(getattr(self, name).split(size) for name in BATCH_FIELDS), strict=True)
+        return [Batch(*column) for column in columns]
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(getattr(self, name).to(device) for name in BATCH_FIELDS))
 
 
 BATCH_FIELDS = ("obs", "action", "reward", "discount", "next_obs", "weight", "index")
@@ -222,10 +227,3 @@ class Episode:
     env: int
     reward: float
     length: int
-
-
-@dataclass
-class CollectStats:
-    """What an actor has seen since the last time it was asked."""
-
-    episodes: list[Episode] = field(default_factory=list)

@@ -1,0 +1,68 @@
+"""Environments: ``make_envs`` turns a configuration into N of them behind ``core.VectorEnv``.
+
+registry   what a name means: Atari, a Gymnasium id, a class of the user's
+spaces     which spaces are supported, and their canonical form
+guard      one environment whose faults stay inside
+sync       N guarded ones, one after another
+processes  N guarded ones, each in its own process
+native     Gymnasium's own vector environments
+atari      ale-py's C++ pool
+seeding    one seed to many
+state      the exact state of an environment, for resumes
+"""
+
+from __future__ import annotations
+
+from qfleet.config import Config
+from qfleet.core import VectorEnv
+from qfleet.envs.guard import OnFault
+from qfleet.envs.registry import ale_game, close_names, env_kwargs, import_modules, make_single
+from qfleet.envs.registry import has_vector_entry_point as _has_vector_entry_point
+from qfleet.errors import ConfigError
+
+__all__ = ["OnFault", "ale_game", "close_names", "make_envs", "make_single"]
+
+_NATIVE_MIN_ENVS = 4
+"""With few envs numpy's cost per call makes a vectorised CartPole slower than plain ones: with one,
+five times; they break even between four and eight."""
+
+
+def make_envs(
+    config: Config, num_envs: int, seed: int, *, training: bool, on_fault: OnFault
+) -> VectorEnv:
+    """``num_envs`` environments as ``config`` describes them.
+
+    ``training`` False (evaluation) leaves episodic life out. ``on_fault`` hears of every fault that
+    was survived; those that cannot be are an EnvironmentFault.
+    """
+    import_modules(config)
+    game = ale_game(config.env)
+    if game is not None:
+        if config.vectorize in ("sync", "async"):
+            raise ConfigError(
+                f"vectorize {config.vectorize!r} does not work with Atari game '{config.env}', "
+                "which has a pool of its own; use auto"
+            )
+        # Imported when needed: ale-py takes a fifth of a second that others need not pay.
+        from qfleet.envs.atari import AtariEnvs
+
+        return AtariEnvs(config, game, num_envs, seed, training=training)
+    mode = _choose(config, num_envs) if config.vectorize == "auto" else config.vectorize
+    if mode == "native":
+        from qfleet.envs.native import NativeEnvs
+
+        return NativeEnvs(config, num_envs, seed)
+    if mode == "async":
+        from qfleet.envs.processes import ProcessEnvs
+
+        return ProcessEnvs(config, num_envs, seed, on_fault)
+    from qfleet.envs.sync import SyncEnvs
+
+    return SyncEnvs(config, num_envs, seed, on_fault)
+
+
+def _choose(config: Config, num_envs: int) -> str:
+    is_plain = not env_kwargs(config) and config.frame_stack <= 1
+    if num_envs >= _NATIVE_MIN_ENVS and is_plain and _has_vector_entry_point(config.env):
+        return "native"
+    return "sync"

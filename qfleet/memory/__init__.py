@@ -1,0 +1,17 @@
+"""Replay: blocks in, batches out. ``ring`` stores, ``samplers`` choose, ``sizing`` refuses."""
+
+from __future__ import annotations
+
+from qfleet.memory.ring import Ring
+from qfleet.memory.samplers import PrioritizedSampler, Sampler, UniformSampler
+from qfleet.memory.sizing import available_bytes, check_fits, replay_bytes
+
+__all__ = [
+    "PrioritizedSampler",
+    "Ring",
+    "Sampler",
+    "UniformSampler",
+    "available_bytes",
+    "check_fits",
+    "replay_bytes",
+]

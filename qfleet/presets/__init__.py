@@ -1,0 +1,77 @@
+"""From what the user said to one resolved Config.
+
+Later wins: the preset (named, or the one that suits the environment), the algorithm's row, a
+configuration file, single fields.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from qfleet.algorithms.table import algorithm_switches
+from qfleet.config import Config, check_fields
+from qfleet.errors import UnknownNameError
+from qfleet.presets import recipes
+
+PRESETS: dict[str, Callable[[], Config]] = {
+    "cartpole": recipes.cartpole,
+    "cartpole-sb3-zoo": recipes.cartpole_sb3_zoo,
+    "cartpole-cleanrl": recipes.cartpole_cleanrl,
+    "acrobot": recipes.acrobot,
+    "mountaincar": recipes.mountaincar,
+    "lunarlander": recipes.lunarlander,
+    "atari-dqn": recipes.atari_dqn,
+    "atari-dqn-nature": recipes.atari_dqn_nature,
+    "atari-c51": recipes.atari_c51,
+    "atari-rainbow": recipes.atari_rainbow,
+}
+
+_SUITS = [
+    (r"CartPole-v\d", "cartpole"),
+    (r"Acrobot-v\d", "acrobot"),
+    (r"MountainCar-v\d", "mountaincar"),
+    (r"LunarLander-v\d", "lunarlander"),
+    (r"ALE/.+|\w+NoFrameskip-v4", "atari-dqn"),
+]
+
+
+def preset_for(env: str, algo: str | None) -> str | None:
+    """The preset that suits an environment, if one does."""
+    for pattern, name in _SUITS:
+        if re.fullmatch(pattern, env):
+            return "atari-rainbow" if (name, algo) == ("atari-dqn", "rainbow") else name
+    return None
+
+
+def resolve(
+    env: str | None = None,
+    algo: str | None = None,
+    preset: str | None = None,
+    file_fields: Mapping[str, Any] | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> tuple[Config, str | None]:
+    """The configuration, not yet validated, and the name of the preset that was used."""
+    file_fields, fields = dict(file_fields or {}), dict(fields or {})
+    env = env or file_fields.get("env")
+    algo = algo or file_fields.get("algo")
+    if algo is not None:
+        algo, _ = algorithm_switches(algo)
+    if preset is None and env is not None and not file_fields:
+        preset = preset_for(env, algo)
+    if preset in (None, "none"):
+        config = Config()
+    elif preset in PRESETS:
+        config = PRESETS[preset]()
+    else:
+        raise UnknownNameError("preset", preset, PRESETS)
+    if algo is not None and algo != config.algo:
+        config = config.replace(algo=algo, **algorithm_switches(algo)[1])
+    changes = {**file_fields, **fields}
+    if env is not None:
+        changes["env"] = env
+    if algo is not None:
+        changes["algo"] = algo
+    check_fields(changes)
+    return config.replace(**changes), preset

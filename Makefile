@@ -1,0 +1,47 @@
+# Two commands do everything: `make train` and `make test`. Each makes .venv where it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: train test lint bench curves build lock clean
+
+train: $(STAMP)
+	$(BIN)/qfleet train CartPole-v1
+
+test: $(STAMP)
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Side by side with Stable-Baselines3, in one process; prints ratios.
+bench: $(STAMP)
+	$(BIN)/python benchmarks/against_sb3.py
+
+# The learning curves of docs/algorithms/ (an hour on two slow cores).
+curves: $(STAMP)
+	$(BIN)/python benchmarks/algorithm_curves.py
+
+build: $(STAMP)
+	$(BIN)/python -m build
+
+# pip and not another installer: the pins say exactly which builds are meant.
+$(STAMP): requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $(STAMP)
+
+# New pins: edit pyproject.toml, then `make lock` in a scratch environment.
+lock:
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet torch==2.13.0
+	.venv-lock/bin/python -m pip install --quiet --editable '.[dev,render,bench]'
+	.venv-lock/bin/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > requirements.lock
+	rm -rf .venv-lock
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -1,0 +1,56 @@
+"""How wrong a prediction is: pure functions from predictions and targets to a loss per sample.
+
+Nothing is averaged over the batch here, so that importance weights can be applied outside.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def huber(td: Tensor) -> Tensor:
+    """½·td² up to |td| = 1 and |td| − ½ beyond (Huber 1964; clipped errors of Nature DQN)."""
+    assert td.dim() == 1, f"td must be [B], not {td.shape}"
+    assert td.is_floating_point(), f"td must be floating-point, not {td.dtype}"
+    return F.huber_loss(td, torch.zeros_like(td), reduction="none")
+
+
+def squared(td: Tensor) -> Tensor:
+    """½·td², so that it agrees with ``huber`` near 0 (1312.5602)."""
+    assert td.dim() == 1, f"td must be [B], not {td.shape}"
+    assert td.is_floating_point(), f"td must be floating-point, not {td.dtype}"
+    return 0.5 * td.square()
+
+
+def categorical_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
+    """−Σ_k p_k log softmax(logits)_k, ``[B]`` (C51, 1707.06887)."""
+    assert logits.dim() == 2, f"logits must be [B, K], not {logits.shape}"
+    assert target_probs.shape == logits.shape, f"{target_probs.shape} for logits {logits.shape}"
+    assert logits.is_floating_point(), f"logits must be floating-point, not {logits.dtype}"
+    return -(target_probs * torch.log_softmax(logits, dim=1)).sum(1)
+
+
+def quantile_huber(
+    prediction: Tensor, fractions: Tensor, target: Tensor, kappa: float = 1.0
+) -> Tensor:
+    """Quantile Huber loss ``[B]`` (1710.10044, eq. 10; 1806.06923, eq. 3).
+
+    With δ_kj = target_j − prediction_k: Σ_k mean_j |τ_k − 1{δ_kj < 0}| · huber_κ(δ_kj)/κ.
+    ``prediction`` is ``[B, K]``, ``fractions`` ``[K]`` or ``[B, K]``, ``target`` ``[B, M]``.
+    """
+    assert prediction.dim() == 2, f"prediction must be [B, K], not {prediction.shape}"
+    assert target.dim() == 2, f"target must be [B, M], not {target.shape}"
+    assert target.shape[0] == prediction.shape[0], f"{target.shape} for {prediction.shape}"
+    assert fractions.shape in (prediction.shape, prediction.shape[1:]), (
+        f"fractions {fractions.shape} for prediction {prediction.shape}"
+    )
+    assert prediction.is_floating_point(), f"prediction has dtype {prediction.dtype}"
+    assert kappa > 0, f"kappa must be positive, not {kappa}"
+    shape = (*prediction.shape, target.shape[1])
+    predicted, wanted = prediction.unsqueeze(2).expand(shape), target.unsqueeze(1).expand(shape)
+    below = (wanted.detach() < predicted.detach()).to(prediction.dtype)
+    weight = (fractions.unsqueeze(-1) - below).abs()
+    error = F.huber_loss(predicted, wanted, reduction="none", delta=kappa)
+    return (weight * error).mean(2).sum(1) / kappa

@@ -1,0 +1,56 @@
+"""The algorithm table: a name is a set of switches, nothing more.
+
+Every switch is also a flag of its own, so ``--algo c51 --double --n-steps 3`` is as good as a row.
+This file imports nothing, so the command line can read it at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qfleet.errors import UnknownNameError
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "dqn": {},
+    "double-dqn": {"double": True},
+    "dueling-dqn": {"dueling": True},
+    "prioritized-dqn": {"prioritized_replay": True},
+    "n-step-dqn": {"n_steps": 3},
+    "noisy-dqn": {"noisy": True},
+    "c51": {"head": "c51"},
+    "qr-dqn": {"head": "qr"},
+    "iqn": {"head": "iqn"},
+    "munchausen-dqn": {"munchausen": True},
+    "munchausen-iqn": {"munchausen": True, "head": "iqn"},
+    "rainbow": {
+        "double": True,
+        "dueling": True,
+        "prioritized_replay": True,
+        "prioritized_replay_alpha": 0.5,
+        "n_steps": 3,
+        "noisy": True,
+        "head": "c51",
+    },
+}
+
+ALIASES = {
+    "ddqn": "double-dqn",
+    "double": "double-dqn",
+    "dueling": "dueling-dqn",
+    "per": "prioritized-dqn",
+    "prioritised-dqn": "prioritized-dqn",
+    "nstep": "n-step-dqn",
+    "noisy": "noisy-dqn",
+    "qrdqn": "qr-dqn",
+    "qr": "qr-dqn",
+    "m-dqn": "munchausen-dqn",
+    "m-iqn": "munchausen-iqn",
+}
+
+
+def algorithm_switches(name: str) -> tuple[str, dict[str, Any]]:
+    """The row's own name and its switches."""
+    name = ALIASES.get(name.lower(), name.lower())
+    if name not in ALGORITHMS:
+        raise UnknownNameError("algorithm", name, ALGORITHMS)
+    return name, ALGORITHMS[name]

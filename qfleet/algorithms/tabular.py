@@ -1,0 +1,52 @@
+"""Q-learning with a table, and the exact Q* of a known MDP to compare it with. NumPy only."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MAX_SWEEPS = 1_000_000
+
+
+class QTable:
+    """Watkins' Q-learning: Q(s,a) += α [r + γ max Q(s',·) − Q(s,a)] (Watkins 1989)."""
+
+    def __init__(self, num_states: int, num_actions: int, alpha: float, gamma: float) -> None:
+        self.alpha = alpha
+        self.gamma = gamma
+        self.values: NDArray[np.float64] = np.zeros((num_states, num_actions))
+
+    def update(self, s: int, a: int, r: float, s2: int, terminated: bool) -> None:
+        """Learn from one step; a termination, unlike a truncation, is worth nothing beyond."""
+        bootstrap = 0.0 if terminated else self.gamma * float(self.values[s2].max())
+        self.values[s, a] += self.alpha * (r + bootstrap - self.values[s, a])
+
+    def greedy(self, s: int) -> int:
+        """The best action; the first of equals."""
+        return int(self.values[s].argmax())
+
+
+def solve_q(
+    transition: NDArray[np.float64],
+    reward: NDArray[np.float64],
+    terminal: NDArray[np.bool_],
+    gamma: float,
+) -> NDArray[np.float64]:
+    """Q* ``[S, A]`` by value iteration, to a change of 1e-12 (relative to the largest value).
+
+    ``transition`` is P(s'|s,a) as ``[S, A, S]``, ``reward`` the expected R(s,a), and nothing is
+    worth anything in a ``terminal`` state.
+    """
+    states, actions = reward.shape
+    assert transition.shape == (states, actions, states), f"transition {transition.shape}"
+    assert terminal.shape == (states,), f"terminal {terminal.shape} for {states} states"
+    assert np.allclose(transition.sum(2)[~terminal], 1.0), "transition rows must sum to 1"
+    q = np.zeros((states, actions))
+    for _ in range(_MAX_SWEEPS):
+        value = np.where(terminal, 0.0, q.max(1))
+        swept = np.where(terminal[:, None], 0.0, reward + gamma * (transition @ value))
+        change = float(np.abs(swept - q).max())
+        q = swept
+        if change <= 1e-12 * max(1.0, float(np.abs(q).max())):
+            return q
+    raise ArithmeticError(f"value iteration did not converge in {_MAX_SWEEPS} sweeps, γ {gamma}")

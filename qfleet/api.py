@@ -1,0 +1,227 @@
+"""What a notebook calls: train, resume, load, evaluate. The command line is a thin layer on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from qfleet.config import Config, read_fields
+from qfleet.errors import CheckpointError, ConfigError
+from qfleet.evaluate import Evaluation
+from qfleet.policy import Policy, check_trust, load_run_policy
+from qfleet.presets import resolve
+from qfleet.run import Callback, Result, Run, Sitting
+from qfleet.storage.checkpoint import diff_meta, load_checkpoint
+from qfleet.storage.rundir import atomic_write_text, check_name, default_name, new_run_dir
+from qfleet.telemetry.aggregate import bootstrap_ci, iqm
+from qfleet.telemetry.plots import learning_curve
+from qfleet.telemetry.runs import EVAL_RETURN, group_runs, read_run, resolve_run, seed_folders
+
+RUNS = Path("runs")
+
+# Fields that may differ between a checkpoint and the run that goes on from it: they decide how a
+# run is carried out or when it stops, not what it computes.
+FREE_ON_RESUME = {
+    "steps", "device", "threads", "log_interval", "checkpoint_freq", "keep_checkpoints",
+    "tensorboard", "track", "replay_dir", "max_fault_rate", "max_env_restarts", "env_timeout_s",
+    "max_abs_q", "target_return", "patience",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished (or interrupted) run."""
+
+    folder: Path
+    config: Config
+    result: Result
+    curve: Path | None
+    """The learning curve as a picture."""
+    interrupted_by: int | None = None
+    """The signal that ended the sitting, if one did."""
+
+    def policy(self, which: Literal["best", "last"] = "best") -> Policy:
+        return load_run_policy(self.folder, which, trust=True)
+
+
+@dataclass(frozen=True)
+class TrainedSeeds:
+    """Several seeds of one experiment, and what they come to together."""
+
+    folder: Path
+    runs: list[Trained]
+    aggregate: dict[str, Any]
+    curve: Path | None
+
+
+def train(
+    env: str | None = None,
+    *,
+    algo: str | None = None,
+    preset: str | None = None,
+    config: Config | None = None,
+    run_dir: Path | str | None = None,
+    name: str | None = None,
+    sitting: Sitting | None = None,
+    callbacks: Sequence[Callback] = (),
+    **fields: Any,
+) -> Trained:
+    """Train one agent. ``fields`` are fields of Config by name; ``config`` sets all at once."""
+    config = _configure(env, algo, preset, config, fields)
+    folder = _folder(config, run_dir, name)
+    return _go(Run(config, folder, sitting or Sitting(), callbacks))
+
+
+def train_seeds(
+    seeds: int | Sequence[int],
+    env: str | None = None,
+    *,
+    algo: str | None = None,
+    preset: str | None = None,
+    config: Config | None = None,
+    run_dir: Path | str | None = None,
+    name: str | None = None,
+    sitting: Sitting | None = None,
+    callbacks: Sequence[Callback] = (),
+    **fields: Any,
+) -> TrainedSeeds:
+    """The same experiment with several seeds, one after another, and their aggregate."""
+    config = _configure(env, algo, preset, config, fields)
+    if isinstance(seeds, int):
+        seeds = range(config.seed, config.seed + seeds)
+    if not seeds:
+        raise ConfigError(f"seeds {seeds!r} names no seed; give at least 1")
+    folder = _folder(config, run_dir, name)
+    runs: list[Trained] = []
+    for seed in seeds:
+        one = config.replace(seed=seed)
+        runs.append(_go(Run(one, folder / f"seed-{seed}", sitting or Sitting(), callbacks)))
+        if runs[-1].interrupted_by is not None:
+            break
+    return _aggregate(folder, runs)
+
+
+def resume(
+    run: Path | str,
+    *,
+    steps: int | None = None,
+    sitting: Sitting | None = None,
+    callbacks: Sequence[Callback] = (),
+    trust: bool = False,
+) -> Trained:
+    """Go on from a run's newest whole checkpoint, bit for bit."""
+    folder = resolve_run(str(run), RUNS)
+    if seed_folders(folder) != [folder]:
+        raise ConfigError(f"'{folder}' holds several seeds; resume one of them: {folder}/seed-…")
+    config = Config(**read_fields(folder / "config.json"))
+    check_trust(config, trust)
+    if steps is not None:
+        config = config.replace(steps=steps)
+    alerts: list[str] = []
+    checkpoint = load_checkpoint(folder / "checkpoints", None, on_alert=alerts.append)
+    saved = checkpoint.meta["config"]
+    differing = diff_meta(saved, json.loads(config.to_json()), FREE_ON_RESUME)
+    if differing:
+        raise CheckpointError(
+            f"config.json of '{folder}' is not the one its checkpoint was made with: "
+            + "; ".join(differing)
+        )
+    if checkpoint.env_steps >= config.steps:
+        raise ConfigError(
+            f"'{folder}' has done all its {checkpoint.env_steps} steps; --steps N sets a new total"
+        )
+    runner = Run(config, folder, sitting or Sitting(), callbacks, checkpoint)
+    for alert in alerts:
+        runner.alert(alert)
+    return _go(runner)
+
+
+def load(run: Path | str, which: Literal["best", "last"] = "best", trust: bool = False) -> Policy:
+    """The policy of a run: its best evaluated one, or its newest."""
+    return load_run_policy(resolve_run(str(run), RUNS), which, trust)
+
+
+def evaluate(
+    run: Path | str,
+    *,
+    episodes: int = 10,
+    seed: int = 0,
+    epsilon: float = 0.0,
+    which: Literal["best", "last"] = "best",
+    trust: bool = False,
+) -> Evaluation:
+    """Play episodes with a run's policy."""
+    return load(run, which, trust).evaluate(episodes, seed, epsilon)
+
+
+def _configure(
+    env: str | None,
+    algo: str | None,
+    preset: str | None,
+    config: Config | None,
+    fields: dict[str, Any],
+) -> Config:
+    if config is None:
+        config, _ = resolve(env, algo, preset, fields=fields)
+    elif env or algo or preset or fields:
+        raise ConfigError("config= sets every field; use config.replace(…) to change some of them")
+    return config.validate()
+
+
+def _folder(config: Config, run_dir: Path | str | None, name: str | None) -> Path:
+    if run_dir is not None and name is not None:
+        raise ConfigError("run_dir and name both say where the run goes; give one of them")
+    if run_dir is not None:
+        path = Path(run_dir)
+        return new_run_dir(path.parent, path.name, explicit=True)
+    if name is not None:
+        return new_run_dir(RUNS, check_name(name), explicit=True)
+    return new_run_dir(RUNS, default_name(config.env, config.algo, config.seed), explicit=False)
+
+
+def _go(run: Run) -> Trained:
+    result = run.go()
+    return Trained(run.folder, run.config, result, _curve(run.folder), run.interrupted_by)
+
+
+def _curve(folder: Path) -> Path | None:
+    runs = [read_run(path) for path in seed_folders(folder)]
+    if not any(run.metrics for run in runs):
+        return None
+    return learning_curve(
+        group_runs(runs), EVAL_RETURN, folder / "plots" / "learning_curve.png"
+    )
+
+
+def _aggregate(folder: Path, runs: list[Trained]) -> TrainedSeeds:
+    scores = [
+        run.result.eval_return_mean for run in runs if run.result.eval_return_mean is not None
+    ]
+    low, high = bootstrap_ci(scores) if scores else (None, None)
+    aggregate = {
+        "env_id": runs[0].config.env,
+        "algo": runs[0].config.algo,
+        "engine": runs[0].config.engine,
+        "seeds": [run.config.seed for run in runs],
+        "eval_return_mean": [run.result.eval_return_mean for run in runs],
+        "best_eval_return": [run.result.best_eval_return for run in runs],
+        "eval_return_iqm": iqm(scores) if scores else None,
+        "eval_return_iqm_ci95": [low, high],
+        "wall_s": sum(run.result.wall_s for run in runs),
+        "env_steps": sum(run.result.env_steps for run in runs),
+    }
+    atomic_write_text(folder / "aggregate.json", json.dumps(aggregate, indent=2))
+    return TrainedSeeds(folder, runs, aggregate, _curve(folder))
+
+
+def result_dict(trained: Trained) -> dict[str, Any]:
+    """The result with the run's folder and picture, for ``--json``."""
+    return {
+        **dataclasses.asdict(trained.result),
+        "run_dir": str(trained.folder),
+        "curve": str(trained.curve) if trained.curve else None,
+    }

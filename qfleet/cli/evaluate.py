@@ -1,0 +1,74 @@
+"""``qfleet evaluate``: play episodes with a run's policy."""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+from qfleet.cli.parsing import parse
+
+HELP = "play episodes with a run's policy and report its returns"
+
+DESCRIPTION = """Play episodes with the greedy policy of a run, in environments of its own.
+
+Examples:
+  qfleet evaluate runs/NAME
+  qfleet evaluate NAME --episodes 100 --seed 7 --which last
+"""
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    run: tyro.conf.Positional[str]
+    """Name or folder of the run."""
+    episodes: int = 10
+    """How many episodes to play."""
+    seed: int = 1000
+    """Seed of the environments."""
+    epsilon: float = 0.0
+    """Probability of a random action."""
+    which: Literal["best", "last"] = "best"
+    """The best evaluated policy, or the newest checkpoint's."""
+    trust: bool = False
+    """Import the code (module:Class, --import) that the run's configuration names."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+
+def run(argv: list[str]) -> int:
+    options = parse(EvaluateOptions, argv, "evaluate", description=DESCRIPTION)
+    from qfleet import api
+    from qfleet.errors import ConfigError
+
+    if options.episodes < 1:
+        raise ConfigError(f"episodes {options.episodes} must be at least 1")
+    evaluation = api.evaluate(
+        options.run,
+        episodes=options.episodes,
+        seed=options.seed,
+        epsilon=options.epsilon,
+        which=options.which,
+        trust=options.trust,
+    )
+    if options.json:
+        print(
+            json_module.dumps(
+                {
+                    "episodes": len(evaluation.returns),
+                    "return_mean": evaluation.mean,
+                    "return_std": evaluation.std,
+                    "length_mean": evaluation.mean_length,
+                    "returns": evaluation.returns,
+                }
+            )
+        )
+    else:
+        print(
+            f"return {evaluation.mean:.1f} ± {evaluation.std:.1f} over {len(evaluation.returns)} "
+            f"episodes (lowest {min(evaluation.returns):.1f}, highest {max(evaluation.returns):.1f}, "
+            f"mean length {evaluation.mean_length:.0f})"
+        )
+    return 0

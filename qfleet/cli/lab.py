@@ -1,0 +1,101 @@
+"""``qfleet lab``: small experiments to look at. In: an experiment's name; out: a picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from qfleet.cli.parsing import parse
+from qfleet.errors import ConfigError, UnknownNameError
+
+HELP = "small experiments to look at: maze"
+
+EXPERIMENTS = {"maze": "Q-learning with a table in a maze: values, greedy path, learning curve"}
+
+_MAZE_DESCRIPTION = """Learn a maze with a table of Q-values and draw what was learnt.
+
+Every step costs 1 and the one that reaches the goal earns 10. A maze is a text file of equally long
+lines: S start, G goal, # wall, . open.
+
+Examples:
+  qfleet lab maze
+  qfleet lab maze --episodes 2000 --epsilon 0.3 --seed 1
+  qfleet lab maze --maze my-maze.txt --out my-maze.svg
+"""
+
+
+@dataclass(frozen=True)
+class MazeOptions:
+    """How to learn the maze, and where to put the picture."""
+
+    maze: Path | None = None
+    """File with a maze of your own; without it, the built-in one."""
+    episodes: int = 500
+    """Walks from start to goal."""
+    alpha: float = 0.1
+    """Step size of the update."""
+    gamma: float = 0.9
+    """Discount per step."""
+    epsilon: float = 0.1
+    """Probability of a random action."""
+    seed: int = 0
+    """Seed of everything random."""
+    out: Path = Path("runs/lab/maze.png")
+    """Picture to write (.png, .svg or .pdf)."""
+    json_: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print machine-readable output only."""
+
+
+def run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: qfleet lab EXPERIMENT …   (qfleet lab EXPERIMENT --help tells more)\n")
+        print("\n".join(f"  {name:<8} {what}" for name, what in EXPERIMENTS.items()))
+        return 0
+    if argv[0] not in EXPERIMENTS:
+        raise UnknownNameError("experiment", argv[0], EXPERIMENTS)
+    _maze(parse(MazeOptions, argv[1:], "lab maze", description=_MAZE_DESCRIPTION))
+    return 0
+
+
+def _maze(options: MazeOptions) -> None:
+    from qfleet.lab.maze import MAZE, Maze, draw_maze, learn_maze, path_art
+
+    maze = Maze.from_text(MAZE if options.maze is None else _read(options.maze))
+    result = learn_maze(
+        maze, options.episodes, options.alpha, options.gamma, options.epsilon, options.seed
+    )
+    picture = draw_maze(result, options.out)
+    if options.json_:
+        report = {
+            "path": [list(divmod(state, maze.width)) for state in result.path],
+            "reached_goal": result.reached_goal,
+            "steps": result.num_steps,
+            "value": result.path_value,
+            "start_q": float(result.q[maze.start].max()),
+            "returns": result.returns,
+            "picture": str(picture),
+        }
+        print(json.dumps(report, allow_nan=False))
+        return
+    print(path_art(result))
+    print()
+    if result.reached_goal:
+        print(f"greedy path   {result.num_steps} steps")
+    else:
+        print(f"greedy path   misses the goal after {result.num_steps} steps; try more --episodes")
+    print(f"its value     {result.path_value:.3f} (discounted by {options.gamma:g} a step)")
+    print(f"learnt value  {result.q[maze.start].max():.3f}")
+    print(f"picture       {picture}")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read maze '{path}': {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"maze '{path}' is not text; write it with S, G, # and .") from None

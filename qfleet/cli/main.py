@@ -1,0 +1,72 @@
+"""The command line: find the verb, run it, turn errors into one line.
+
+Nothing heavy is imported here, so ``qfleet --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from importlib.metadata import version
+
+from qfleet.errors import QfleetError, UnknownNameError
+
+VERBS = ("train", "resume", "evaluate", "plot", "video", "runs", "doctor", "lab")
+
+EXAMPLES = """\
+examples:
+  qfleet train CartPole-v1
+  qfleet train PongNoFrameskip-v4 --algo rainbow --envs 16
+  qfleet train CartPole-v1 --seeds 5 --learning-rate 1e-3
+  qfleet resume runs/NAME
+  qfleet plot runs/NAME runs/OTHER
+"""
+
+
+def usage() -> str:
+    lines = ["usage: qfleet VERB … [--debug]   (qfleet VERB --help tells more)", "", "verbs:"]
+    for verb in VERBS:
+        lines.append(f"  {verb:<10} {importlib.import_module(f'qfleet.cli.{verb}').HELP}")
+    return "\n".join([*lines, "", EXAMPLES])
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in argv
+    argv = [word for word in argv if word != "--debug"]
+    try:
+        return dispatch(argv)
+    except QfleetError as error:
+        if debug:
+            raise
+        print(f"qfleet: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("qfleet: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) went away; Python must not complain about it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if argv[0] in ("-V", "--version", "version"):
+        print(f"qfleet {version('qfleet')}")
+        return 0
+    verb, *rest = argv
+    if verb not in VERBS:
+        raise UnknownNameError("verb", verb, VERBS)
+    module = importlib.import_module(f"qfleet.cli.{verb}")
+    result: int = module.run(rest)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

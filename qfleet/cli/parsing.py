@@ -1,0 +1,76 @@
+"""What the verbs share: tyro with one-line errors, durations, familiar spellings."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tyro
+
+from qfleet.errors import UserError
+
+T = TypeVar("T")
+
+# CleanRL's and others' names for the same thing.
+ALIASES = {
+    "--total-timesteps": "--steps",
+    "--n-timesteps": "--steps",
+    "--num-envs": "--envs",
+    "--n-envs": "--envs",
+    "--env-id": "--env",
+    "--train-frequency": "--train-freq",
+    "--target-network-frequency": "--target-update-interval",
+    "--start-e": "--exploration-initial-eps",
+    "--end-e": "--exploration-final-eps",
+    "--exp-name": "--name",
+    "--n-step": "--n-steps",
+    "--import": "--imports",
+}
+
+
+def parse(target: Callable[..., T], argv: list[str], verb: str, **options: Any) -> T:
+    """tyro.cli whose complaints come as one UserError line instead of a box."""
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(target, args=spell(argv), prog=f"qfleet {verb}", **options)
+    except SystemExit as exit_:
+        if exit_.code in (0, None):
+            raise
+        raise UserError(_one_line(complaint.getvalue(), verb)) from None
+
+
+def spell(argv: list[str]) -> list[str]:
+    """Underscores to dashes and aliases to our names, in option names only."""
+    words = []
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            name = name.replace("_", "-")
+            word = ALIASES.get(name, name) + equals + value
+        words.append(word)
+    return words
+
+
+def _one_line(text: str, verb: str) -> str:
+    """The complaint inside tyro's box, and the option it thinks was meant."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    lines = [line.strip("│ ").strip() for line in plain.splitlines() if line.startswith("│")]
+    rules = [i for i, line in enumerate(lines) if set(line) <= {"─"}]
+    sentence = " ".join(lines[: rules[0]] if rules else lines)
+    meant = re.findall(r"^(--[a-z0-9-]+)", "\n".join(lines[rules[0] :] if rules else []), re.M)
+    if meant and meant[0] not in sentence:
+        sentence += f"; did you mean {meant[0]}?"
+    return f"{sentence} (qfleet {verb} --help lists every option)"
+
+
+def parse_duration(text: str) -> float:
+    """``90``, ``90s``, ``30m``, ``1h30m``, ``2d`` → seconds."""
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
+    if not text.strip() or match is None:
+        raise UserError(f"'{text}' is no duration; write 90s, 30m or 1h30m")
+    days, hours, minutes, seconds = (float(group or 0) for group in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,0 +1,46 @@
+"""``qfleet resume``: go on from a run's newest whole checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from qfleet.cli.parsing import parse
+from qfleet.cli.sitting import SittingOptions, finish
+
+HELP = "go on with an interrupted run, bit for bit"
+
+DESCRIPTION = """Go on with a run from its newest checkpoint, bit for bit: replay, priorities, random
+streams, ε, optimiser and clock are all restored.
+
+Examples:
+  qfleet resume runs/NAME
+  qfleet resume NAME --max-wall 30m
+  qfleet resume NAME --steps 1000000      (a new total; schedules refer to it)
+"""
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    run: tyro.conf.Positional[str]
+    """Name or folder of the run."""
+    sitting: Annotated[SittingOptions, tyro.conf.arg(name="")]
+    steps: int | None = None
+    """New total of env steps."""
+    trust: bool = False
+    """Import the code (module:Class, --import) that the run's configuration names."""
+
+
+def run(argv: list[str]) -> int:
+    options = parse(ResumeOptions, argv, "resume", description=DESCRIPTION)
+    from qfleet import api
+
+    trained = api.resume(
+        options.run,
+        steps=options.steps,
+        sitting=options.sitting.resolve(),
+        trust=options.trust,
+    )
+    return finish(trained, options.sitting)

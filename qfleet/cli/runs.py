@@ -1,0 +1,138 @@
+"""``qfleet runs``: what is in the runs folder. In: a folder; out: a table, newest run first."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from qfleet.errors import ConfigError
+from qfleet.telemetry.formatting import finite, format_duration, format_rate, format_score
+from qfleet.telemetry.runs import EVAL_RETURN, RunData, find_runs, read_run, run_name
+
+HELP = "list the runs in a folder with their scores"
+
+_DESCRIPTION = """List the runs in a folder, newest first, with their scores, speed and state.
+
+Examples:
+  qfleet runs
+  qfleet runs --root experiments
+  qfleet runs --json
+"""
+
+UNFINISHED = "running or interrupted"
+
+
+def runs(
+    root: Path = Path("runs"), json_: Annotated[bool, tyro.conf.arg(name="json")] = False
+) -> int:
+    """List the runs in a folder.
+
+    Args:
+        root: folder that holds the runs.
+        json_: print machine-readable output only.
+    """
+    paths = sorted(find_runs(root), key=lambda path: (-_changed_s(path), str(path)))
+    rows = [_row(path) for path in paths]
+    if json_:
+        print(json.dumps(rows, allow_nan=False))
+    elif rows:
+        _print_table(rows)
+    else:
+        sys.stdout.write(f"no runs in '{root}'; `qfleet train` makes one, --root looks elsewhere\n")
+    return 0
+
+
+def run(argv: list[str]) -> int:
+    return tyro.cli(runs, args=argv, prog="qfleet runs", description=_DESCRIPTION)
+
+
+def _changed_s(path: Path) -> float:
+    files = (path / name for name in ("config.json", "metrics.jsonl", "result.json"))
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+
+
+def _row(path: Path) -> dict[str, Any]:
+    try:
+        data = read_run(path)
+    except ConfigError:  # one damaged folder must not hide the others
+        data = RunData(path, run_name(path), {}, None, [])
+        return _describe(data) | {"state": "unreadable config.json"}
+    return _describe(data)
+
+
+def _describe(data: RunData) -> dict[str, Any]:
+    last_metric = max((row["env_steps"] for row in data.metrics), default=None)
+    result = data.result or {}
+    # A resumed run goes past the result of the run it continues: that result is out of date.
+    if last_metric is not None and last_metric > (finite(result.get("env_steps")) or 0):
+        result = {}
+    _, evaluations = data.series(EVAL_RETURN)
+    _, rates = data.series("time/fps")
+
+    def known(key: str, otherwise: float | None) -> float | None:
+        return finite(result.get(key)) if result else otherwise
+
+    return {
+        "name": data.name,
+        "path": str(data.path),
+        "env": data.config.get("env"),
+        "algo": data.config.get("algo"),
+        "engine": data.config.get("engine"),
+        "seed": finite(data.config.get("seed")),
+        "env_steps": known("env_steps", last_metric),
+        "total_env_steps": finite(data.config.get("steps")),
+        "eval_return_mean": known("eval_return_mean", evaluations[-1] if evaluations else None),
+        "best_eval_return": known("best_eval_return", max(evaluations, default=None)),
+        "env_steps_per_s": known("env_steps_per_s", rates[-1] if rates else None),
+        "wall_s": known("wall_s", None),
+        "state": _state(result),
+    }
+
+
+def _state(result: dict[str, Any]) -> str:
+    if not result:
+        return UNFINISHED
+    stopped_by = result.get("stopped_by")
+    return "finished" if stopped_by in (None, "steps") else str(stopped_by)
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:  # a pipe has no width to fit into
+        console = Console(width=200)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("name", "env", "algo", "engine"):
+        table.add_column(title, overflow="fold")
+    for title in ("seed", "steps", "return", "best", "steps/s", "wall"):
+        table.add_column(title, justify="right")
+    table.add_column("state")
+    for row in rows:
+        cells = (
+            row["name"],
+            row["env"] or "–",
+            row["algo"] or "–",
+            row["engine"] or "–",
+            _cell(row["seed"], str),
+            "/".join(_cell(row[key], "{:,}".format) for key in ("env_steps", "total_env_steps")),
+            _cell(row["eval_return_mean"], format_score),
+            _cell(row["best_eval_return"], format_score),
+            _cell(row["env_steps_per_s"], format_rate),
+            _cell(row["wall_s"], format_duration),
+            row["state"],
+        )
+        # Text, not str: a name may hold brackets, which rich would read as markup.
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    console.print(table)
+
+
+def _cell(value: float | None, form: Callable[[float], str]) -> str:
+    return "–" if value is None else form(value)

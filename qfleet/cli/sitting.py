@@ -1,0 +1,62 @@
+"""Options of one sitting, shared by train and resume, and how a sitting ends on the terminal."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qfleet.cli.parsing import parse_duration
+
+if TYPE_CHECKING:
+    from qfleet.api import Trained
+    from qfleet.run import Sitting
+
+
+@dataclass(frozen=True)
+class SittingOptions:
+    stop_after: int | None = None
+    """End this sitting after so many env steps in total; changes no schedule, resume goes on."""
+    max_wall: str | None = None
+    """End this sitting after so long (90s, 30m, 1h30m); changes no schedule, resume goes on."""
+    quiet: bool = False
+    """Show no progress, only the final report."""
+    json: bool = False
+    """Print the result as one JSON object and nothing else."""
+
+    def resolve(self) -> Sitting:
+        from qfleet.run import Sitting
+        from qfleet.telemetry.progress import choose_mode
+
+        return Sitting(
+            stop_after=self.stop_after,
+            max_wall_s=parse_duration(self.max_wall) if self.max_wall else None,
+            display=choose_mode(self.quiet or self.json, sys.stdout),
+        )
+
+
+def show(trained: Trained) -> None:
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from qfleet.telemetry.report import final_report
+
+    # soft_wrap: a path that is cut in two cannot be copied.
+    Console(soft_wrap=True).print(
+        final_report(asdict(trained.result), trained.folder, trained.curve)
+    )
+
+
+def finish(trained: Trained, options: SittingOptions) -> int:
+    """Print the result; the exit code says 130/143 when a signal ended the sitting."""
+    from qfleet.api import result_dict
+
+    if options.json:
+        print(json_module.dumps(result_dict(trained)))
+    else:
+        show(trained)
+        if trained.result.env_steps < trained.config.steps:
+            print(f"  go on with: qfleet resume {trained.folder}")
+    return 128 + trained.interrupted_by if trained.interrupted_by else 0

@@ -1,0 +1,119 @@
+"""``qfleet train``: from words on the command line to a trained run."""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from qfleet.cli.parsing import parse, spell
+from qfleet.cli.sitting import SittingOptions, finish, show
+from qfleet.config import Config, read_fields
+from qfleet.errors import ConfigError, UserError
+from qfleet.presets import PRESETS, resolve
+
+HELP = "train an agent: qfleet train CartPole-v1"
+
+DESCRIPTION = """Train a DQN-family agent: qfleet train ENV [options]
+
+ENV is a Gymnasium id, an Atari game (ALE/Pong-v5, PongNoFrameskip-v4) or package.module:EnvClass.
+Without --preset, the preset that suits ENV is used; every option below overrides it.
+Stable-Baselines3's and CleanRL's option names are understood.
+
+Examples:
+  qfleet train CartPole-v1
+  qfleet train CartPole-v1 --algo qr-dqn --steps 30000 --seeds 5
+  qfleet train PongNoFrameskip-v4 --algo rainbow --envs 16 --device cuda
+  qfleet train my_package.envs:Corridor --network my_package.nets:Torso
+  qfleet train ALE/Breakout-v5 --max-wall 30m      (qfleet resume RUN goes on)
+  qfleet train --config runs/NAME/config.json --seed 7
+"""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    experiment: Annotated[Config, tyro.conf.arg(name="")]
+    sitting: Annotated[SittingOptions, tyro.conf.arg(name="")]
+    preset: str | None = None
+    """Published recipe to start from; 'none' for plain defaults, 'list' to list them."""
+    config: Path | None = None
+    """JSON file with fields of the configuration, e.g. the config.json of a run."""
+    seeds: int = 1
+    """Train this many seeds, from --seed on, and aggregate them."""
+    run_dir: Path | None = None
+    """Folder of this run; default runs/NAME."""
+    name: str | None = None
+    """Name of the run below runs/; default from env, algorithm, seed and time."""
+
+
+def run(argv: list[str]) -> int:
+    argv = spell(argv)
+    if argv and not argv[0].startswith("-"):
+        argv = ["--env", *argv]
+    said = _peek(argv, ("--env", "--algo", "--preset", "--config"))
+    if said["--preset"] == "list":
+        for name, recipe in PRESETS.items():
+            print(f"{name:<18} {' '.join((recipe.__doc__ or '').split())}")
+        return 0
+    file_fields = read_fields(Path(said["--config"])) if said["--config"] else None
+    base, preset = resolve(said["--env"], said["--algo"], said["--preset"], file_fields)
+    options = parse(
+        TrainOptions,
+        argv,
+        "train",
+        default=TrainOptions(base, SittingOptions()),
+        description=DESCRIPTION,
+    )
+    if said["--env"] is None and file_fields is None and preset is None:
+        raise UserError("train needs an environment: qfleet train CartPole-v1")
+    # The algorithm's row was resolved from its alias; the parse saw the user's spelling.
+    config = options.experiment.replace(algo=base.algo).validate()
+    if options.seeds < 1:
+        raise ConfigError(f"seeds {options.seeds} must be at least 1")
+    return _train(config, options, preset)
+
+
+def _train(config: Config, options: TrainOptions, preset: str | None) -> int:
+    from qfleet import api
+
+    where = {"run_dir": options.run_dir, "name": options.name}
+    sitting = options.sitting.resolve()
+    if preset and sitting.display != "silent":
+        print(f"preset {preset}; --preset none for plain defaults")
+    if options.seeds == 1:
+        return finish(api.train(config=config, sitting=sitting, **where), options.sitting)
+    trained = api.train_seeds(options.seeds, config=config, sitting=sitting, **where)
+    if options.sitting.json:
+        extra = {"run_dir": str(trained.folder), "curve": str(trained.curve)}
+        print(json_module.dumps({**trained.aggregate, **extra}))
+    else:
+        for one in trained.runs:
+            show(one)
+        low, high = trained.aggregate["eval_return_iqm_ci95"]
+        score = trained.aggregate["eval_return_iqm"]
+        if score is not None:
+            print(
+                f"\n{len(trained.runs)} seeds: IQM of the final evaluations {score:.1f}, "
+                f"95 % confidence {low:.1f} to {high:.1f}"
+            )
+        print(f"  folder     {trained.folder}\n  curve      {trained.curve}")
+    interrupted = trained.runs[-1].interrupted_by
+    return 128 + interrupted if interrupted else 0
+
+
+def _peek(argv: list[str], names: tuple[str, ...]) -> dict[str, Any]:
+    """Values of a few options before the real parse, because they decide its defaults."""
+    found: dict[str, Any] = dict.fromkeys(names)
+    for i, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name in found:
+            if not equals:
+                value = argv[i + 1] if i + 1 < len(argv) else ""
+            if not value or value.startswith("--"):
+                raise UserError(f"{name} needs a value")
+            found[name] = value
+    return found
+

@@ -1,0 +1,61 @@
+"""``qfleet video``: a film of a run's greedy policy."""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from qfleet.cli.parsing import parse
+
+HELP = "film the greedy policy of a run (GIF or MP4)"
+
+DESCRIPTION = """Film one episode of a run's greedy policy.
+
+Examples:
+  qfleet video runs/NAME
+  qfleet video NAME --out pong.mp4 --seed 3
+"""
+
+
+@dataclass(frozen=True)
+class VideoOptions:
+    run: tyro.conf.Positional[str]
+    """Name or folder of the run."""
+    out: Path | None = None
+    """File to write, .gif or .mp4; default videos/ in the run's folder."""
+    seed: int = 1000
+    """Seed of the environment."""
+    max_frames: int = 1000
+    """Longest film."""
+    fps: int = 30
+    """Frames per second."""
+    which: Literal["best", "last"] = "best"
+    """The best evaluated policy, or the newest checkpoint's."""
+    trust: bool = False
+    """Import the code (module:Class, --import) that the run's configuration names."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+
+def run(argv: list[str]) -> int:
+    options = parse(VideoOptions, argv, "video", description=DESCRIPTION)
+    from qfleet import api
+    from qfleet.errors import ConfigError
+    from qfleet.telemetry.runs import resolve_run
+    from qfleet.video import film
+
+    if options.max_frames < 1 or options.fps < 1:
+        raise ConfigError("max-frames and fps must be at least 1")
+    folder = resolve_run(options.run, api.RUNS)
+    policy = api.load(folder, options.which, options.trust)
+    out = options.out or folder / "videos" / f"{options.which}-seed{options.seed}.gif"
+    frames, total = film(policy, out, options.seed, options.max_frames, options.fps)
+    if options.json:
+        print(json_module.dumps({"path": str(out), "frames": frames, "return": total}))
+    else:
+        print(f"{out}  ({frames} frames, return {total:g})")
+    return 0

@@ -1,0 +1,99 @@
+"""What the machine has and how fast it steps environments. In: an env id; out: plain facts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from qfleet.config import Config
+from qfleet.envs import ale_game, make_envs
+from qfleet.envs.registry import has_vector_entry_point
+from qfleet.memory import available_bytes, largest_capacity
+from qfleet.presets import resolve
+from qfleet.telemetry.faults import FaultLog
+
+LIBRARIES = (
+    "torch gymnasium ale-py numpy tyro rich safetensors tensorboard matplotlib fsspec "
+    "ray pyarrow optuna onnxruntime wandb mlflow"
+).split()
+
+
+def machine() -> dict[str, Any]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device: Any = "none (CPU only)"
+    if accelerator is not None:
+        device = accelerator.type
+        if accelerator.type == "cuda":
+            properties = torch.cuda.get_device_properties(0)
+            device = f"cuda: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    return {
+        "qfleet": importlib.metadata.version("qfleet"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "accelerator": device,
+        "libraries": {name: _installed(name) for name in LIBRARIES},
+    }
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "–"
+
+
+def measure_vectorisers(
+    env: str, counts: tuple[int, ...], seconds: float
+) -> list[tuple[str, int, float]]:
+    """(vectorize, envs, env steps per second) for every way that this environment allows."""
+    base, _ = resolve(env)
+    if ale_game(env):
+        modes = ["native"]
+    else:
+        modes = ["sync", "async"]
+        if has_vector_entry_point(env):
+            modes.insert(0, "native")
+    cores = os.cpu_count() or 1
+    rates = []
+    for mode in modes:
+        for count in counts:
+            if mode == "async" and count > 4 * cores:
+                continue  # a process per env: more of them only measure the scheduler
+            config = base.replace(vectorize=mode, envs=count)
+            rates.append((mode, count, _rate(config, seconds)))
+    return rates
+
+
+def _rate(config: Config, seconds: float) -> float:
+    envs = make_envs(config, config.envs, seed=0, training=True, on_fault=FaultLog())
+    try:
+        envs.reset()
+        random = np.random.default_rng(0)
+        actions = random.integers(envs.spec.num_actions, size=(64, config.envs))
+        envs.step(actions[0])
+        steps, start = 0, time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            envs.step(actions[steps % 64])
+            steps += 1
+        return steps * config.envs / (time.perf_counter() - start)
+    finally:
+        envs.close()
+
+
+def replay_capacity(env: str) -> dict[str, int]:
+    config, _ = resolve(env)
+    envs = make_envs(config, 1, seed=0, training=True, on_fault=FaultLog())
+    spec = envs.spec
+    envs.close()
+    free = available_bytes()
+    return {
+        "available_bytes": free,
+        "largest_buffer_size": largest_capacity(spec, config.envs, False, free),
+    }

@@ -1,0 +1,24 @@
+"""The serial engine: collect and learn take turns on one thread.
+
+It is the plainest placement of the parts, and the one every other engine is checked against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from qfleet.build import Parts
+from qfleet.loop import collect, learn
+
+
+def run_serial(parts: Parts, keep_going: Callable[[], bool]) -> None:
+    """Advance the loop until ``keep_going`` says no; it is asked when no update is owed."""
+    collecting = collect(parts.actor, parts.memory, parts.config, parts.clock, parts.timers)
+    learning = learn(parts.learner, parts.limiter, parts.channel, parts.clock)
+    while True:
+        if not parts.limiter.may_collect():
+            next(learning)
+        elif keep_going():
+            next(collecting)
+        else:
+            return

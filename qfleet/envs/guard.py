@@ -1,0 +1,227 @@
+"""One environment behind a guard: whatever it does wrong is found, counted and kept inside.
+
+An action goes in. Out comes an observation, written into the row it is given and always finite and
+of the spec's shape, and an ``Outcome``. All fault handling of single environments is here.
+
+=====================================  =========================================================
+reward NaN or infinite                 row invalid, reward 0, the episode goes on
+observation NaN or infinite            row invalid, reset at once
+``step`` raises                        row invalid, environment rebuilt and reset
+``reset`` or the constructor raises    rebuilt and tried again
+another shape or kind of observation   EnvironmentFault
+=====================================  =========================================================
+
+More than ``max_restarts`` failures without a completed step in between are an EnvironmentFault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qfleet.core import EnvSpec, StateDict
+from qfleet.envs.seeding import rebuilt_seed
+from qfleet.envs.spaces import AnyEnv, check_array
+from qfleet.envs.state import load_env, save_env
+from qfleet.errors import EnvironmentFault, UserError
+
+OnFault: TypeAlias = Callable[[str, str], None]
+"""Told of every fault: its kind (env_reward, env_observation, env_crash, env_reset), a message."""
+
+
+class Outcome(NamedTuple):
+    """What a step was, besides its observation; the fields are those of ``core.Step``."""
+
+    reward: float
+    terminated: bool
+    truncated: bool
+    invalid: bool
+    fresh: bool
+
+
+_RESTARTED = Outcome(0.0, terminated=False, truncated=False, invalid=True, fresh=True)
+
+
+def all_finite(array: NDArray[Any]) -> bool:
+    """Whether every number is finite. A dot product tells at half the price of isfinite().all().
+
+    NaN and Inf always survive into it; only very large finite numbers need the second look.
+    """
+    return math.isfinite(np.vdot(array, array)) or bool(np.isfinite(array).all())
+
+
+def one_line(error: BaseException) -> str:
+    """``ValueError: text``, without the rest of a long message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class GuardedEnv:
+    """Environment ``index`` of a pool, with next-step autoreset."""
+
+    def __init__(
+        self,
+        make: Callable[[], AnyEnv],
+        spec: EnvSpec,
+        *,
+        index: int,
+        seed: int,
+        max_restarts: int,
+        on_fault: OnFault,
+        env: AnyEnv | None = None,
+    ) -> None:
+        """``env`` may be one that was already made; otherwise it is made when first needed."""
+        self._make = make
+        self._env = env
+        self._name = f"env {index} of '{spec.env_id}'"
+        self._seed = seed
+        self._max_restarts = max_restarts
+        self._on_fault = on_fault
+        self._shape = spec.obs_shape
+        self._dtype = np.dtype(spec.obs_dtype)
+        self._num_obs_values = spec.num_obs_values
+        self._is_float = self._dtype.kind == "f"
+        self._next_seed: int | None = seed
+        self._is_over = False
+        self._steps = 0
+        self._failures = 0
+        self._rebuilds = 0
+
+    def start(self, row: NDArray[Any]) -> None:
+        """Reset to the first episode of this environment's seed."""
+        self._next_seed = self._seed
+        self._rebuilds = 0
+        self.reset(row)
+
+    def step(self, action: int, row: NDArray[Any]) -> Outcome:
+        if self._is_over:
+            self.reset(row)
+            return _RESTARTED
+        self._steps += 1
+        assert self._env is not None
+        try:
+            obs, raw_reward, terminated, truncated, _ = self._env.step(action)
+            reward = float(raw_reward)
+            is_terminated, is_truncated = bool(terminated), bool(truncated)
+        except EnvironmentFault:
+            raise
+        except Exception as error:
+            self._discard()
+            self._fail("env_crash", f"crashed in its step {self._steps}: {one_line(error)}")
+            self.reset(row)
+            return _RESTARTED
+        if not self._store(obs, row):
+            self._report("env_observation", f"observed NaN or Inf in its step {self._steps}")
+            self.reset(row)
+            return _RESTARTED
+        self._failures = 0
+        self._is_over = is_terminated or is_truncated
+        if math.isfinite(reward):
+            return Outcome(reward, is_terminated, is_truncated, False, False)
+        self._report("env_reward", f"gave reward {reward} in its step {self._steps}")
+        return Outcome(0.0, is_terminated, is_truncated, True, False)
+
+    def reset(self, row: NDArray[Any]) -> None:
+        """Open the next episode, however many tries it takes within the limit."""
+        self._is_over = False
+        while True:
+            try:
+                env = self._built()
+                obs, _ = env.reset(seed=self._next_seed)
+            except (EnvironmentFault, UserError):
+                raise
+            except Exception as error:
+                self._discard()
+                self._fail("env_reset", f"failed to reset: {one_line(error)}")
+                continue
+            # A second try with the same seed would only repeat a bad first observation.
+            self._next_seed = None
+            if self._store(obs, row):
+                return
+            self._fail("env_observation", "observed NaN or Inf in its reset")
+
+    def _built(self) -> AnyEnv:
+        if self._env is None:
+            try:
+                self._env = self._make()
+            except EnvironmentFault as error:
+                # Not final here: a failed start is one more failure that may be tried again.
+                raise RuntimeError(str(error)) from error
+        return self._env
+
+    def _discard(self) -> None:
+        """Drop a failed environment; the next reset builds another, with a seed of its own."""
+        self.close()
+        self._rebuilds += 1
+        self._next_seed = rebuilt_seed(self._seed, self._rebuilds)
+
+    def _store(self, obs: Any, row: NDArray[Any]) -> bool:
+        """Write the observation; say whether it is finite."""
+        if self._num_obs_values:
+            self._store_discrete(obs, row)
+            return True
+        if type(obs) is not np.ndarray or obs.dtype != self._dtype or obs.shape != self._shape:
+            obs = np.asarray(obs)
+            check_array(self._name, obs, self._shape, self._dtype)
+        row[...] = obs
+        return not self._is_float or all_finite(row)
+
+    def _store_discrete(self, obs: Any, row: NDArray[Any]) -> None:
+        try:
+            value = operator.index(obs)
+        except TypeError:
+            value = -1
+        if not 0 <= value < self._num_obs_values:
+            raise EnvironmentFault(
+                f"{self._name} changed its observation: expected an integer from 0 to "
+                f"{self._num_obs_values - 1}, got {obs!r}; mend the environment or its "
+                "observation_space"
+            )
+        row[...] = value
+
+    def _report(self, kind: str, what: str) -> None:
+        self._on_fault(kind, f"{self._name} {what}")
+
+    def _fail(self, kind: str, what: str) -> None:
+        self._failures += 1
+        self._report(kind, what)
+        if self._failures > self._max_restarts:
+            raise EnvironmentFault(
+                f"{self._name} {what} (failure {self._failures} in a row, more than "
+                f"max_env_restarts {self._max_restarts}); mend it or raise max_env_restarts"
+            )
+
+    def state_dict(self) -> StateDict | None:
+        if self._env is None:
+            return None
+        env_state = save_env(self._env)
+        if env_state is None:
+            return None
+        return {
+            "env": env_state,
+            "is_over": self._is_over,
+            "steps": self._steps,
+            "failures": self._failures,
+            "rebuilds": self._rebuilds,
+        }
+
+    def load_state_dict(self, state: StateDict) -> None:
+        load_env(self._built(), state["env"])
+        self._next_seed = None
+        self._is_over = state["is_over"]
+        self._steps = state["steps"]
+        self._failures = state["failures"]
+        self._rebuilds = state["rebuilds"]
+
+    def close(self) -> None:
+        env, self._env = self._env, None
+        if env is not None:
+            # An environment that has just crashed may well crash again here; it is gone anyway.
+            with contextlib.suppress(Exception):
+                env.close()

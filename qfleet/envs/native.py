@@ -1,0 +1,120 @@
+"""N environments that Gymnasium steps as one: a registered vector entry point, such as CartPole's.
+
+Actions go in, a ``core.Step`` comes out. Such a pool has one seed, and no single environment of it
+can be reset alone, so a NaN in it stops the run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Discrete
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from qfleet.config import Config
+from qfleet.core import EnvSpec, StateDict, Step
+from qfleet.envs.guard import all_finite, one_line
+from qfleet.envs.registry import close_names, env_kwargs, has_vector_entry_point
+from qfleet.envs.seeding import env_seeds
+from qfleet.envs.spaces import describe
+from qfleet.envs.state import load_vector_env, save_vector_env
+from qfleet.errors import ConfigError, EnvironmentFault, UnknownNameError
+
+
+class NativeEnvs:
+    """A ``core.VectorEnv``."""
+
+    spec: EnvSpec
+    num_envs: int
+    seeds: list[int]
+
+    def __init__(self, config: Config, num_envs: int, seed: int) -> None:
+        self._envs = _make(config, num_envs)
+        mode = self._envs.metadata.get("autoreset_mode")
+        if mode != AutoresetMode.NEXT_STEP:
+            self._envs.close()
+            raise ConfigError(
+                f"the vector entry point of '{config.env}' has autoreset mode {mode}, not "
+                f"{AutoresetMode.NEXT_STEP}; use --vectorize sync"
+            )
+        actions = self._envs.single_action_space
+        observations = self._envs.single_observation_space
+        self.spec = describe(config.env, observations, actions)
+        self.num_envs = num_envs
+        self.seeds = env_seeds(seed, 1)
+        self._first_action = int(actions.start) if isinstance(actions, Discrete) else 0
+        self._first_value = int(observations.start) if isinstance(observations, Discrete) else 0
+        self._is_float = self.spec.obs_dtype == "float32"
+        self._is_over = np.zeros(num_envs, dtype=np.bool_)
+
+    def reset(self) -> NDArray[Any]:
+        """Start all envs anew from the pool's seed: two resets give the same episodes."""
+        obs, _ = self._envs.reset(seed=self.seeds[0])
+        self._is_over = np.zeros(self.num_envs, dtype=np.bool_)
+        return self._canonical(obs)
+
+    def step(self, actions: NDArray[np.int64]) -> Step:
+        if self._first_action:
+            actions = actions + self._first_action
+        raw_obs, reward, terminated, truncated, _ = self._envs.step(actions)
+        obs = self._canonical(raw_obs)
+        if not all_finite(reward):
+            raise self._fault("reward", reward)
+        opened = self._is_over
+        self._is_over = terminated | truncated
+        return Step(obs, reward, terminated, truncated, opened, opened)
+
+    def _canonical(self, raw_obs: NDArray[Any]) -> NDArray[Any]:
+        obs = np.ascontiguousarray(raw_obs, dtype=self.spec.obs_dtype)
+        if self._first_value:
+            return obs - self._first_value
+        if self._is_float and not all_finite(obs):
+            raise self._fault("observation", obs)
+        return obs
+
+    def _fault(self, what: str, values: NDArray[Any]) -> EnvironmentFault:
+        good = np.isfinite(values).reshape(self.num_envs, -1).all(axis=1)
+        return EnvironmentFault(
+            f"env {int(np.argmin(good))} of '{self.spec.env_id}' gave a NaN or Inf {what}, and its "
+            "vector entry point cannot reset it alone; use --vectorize sync to go on without it"
+        )
+
+    def state_dict(self) -> StateDict | None:
+        state = save_vector_env(self._envs)
+        return None if state is None else {"pool": state, "is_over": self._is_over.tolist()}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        load_vector_env(self._envs, state["pool"])
+        self._is_over = np.array(state["is_over"], dtype=np.bool_)
+
+    def close(self) -> None:
+        self._envs.close()
+
+
+def _make(config: Config, num_envs: int) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
+    if ":" not in config.env and config.env not in gymnasium.registry:
+        raise UnknownNameError("environment", config.env, close_names(config.env))
+    if not has_vector_entry_point(config.env):
+        raise ConfigError(
+            f"environment '{config.env}' has no vector entry point of its own; "
+            "use --vectorize sync or async"
+        )
+    if config.frame_stack > 1:
+        raise ConfigError(
+            f"frame_stack {config.frame_stack} does not work with --vectorize native; use sync"
+        )
+    kwargs = env_kwargs(config)
+    if config.max_episode_steps:
+        kwargs["max_episode_steps"] = config.max_episode_steps
+    try:
+        return gymnasium.make_vec(
+            config.env, num_envs, vectorization_mode="vector_entry_point", **kwargs
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"the vector entry point of '{config.env}' refuses {kwargs or 'to start'}: "
+            f"{one_line(error)}; use --vectorize sync"
+        ) from error

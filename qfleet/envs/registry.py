@@ -1,0 +1,170 @@
+"""From ``Config.env`` to what it names: an Atari game, a Gymnasium id or a class of the user's.
+
+A configuration goes in; a ROM name or a ready single environment with canonical spaces comes out.
+Every way in which a name or its arguments can be wrong ends here, as a typed error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import json
+import os
+import re
+import sys
+from typing import Any
+
+import gymnasium
+from gymnasium.spaces import Discrete
+from gymnasium.wrappers import FrameStackObservation, TimeLimit
+
+from qfleet.config import Config
+from qfleet.core import EnvSpec
+from qfleet.envs.guard import one_line
+from qfleet.envs.spaces import AnyEnv, canonical, describe
+from qfleet.errors import ConfigError, EnvironmentFault, UnknownNameError
+from qfleet.plugins import load_object
+
+_LEGACY_ATARI = re.compile(r"(?P<game>[A-Za-z0-9]+?)(?P<suffix>NoFrameskip|Deterministic)?-v[04]")
+
+
+def import_modules(config: Config) -> None:
+    """Import what may register environments."""
+    if config.imports and os.getcwd() not in sys.path and "" not in sys.path:
+        # A console script does not see the user's own folder; last, so that it shadows nothing.
+        sys.path.append(os.getcwd())
+    for name in config.imports:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise ConfigError(f"imports: cannot import '{name}': {one_line(error)}") from error
+
+
+def env_kwargs(config: Config) -> dict[str, Any]:
+    kwargs: dict[str, Any] = json.loads(config.env_kwargs)
+    return kwargs
+
+
+@functools.cache
+def _atari_ids() -> dict[str, str]:
+    """ROM name → id, of the games that one player can play."""
+    # Importing it registers its games, and takes a fifth of a second that others need not pay.
+    import ale_py  # noqa: F401
+
+    return {
+        spec.kwargs["game"]: spec.id
+        for spec in gymnasium.registry.values()
+        if spec.id.startswith("ALE/")
+    }
+
+
+def ale_game(env_id: str) -> str | None:
+    """ROM name of an Atari id (``ALE/Pong-v5``, ``PongNoFrameskip-v4``, ``Pong-v4``, ``pong``).
+
+    None if it is no Atari id; UnknownNameError if it is one of a game that does not exist. How
+    frames are skipped and actions repeated is up to the configuration, not to the id's flavour.
+    """
+    registered = gymnasium.registry.get(env_id)
+    if registered is not None and not str(registered.entry_point).startswith("ale_py"):
+        return None
+    if env_id.startswith("ALE/"):
+        return _rom(env_id.removeprefix("ALE/").removesuffix("-v5"), env_id, is_required=True)
+    if legacy := _LEGACY_ATARI.fullmatch(env_id):
+        return _rom(legacy["game"], env_id, is_required=legacy["suffix"] is not None)
+    if re.fullmatch(r"[a-z0-9_]+", env_id):
+        return env_id if env_id in _atari_ids() else None
+    return None
+
+
+def _rom(name: str, env_id: str, *, is_required: bool) -> str | None:
+    for rom in _atari_ids():
+        if rom.replace("_", "") == name.replace("_", "").lower():
+            return rom
+    if is_required:
+        raise UnknownNameError("Atari game", env_id, close_names(env_id))
+    return None
+
+
+def close_names(env_id: str) -> list[str]:
+    """The registered ids that look most like this one, whatever the case of its letters."""
+    _atari_ids()
+    known = {name.lower(): name for name in gymnasium.registry}
+    close = difflib.get_close_matches(env_id.lower(), known, n=3, cutoff=0.4)
+    return [known[name] for name in close]
+
+
+def has_vector_entry_point(env_id: str) -> bool:
+    registered = gymnasium.registry.get(env_id)
+    return (
+        registered is not None
+        and registered.vector_entry_point is not None
+        and not registered.additional_wrappers
+    )
+
+
+def make_single(config: Config, render_mode: str | None = None) -> AnyEnv:
+    """One environment that is not Atari, with limit, canonical spaces and frame stack applied."""
+    import_modules(config)
+    if ale_game(config.env) is not None:
+        raise ConfigError(f"Atari game '{config.env}' has no single environment; use make_envs")
+    env = _make_raw(config, render_mode)
+    spec = describe(config.env, env.observation_space, env.action_space)
+    is_stacked = config.frame_stack > 1
+    if is_stacked and isinstance(env.observation_space, Discrete):
+        raise ConfigError(
+            f"frame_stack {config.frame_stack} cannot stack the discrete observations of "
+            f"'{config.env}'; set it to 0"
+        )
+    env = canonical(env, spec, copy=is_stacked)
+    if is_stacked:
+        # Zeros, not the first frame: a memory rebuilds stacks by masking what lies before it.
+        env = FrameStackObservation(env, config.frame_stack, padding_type="zero")
+    return env
+
+
+def single_spec(config: Config, env: AnyEnv) -> EnvSpec:
+    """Spec of what ``make_single`` made."""
+    frame_stack = max(config.frame_stack, 1)
+    return describe(config.env, env.observation_space, env.action_space, frame_stack=frame_stack)
+
+
+def _make_raw(config: Config, render_mode: str | None) -> AnyEnv:
+    kwargs = env_kwargs(config)
+    if render_mode is not None:
+        kwargs["render_mode"] = render_mode
+    try:
+        if ":" in config.env:
+            return _make_from_class(config, kwargs)
+        limit = config.max_episode_steps or None
+        return gymnasium.make(
+            config.env, max_episode_steps=limit, disable_env_checker=True, **kwargs
+        )
+    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv):
+        raise UnknownNameError("environment", config.env, close_names(config.env)) from None
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ConfigError(f"environment '{config.env}' lacks a package: {error}") from error
+    except TypeError as error:
+        if "argument" in str(error):
+            raise ConfigError(
+                f"environment '{config.env}' cannot take env_kwargs {json.dumps(kwargs)}: "
+                f"{one_line(error)}"
+            ) from error
+        raise _start_fault(config, error) from error
+    except (ConfigError, UnknownNameError):
+        raise
+    except Exception as error:
+        raise _start_fault(config, error) from error
+
+
+def _start_fault(config: Config, error: Exception) -> EnvironmentFault:
+    return EnvironmentFault(f"environment '{config.env}' failed to start: {one_line(error)}")
+
+
+def _make_from_class(config: Config, kwargs: dict[str, Any]) -> AnyEnv:
+    env = load_object(config.env, "environment")(**kwargs)
+    if not isinstance(env, gymnasium.Env):
+        raise ConfigError(
+            f"environment '{config.env}' made a {type(env).__name__}; it must be a gymnasium.Env"
+        )
+    return TimeLimit(env, config.max_episode_steps) if config.max_episode_steps else env

@@ -1,0 +1,125 @@
+"""Which spaces qfleet understands, and the canonical form in which observations arrive.
+
+A Gymnasium environment goes in; out comes one whose observations are float32 or uint8 arrays or
+integers from 0, whose actions are integers from 0, and an ``EnvSpec`` that says so.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, SupportsFloat
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Discrete, Space
+from numpy.typing import NDArray
+
+from qfleet.core import EnvSpec
+from qfleet.errors import EnvironmentFault, UnsupportedEnvError
+
+AnyEnv = gymnasium.Env[Any, Any]
+
+
+def describe(
+    env_id: str,
+    observation_space: Space[Any],
+    action_space: Space[Any],
+    *,
+    frame_stack: int = 1,
+    frame_skip: int = 1,
+) -> EnvSpec:
+    """The spec of these spaces, or UnsupportedEnvError."""
+    if not isinstance(action_space, Discrete):
+        raise _unsupported(env_id, f"action space {action_space}")
+    num_actions = int(action_space.n)
+    if isinstance(observation_space, Discrete):
+        num_values = int(observation_space.n)
+        return EnvSpec(env_id, (), "int64", num_actions, num_obs_values=num_values)
+    if not isinstance(observation_space, Box) or not observation_space.shape:
+        raise _unsupported(env_id, f"observation space {observation_space}")
+    dtype = "uint8" if observation_space.dtype == np.uint8 else "float32"
+    shape = tuple(int(size) for size in observation_space.shape)
+    return EnvSpec(env_id, shape, dtype, num_actions, frame_stack, frame_skip)
+
+
+def _unsupported(env_id: str, what: str) -> UnsupportedEnvError:
+    return UnsupportedEnvError(
+        f"environment '{env_id}' has {what}; supported are Discrete actions with "
+        "Box (not of shape ()) or Discrete observations: wrap it to fit"
+    )
+
+
+def check_array(who: str, obs: NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Raise EnvironmentFault unless ``obs`` has this shape and a dtype of the same kind.
+
+    Wider floats and integers pass; for uint8 nothing else does, as a cast would wrap around.
+    """
+    if dtype == np.uint8:
+        alike = obs.dtype == np.uint8
+    else:
+        alike = _KIND.get(obs.dtype.kind) == _KIND[dtype.kind]
+    if obs.shape != shape or not alike:
+        raise EnvironmentFault(
+            f"{who} changed its observation: expected {shape} {dtype}, got {obs.shape} {obs.dtype};"
+            " mend the environment or its observation_space"
+        )
+
+
+_KIND = {"f": "float", "i": "integer", "u": "integer", "b": "bool"}
+
+
+class Canonical(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Casts observations to float32 or uint8, and counts discrete values and actions from 0.
+
+    It returns a copy, because frame stacks keep what they are given and an environment may reuse
+    its own array.
+    """
+
+    def __init__(self, env: AnyEnv, spec: EnvSpec) -> None:
+        super().__init__(env)
+        actions, observations = env.action_space, env.observation_space
+        assert isinstance(actions, Discrete)
+        self._first_action = int(actions.start)
+        self.action_space = Discrete(spec.num_actions)
+        self._who = f"environment '{spec.env_id}'"
+        self._shape = spec.obs_shape
+        self._dtype = np.dtype(spec.obs_dtype)
+        self._declared_dtype = np.dtype(observations.dtype)
+        self._first_value = 0
+        self._is_discrete = isinstance(observations, Discrete)
+        if isinstance(observations, Discrete):
+            self._first_value = int(observations.start)
+            self.observation_space = Discrete(spec.num_obs_values)
+        elif self._declared_dtype != self._dtype:
+            self.observation_space = Box(-np.inf, np.inf, self._shape, np.float32)
+
+    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = self.env.step(action + self._first_action)
+        return self._convert(obs), reward, terminated, truncated, info
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        obs, info = self.env.reset(seed=seed, options=options)
+        return self._convert(obs), info
+
+    def _convert(self, obs: Any) -> Any:
+        if self._is_discrete:
+            return operator.index(obs) - self._first_value
+        raw = np.asarray(obs)
+        # Checked here and not only by the guard: a frame stack around this wrapper would meet a
+        # changed shape with an error that names nothing.
+        check_array(self._who, raw, self._shape, self._declared_dtype)
+        # The infinity that this may make of a huge float64 is the guard's to find.
+        with np.errstate(over="ignore"):
+            return raw.astype(self._dtype)
+
+
+def canonical(env: AnyEnv, spec: EnvSpec, *, copy: bool) -> AnyEnv:
+    """``env`` itself where its spaces are canonical already: a wrapper costs time at every step."""
+    actions, observations = env.action_space, env.observation_space
+    starts = [space.start for space in (actions, observations) if isinstance(space, Discrete)]
+    is_canonical = not any(starts) and (
+        isinstance(observations, Discrete) or observations.dtype == np.dtype(spec.obs_dtype)
+    )
+    return env if is_canonical and not copy else Canonical(env, spec)

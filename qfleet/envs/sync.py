@@ -1,0 +1,107 @@
+"""N environments stepped one after another in this process.
+
+Actions go in, a ``core.Step`` comes out. This is our own loop and not Gymnasium's SyncVectorEnv,
+because a fault must stay with the environment that has it, and because it is faster: no info dicts
+are merged, no observation is copied twice, and all arrays are allocated once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qfleet.config import Config
+from qfleet.core import EnvSpec, StateDict, Step
+from qfleet.envs.guard import GuardedEnv, OnFault
+from qfleet.envs.registry import make_single, single_spec
+from qfleet.envs.seeding import env_seeds
+from qfleet.errors import CheckpointError
+
+
+class SyncEnvs:
+    """A ``core.VectorEnv``. Observations stay valid for one more call than the protocol asks."""
+
+    spec: EnvSpec
+    num_envs: int
+    seeds: list[int]
+
+    def __init__(self, config: Config, num_envs: int, seed: int, on_fault: OnFault) -> None:
+        make = functools.partial(make_single, config)
+        first = make()
+        self.spec = single_spec(config, first)
+        self.num_envs = num_envs
+        self.seeds = env_seeds(seed, num_envs)
+        self._guards = [
+            GuardedEnv(
+                make,
+                self.spec,
+                index=index,
+                seed=env_seed,
+                max_restarts=config.max_env_restarts,
+                on_fault=on_fault,
+                env=first if index == 0 else None,
+            )
+            for index, env_seed in enumerate(self.seeds)
+        ]
+        shape = (num_envs, *self.spec.obs_shape)
+        # Two, used in turn: an actor still reads the observation it acted on while the next one
+        # is written.
+        self._obs = [np.zeros(shape, dtype=self.spec.obs_dtype) for _ in range(2)]
+        self._rows: list[list[NDArray[Any]]] = [
+            [obs[index, ...] for index in range(num_envs)] for obs in self._obs
+        ]
+        self._side = 0
+        self._reward = np.zeros(num_envs, dtype=np.float64)
+        self._terminated = np.zeros(num_envs, dtype=np.bool_)
+        self._truncated = np.zeros(num_envs, dtype=np.bool_)
+        self._invalid = np.zeros(num_envs, dtype=np.bool_)
+        self._fresh = np.zeros(num_envs, dtype=np.bool_)
+        self._steps = [
+            Step(obs, self._reward, self._terminated, self._truncated, self._invalid, self._fresh)
+            for obs in self._obs
+        ]
+
+    def reset(self) -> NDArray[Any]:
+        """Start all envs anew from their seeds: two resets give the same episodes."""
+        self._side ^= 1
+        for guard, row in zip(self._guards, self._rows[self._side], strict=True):
+            guard.start(row)
+        return self._obs[self._side]
+
+    def step(self, actions: NDArray[np.int64]) -> Step:
+        self._side ^= 1
+        rows = self._rows[self._side]
+        for index, action in enumerate(actions.tolist()):
+            (
+                self._reward[index],
+                self._terminated[index],
+                self._truncated[index],
+                self._invalid[index],
+                self._fresh[index],
+            ) = self._guards[index].step(action, rows[index])
+        return self._steps[self._side]
+
+    def state_dict(self) -> StateDict | None:
+        states = []
+        for guard in self._guards:
+            state = guard.state_dict()
+            if state is None:
+                return None
+            states.append(state)
+        return {"envs": states}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        if len(state["envs"]) != self.num_envs:
+            raise CheckpointError(
+                f"{len(state['envs'])} envs were saved, this run has {self.num_envs}; "
+                f"resume with --envs {len(state['envs'])}"
+            )
+        for guard, env_state in zip(self._guards, state["envs"], strict=True):
+            guard.load_state_dict(env_state)
+
+    def close(self) -> None:
+        for guard in self._guards:
+            guard.close()

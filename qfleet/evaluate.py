@@ -1,0 +1,87 @@
+"""Evaluation: a policy, environments of its own, and the unclipped returns it earns there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from qfleet.core import VectorEnv
+from qfleet.networks import QNetwork
+
+# An env without a time limit and a policy that never fails would otherwise play for ever.
+LONGEST_EPISODE = 108_000
+
+
+@dataclass
+class Evaluation:
+    returns: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.returns))
+
+    @property
+    def std(self) -> float:
+        return float(np.std(self.returns))
+
+    @property
+    def mean_length(self) -> float:
+        return float(np.mean(self.lengths))
+
+
+def greedy_actions(
+    network: QNetwork, obs: NDArray[Any], device: torch.device
+) -> NDArray[np.int64]:
+    with torch.inference_mode():
+        values = network.q_values(torch.from_numpy(np.ascontiguousarray(obs)).to(device))
+        actions: NDArray[np.int64] = values.argmax(dim=1).cpu().numpy()
+    return actions
+
+
+def evaluate_policy(
+    network: QNetwork,
+    envs: VectorEnv,
+    episodes: int,
+    epsilon: float,
+    device: torch.device,
+    seed: int,
+) -> Evaluation:
+    """Play ``episodes`` episodes from the envs' own seeds, greedily but for ``epsilon``.
+
+    Each env plays a fixed share, so that short episodes are not counted more often than long ones.
+    """
+    random = np.random.default_rng(seed)
+    n, num_actions = envs.num_envs, envs.spec.num_actions
+    share = np.full(n, episodes // n) + (np.arange(n) < episodes % n)
+    finished = np.zeros(n, dtype=np.int64)
+    returns, lengths = np.zeros(n), np.zeros(n, dtype=np.int64)
+    results: list[list[tuple[float, int]]] = [[] for _ in range(n)]
+    was_training = network.training
+    network.eval()
+    obs = envs.reset()
+    try:
+        while (finished < share).any():
+            actions = greedy_actions(network, obs, device)
+            if epsilon > 0:
+                explore = random.random(n) < epsilon
+                actions = np.where(explore, random.integers(num_actions, size=n), actions)
+            step = envs.step(actions)
+            obs = step.obs
+            returns += step.reward
+            lengths += 1
+            done = step.terminated | step.truncated | (lengths >= LONGEST_EPISODE)
+            for env in done.nonzero()[0]:
+                if finished[env] < share[env]:
+                    results[env].append((float(returns[env]), int(lengths[env])))
+                    finished[env] += 1
+            returns[step.fresh] = 0.0
+            lengths[step.fresh] = 0
+    finally:
+        network.train(was_training)
+    flat = [result for env_results in results for result in env_results]
+    return Evaluation([r for r, _ in flat], [length for _, length in flat])

@@ -1,0 +1,362 @@
+"""Q-learning in a maze: a table, ε-greedy walks, and the values it finds.
+
+In: a maze as text (S start, G goal, # wall, . or space open). Out: the learnt Q-table, the return
+of every episode, the greedy path, and a picture of them. Every step costs 1 and the one that
+reaches the goal earns 10.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qfleet.algorithms.tabular import QTable
+from qfleet.errors import ConfigError
+
+MAZE = """\
+S..#....
+.#.#.##.
+.#......
+...#.#.#
+.#.#.#..
+.#...##G
+"""
+
+ACTIONS = ("up", "down", "left", "right")
+MOVES = ((-1, 0), (1, 0), (0, -1), (0, 1))
+STEP_REWARD = -1.0
+GOAL_REWARD = 10.0
+
+_MAX_STEPS_PER_CELL = 50
+"""Truncates a walk that gets nowhere; a random walk needs far fewer to cover a maze."""
+
+
+class Maze:
+    """A grid world. States number all cells row by row, walls included."""
+
+    def __init__(self, rows: list[str]) -> None:
+        self.rows = rows
+        self.height, self.width = len(rows), len(rows[0])
+        self.num_states = self.height * self.width
+        text = "".join(rows)
+        self.start, self.goal = text.index("S"), text.index("G")
+        self.state = self.start
+
+    @classmethod
+    def from_text(cls, text: str) -> Maze:
+        """Parse a maze; ConfigError says what is wrong with one that cannot be solved."""
+        rows = [line.rstrip("\r") for line in text.strip("\r\n").split("\n")]
+        for i, row in enumerate(rows, 1):
+            if len(row) != len(rows[0]):
+                raise ConfigError(
+                    f"maze line {i} has {len(row)} cells but line 1 has {len(rows[0])}; "
+                    "write '.' for open cells at a line's end"
+                )
+            for j, cell in enumerate(row, 1):
+                if cell not in "SG#. ":
+                    raise ConfigError(
+                        f"maze line {i}, column {j}: {cell!r} is none of S, G, #, '.' and space"
+                    )
+        for cell, what in (("S", "start"), ("G", "goal")):
+            if (count := "".join(rows).count(cell)) != 1:
+                raise ConfigError(f"maze has {count} cells '{cell}'; mark exactly one {what}")
+        maze = cls(rows)
+        if maze.shortest_path() is None:
+            raise ConfigError("maze has no way from S to G; open a wall")
+        return maze
+
+    def is_wall(self, state: int) -> bool:
+        return self.rows[state // self.width][state % self.width] == "#"
+
+    def neighbour(self, state: int, action: int) -> int:
+        """Where an action leads; walls and borders leave one where one is."""
+        row, column = divmod(state, self.width)
+        row, column = row + MOVES[action][0], column + MOVES[action][1]
+        if not (0 <= row < self.height and 0 <= column < self.width):
+            return state
+        reached = row * self.width + column
+        return state if self.is_wall(reached) else reached
+
+    def reset(self) -> int:
+        self.state = self.start
+        return self.state
+
+    def step(self, action: int) -> tuple[int, float, bool]:
+        """Next state, reward, terminated."""
+        self.state = self.neighbour(self.state, action)
+        terminated = self.state == self.goal
+        return self.state, GOAL_REWARD if terminated else STEP_REWARD, terminated
+
+    def shortest_path(self) -> list[int] | None:
+        """States of a shortest path from start to goal, by breadth-first search."""
+        came_from = {self.start: self.start}
+        queue = deque([self.start])
+        while queue:
+            state = queue.popleft()
+            if state == self.goal:
+                path = [state]
+                while path[-1] != self.start:
+                    path.append(came_from[path[-1]])
+                return path[::-1]
+            for action in range(len(ACTIONS)):
+                reached = self.neighbour(state, action)
+                if reached not in came_from:
+                    came_from[reached] = state
+                    queue.append(reached)
+        return None
+
+
+@dataclass(frozen=True)
+class MazeResult:
+    """What was learnt."""
+
+    maze: Maze
+    q: NDArray[np.float64]
+    """``[states, actions]``; 0 where an action was never tried."""
+    returns: list[float]
+    """Undiscounted sum of rewards of every episode."""
+    path: list[int]
+    """States of the greedy walk from the start, up to the goal or to the first repeated state."""
+    gamma: float
+
+    @property
+    def reached_goal(self) -> bool:
+        return self.path[-1] == self.maze.goal
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.path) - 1
+
+    @property
+    def path_value(self) -> float:
+        """Discounted rewards along the greedy path."""
+        rewards = [STEP_REWARD] * self.num_steps
+        if self.reached_goal:
+            rewards[-1] = GOAL_REWARD
+        return float(sum(self.gamma**k * reward for k, reward in enumerate(rewards)))
+
+
+def learn_maze(
+    maze: Maze, episodes: int, alpha: float, gamma: float, epsilon: float, seed: int
+) -> MazeResult:
+    """Walk the maze ε-greedily and learn after every step."""
+    _require(episodes >= 1, "episodes", episodes, "must be at least 1")
+    _require(0 < alpha <= 1, "alpha", alpha, "must lie in (0, 1]")
+    _require(0 <= gamma <= 1, "gamma", gamma, "must lie in [0, 1]")
+    _require(0 <= epsilon <= 1, "epsilon", epsilon, "must lie in [0, 1]")
+    _require(seed >= 0, "seed", seed, "must not be negative")
+    rng = np.random.default_rng(seed)
+    table = QTable(maze.num_states, len(ACTIONS), alpha, gamma)
+    returns = [_walk(maze, table, epsilon, rng) for _ in range(episodes)]
+    return MazeResult(maze, table.values, returns, _greedy_path(maze, table), gamma)
+
+
+def _walk(maze: Maze, table: QTable, epsilon: float, rng: np.random.Generator) -> float:
+    state, total = maze.reset(), 0.0
+    for _ in range(_MAX_STEPS_PER_CELL * maze.num_states):
+        explore = rng.random() < epsilon
+        action = int(rng.integers(len(ACTIONS))) if explore else table.greedy(state)
+        reached, reward, terminated = maze.step(action)
+        table.update(state, action, reward, reached, terminated)
+        state, total = reached, total + reward
+        if terminated:
+            break
+    return total
+
+
+def _greedy_path(maze: Maze, table: QTable) -> list[int]:
+    path = [maze.start]
+    while path[-1] != maze.goal:
+        reached = maze.neighbour(path[-1], table.greedy(path[-1]))
+        if reached in path:
+            break
+        path.append(reached)
+    return path
+
+
+def path_art(result: MazeResult) -> str:
+    """The maze as text with the greedy path drawn over it in ^, v, < and >."""
+    maze = result.maze
+    cells = [list(row.replace(" ", ".")) for row in maze.rows]
+    for state, reached in zip(result.path, result.path[1:], strict=False):
+        action = next(a for a in range(len(ACTIONS)) if maze.neighbour(state, a) == reached)
+        if state != maze.start:
+            cells[state // maze.width][state % maze.width] = "^v<>"[action]
+    return "\n".join(" ".join(row) for row in cells)
+
+
+def draw_maze(result: MazeResult, path: Path) -> Path:
+    """Picture of Q(s, a), the greedy actions and path, beside the learning curve."""
+    if path.suffix.lower() not in _FORMATS:
+        raise ConfigError(f"picture '{path}' must end in {', '.join(_FORMATS)}")
+
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    maze = result.maze
+    maze_width = min(10.0, max(4.0, 5.4 * maze.width / maze.height))
+    style: dict[Any, Any] = {"font.size": 10.5, "text.color": _TEXT, "axes.labelcolor": _TEXT}
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(maze_width + 5.4, 5.4), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        left, right = figure.subplots(1, 2, width_ratios=[maze_width, 4.6])
+        _draw_values(left, result)
+        _draw_returns(right, result)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path)
+        except OSError as error:
+            raise ConfigError(f"cannot write picture '{path}': {error.strerror}") from None
+    return path
+
+
+_FORMATS = (".png", ".svg", ".pdf")
+_TEXT = "#333333"
+_MUTED = "#8a8f98"
+_WALL = "#2b303b"
+_UNTRIED = "#dcdfe4"
+_PATH = "#e8590c"
+# Corners of a cell around its centre, y downwards, in the order of ACTIONS.
+_EDGES = (
+    ((-0.5, -0.5), (0.5, -0.5)),
+    ((-0.5, 0.5), (0.5, 0.5)),
+    ((-0.5, -0.5), (-0.5, 0.5)),
+    ((0.5, -0.5), (0.5, 0.5)),
+)
+
+
+def _draw_values(axes: Any, result: MazeResult) -> None:
+    import matplotlib.patheffects as effects
+    from matplotlib import colormaps
+    from matplotlib.collections import PolyCollection
+
+    maze, q = result.maze, result.q
+    points_per_cell = 72 * 5.4 / max(maze.height, maze.width / 1.8)
+    triangles, values = [], []
+    for state in range(maze.num_states):
+        row, column = divmod(state, maze.width)
+        if maze.is_wall(state) or state == maze.goal:
+            continue
+        for action, ((x0, y0), (x1, y1)) in enumerate(_EDGES):
+            triangles.append([(column, row), (column + x0, row + y0), (column + x1, row + y1)])
+            # Rewards are never 0, so a value of 0 was never learnt.
+            values.append(q[state, action] if q[state, action] != 0 else np.nan)
+    shading = PolyCollection(
+        triangles,
+        array=np.ma.masked_invalid(values),
+        cmap=colormaps["viridis"].with_extremes(bad=_UNTRIED),
+        edgecolors="white",
+        linewidths=points_per_cell * 0.012,
+    )
+    axes.add_collection(shading)
+    axes.set_facecolor(_WALL)
+
+    tried = [
+        s for s in range(maze.num_states) if s != maze.goal and not maze.is_wall(s) and q[s].any()
+    ]
+    rows, columns = np.divmod(np.array(tried), maze.width)
+    moves = np.array([MOVES[int(q[s].argmax())] for s in tried])
+    path_rows, path_columns = np.divmod(np.array(result.path), maze.width)
+    casing = effects.withStroke(linewidth=points_per_cell * 0.14, foreground="white")
+    axes.plot(
+        path_columns,
+        path_rows,
+        color=_PATH,
+        linewidth=points_per_cell * 0.09,
+        solid_capstyle="round",
+        solid_joinstyle="round",
+        path_effects=[casing, effects.Normal()],
+        zorder=3,
+    )
+    axes.quiver(
+        columns,
+        rows,
+        moves[:, 1],
+        moves[:, 0],
+        angles="xy",
+        scale_units="xy",
+        scale=2.6,
+        pivot="middle",
+        units="xy",
+        width=0.075,
+        headwidth=3.6,
+        headlength=3.2,
+        headaxislength=3.0,
+        color="white",
+        edgecolor=_WALL,
+        linewidth=points_per_cell * 0.014,
+        zorder=4,
+    )
+    for state, letter in ((maze.start, "S"), (maze.goal, "G")):
+        row, column = divmod(state, maze.width)
+        is_goal = letter == "G"
+        axes.text(
+            column if is_goal else column - 0.34,
+            row if is_goal else row - 0.32,
+            letter,
+            color="white",
+            weight="bold",
+            size=points_per_cell * (0.4 if is_goal else 0.22),
+            ha="center",
+            va="center_baseline",
+            zorder=5,
+            path_effects=[] if is_goal else [effects.withStroke(linewidth=2, foreground=_WALL)],
+        )
+        if is_goal:
+            corner = (column - 0.5, row - 0.5)
+            axes.add_patch(_square(corner, _PATH))
+    axes.set(xlim=(-0.5, maze.width - 0.5), ylim=(maze.height - 0.5, -0.5), aspect="equal")
+    axes.set(xticks=[], yticks=[])
+    for spine in axes.spines.values():
+        spine.set(color=_WALL, linewidth=3)
+    what = f"{result.num_steps} steps, value {result.path_value:.2f}".replace("-", "−")
+    end = "greedy path" if result.reached_goal else "greedy walk, which misses the goal"
+    axes.set_title(f"Q(s, a) and the {end}: {what}", loc="left", size=11.5, pad=10)
+    bar = axes.figure.colorbar(shading, ax=axes, shrink=0.82, pad=0.02, aspect=28)
+    bar.outline.set_visible(False)
+    bar.set_label("Q(s, a)")
+    bar.ax.tick_params(color=_MUTED, labelcolor=_TEXT)
+
+
+def _square(corner: tuple[float, float], colour: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle(corner, 1, 1, facecolor=colour, edgecolor="white", zorder=3.5)
+
+
+def _draw_returns(axes: Any, result: MazeResult) -> None:
+    returns = result.returns
+    episodes = np.arange(1, len(returns) + 1)
+    window = max(1, len(returns) // 25)
+    axes.plot(episodes, returns, color="#9ecae1", linewidth=0.9, label="episode")
+    if window > 1:
+        smooth = np.convolve(returns, np.full(window, 1 / window), mode="valid")
+        label = f"mean of {window}"
+        axes.plot(episodes[window - 1 :], smooth, color="#0b5394", linewidth=2, label=label)
+    best = GOAL_REWARD + STEP_REWARD * (len(result.maze.shortest_path() or []) - 2)
+    label = f"shortest path: {best:g}".replace("-", "−")
+    axes.axhline(best, color=_PATH, linewidth=1.2, linestyle="--", label=label)
+    axes.legend(frameon=False, loc="lower right")
+    # The first walks cost hundreds of steps and would flatten everything after them.
+    axes.set_yscale("symlog", linthresh=10)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
+    axes.set_title("Learning curve", loc="left", size=11.5, pad=10)
+    axes.set(xlabel="episode", ylabel="return per episode", xlim=(1, max(2, len(returns))))
+    axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(color=_MUTED, labelcolor=_TEXT)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_MUTED)
+
+
+def _require(ok: bool, name: str, value: float, why: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} {value} {why}")

@@ -1,0 +1,160 @@
+"""DQN on one page: no engine, no seams, one environment, lists for a memory.
+
+It is what the ``serial`` engine is held against, bit for bit (tests/equivalence), and what a student
+may read first. It shares with the rest of qfleet only the configuration's field names, the seeds'
+derivation and the network module: the very same products must be formed for the bits to agree.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qfleet.build import Seeds
+from qfleet.config import Config
+from qfleet.core import EnvSpec
+from qfleet.envs.seeding import env_seeds
+from qfleet.networks import build_network
+
+
+@dataclass
+class Row:
+    """One call of the environment. ``is_reset``: the call after an episode's end, which only
+    brought the first observation of the next one; its own observation is the true final one."""
+
+    obs: NDArray[np.float32]
+    action: int
+    reward: float
+    terminated: bool
+    is_reset: bool
+
+
+def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
+    """Train plain DQN (Mnih 2015) on one environment; returns the weights and the returns."""
+    seeds = Seeds.of(config.seed)
+    env = gymnasium.make(config.env)
+    assert isinstance(env.action_space, gymnasium.spaces.Discrete)
+    num_actions = int(env.action_space.n)
+    obs_shape = env.observation_space.shape
+    assert obs_shape is not None
+    spec = EnvSpec(config.env, obs_shape, "float32", num_actions)
+    online, target = _network(spec, config, seeds), _network(spec, config, seeds)
+    weights = list(online.parameters())
+    first = [torch.zeros_like(w) for w in weights]  # Adam's moments
+    second = [torch.zeros_like(w) for w in weights]
+
+    draws = np.random.default_rng(seeds.actor)
+    sampling = torch.Generator().manual_seed(seeds.memory)
+    obs, _ = env.reset(seed=env_seeds(seeds.envs, 1)[0])
+    rows: list[Row] = []
+    env_steps = updates = target_updates = 0
+    is_over, episode_return, returns = False, 0.0, []
+
+    while env_steps < config.steps:
+        # Collect train_freq steps.
+        count = min(config.train_freq, config.steps - env_steps)
+        chance = draws.random((count, 1))
+        random_actions = draws.integers(num_actions, size=(count, 1))
+        for step in range(count):
+            if chance[step, 0] < _epsilon(config, env_steps):
+                action = int(random_actions[step, 0])
+            else:
+                with torch.no_grad():
+                    action = int(online(torch.from_numpy(obs[None])).argmax())
+            if is_over:
+                next_obs, _ = env.reset()
+                rows.append(Row(obs, action, 0.0, terminated=False, is_reset=True))
+                is_over, episode_return = False, 0.0
+            else:
+                next_obs, reward, terminated, truncated, _ = env.step(action)
+                rows.append(Row(obs, action, float(reward), terminated, is_reset=False))
+                is_over = terminated or truncated
+                episode_return += float(reward)
+                if is_over:
+                    returns.append(episode_return)
+            obs = next_obs
+            env_steps += 1
+        rows = rows[-config.buffer_size :]
+
+        # Learn gradient_steps batches for every train_freq steps.
+        bursts = (env_steps - config.learning_starts) // config.train_freq
+        owed = bursts * config.gradient_steps - updates
+        if owed <= 0:
+            continue
+        due = env_steps // config.target_update_interval - target_updates
+        if due > 0:
+            target_updates += due
+            move = 1.0 if config.tau == 1.0 else 1.0 - (1.0 - config.tau) ** due
+            with torch.no_grad():
+                for old, new in zip(target.parameters(), weights, strict=True):
+                    old.copy_(new) if move == 1.0 else old.lerp_(new, move)
+        picks = _draw(rows, owed * config.batch_size, sampling)
+        goals = _targets(rows, picks, target, config.gamma)
+        for k in range(owed):
+            part = slice(k * config.batch_size, (k + 1) * config.batch_size)
+            batch = [rows[i] for i in picks[part]]
+            q = online(torch.from_numpy(np.stack([row.obs for row in batch])))
+            taken = q.gather(1, torch.tensor([row.action for row in batch])[:, None])[:, 0]
+            loss = torch.nn.functional.huber_loss(taken, goals[part])
+            grads = torch.autograd.grad(loss, weights)
+            updates += 1
+            _adam(weights, grads, first, second, updates, config)
+    env.close()
+    return [w.detach() for w in weights], returns
+
+
+def _network(spec: EnvSpec, config: Config, seeds: Seeds) -> Any:
+    torch.manual_seed(seeds.network)
+    return build_network(spec, config)
+
+
+def _epsilon(config: Config, env_steps: int) -> float:
+    done = env_steps / config.steps
+    if done >= config.exploration_fraction:
+        return config.exploration_final_eps
+    fall = config.exploration_final_eps - config.exploration_initial_eps
+    return config.exploration_initial_eps + done * fall / config.exploration_fraction
+
+
+def _draw(rows: list[Row], count: int, generator: torch.Generator) -> list[int]:
+    """Uniform over rows with a successor, the reset rows drawn again."""
+    picks = torch.randint(len(rows) - 1, (count,), generator=generator).tolist()
+    while any(rows[i].is_reset for i in picks):
+        others = torch.randint(len(rows) - 1, (count,), generator=generator).tolist()
+        picks = [o if rows[i].is_reset else i for i, o in zip(picks, others, strict=True)]
+    return picks
+
+
+def _targets(rows: list[Row], picks: list[int], target: Any, gamma: float) -> Tensor:
+    """r + γ max Q(s'), where s' is the observation in the row that follows, reset row or not."""
+    with torch.no_grad():
+        values = target(torch.from_numpy(np.stack([rows[i + 1].obs for i in picks]))).amax(1)
+    reward = torch.tensor([rows[i].reward for i in picks])
+    discount = torch.tensor([0.0 if rows[i].terminated else gamma for i in picks])
+    return torch.addcmul(reward, discount, values)
+
+
+def _adam(
+    weights: list[Any],
+    grads: tuple[Tensor, ...],
+    first: list[Tensor],
+    second: list[Tensor],
+    count: int,
+    config: Config,
+) -> None:
+    norm = float(torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads])))
+    correction = math.sqrt(1 - 0.999**count)
+    rate = config.learning_rate * correction / (1 - 0.9**count)
+    for w, g, m, v in zip(weights, grads, first, second, strict=True):
+        if norm > config.max_grad_norm > 0:
+            g.mul_(config.max_grad_norm / (norm + 1e-6))
+        m.lerp_(g, 1 - 0.9)
+        v.mul_(0.999).addcmul_(g, g, value=1 - 0.999)
+        w.detach().addcdiv_(m, v.sqrt().add_(config.optimizer_eps * correction), value=-rate)

@@ -1,0 +1,165 @@
+"""The learner: batches in, gradients out, and an updater that turns them into weights.
+
+``step`` is the gradient step. ``burst`` runs the updates that the rate limiter owes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from qfleet import schedules
+from qfleet.algorithms.objective import Objective
+from qfleet.config import Config
+from qfleet.core import Batch, Clock, Memory, StateDict, Updater
+from qfleet.networks import QNetwork
+from qfleet.telemetry.timers import Timers
+from qfleet.weights import FlatWeights
+
+# Samples drawn at once for a burst: enough to hide per-draw overhead, little enough for the cache.
+BURST_SAMPLES = 8192
+
+
+class Learner:
+    def __init__(
+        self,
+        config: Config,
+        online: QNetwork,
+        target: QNetwork,
+        memory: Memory,
+        objective: Objective,
+        make_updater: Callable[[FlatWeights], Updater],
+        clock: Clock,
+        timers: Timers,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self._config, self._clock, self._device = config, clock, device
+        self._copying, self._learning = timers.span("copy"), timers.span("learn")
+        self.online, self._target_network = online, target
+        self.weights, self._target_weights = FlatWeights(online), FlatWeights(target)
+        self._target_weights.data.copy_(self.weights.data)
+        self._memory, self._objective = memory, objective
+        self._updater = make_updater(self.weights)
+        self._noise = torch.Generator(device=device).manual_seed(seed)
+        self._target_updates = 0
+        self.lr_scale = 1.0
+        """Lowered on a plateau, when asked."""
+        # Between two updates of a burst neither the memory nor the target network changes, so a
+        # burst may be drawn at once, and its targets computed at once if they need nothing else.
+        self._draws_at_once = not config.prioritized_replay
+        self._targets_at_once = self._draws_at_once and not (config.double or config.noisy)
+        self._metrics: dict[str, Tensor | float] = {}
+        self._skipped: Tensor | float = 0.0
+
+    def burst(self, updates: int) -> None:
+        """Run ``updates`` gradient steps."""
+        self._update_target()
+        size = self._config.batch_size
+        most = max(1, BURST_SAMPLES // size) if self._draws_at_once else 1
+        while updates > 0:
+            count = min(updates, most)
+            with self._copying:
+                beta = schedules.importance_exponent(self._config, self._clock.env_steps)
+                samples = self._memory.sample(count * size, beta).to(self._device)
+            with self._learning:
+                self._learn_from(samples, size)
+            updates -= count
+
+    def _learn_from(self, samples: Batch, size: int) -> None:
+        targets: list[Tensor] | None = None
+        if self._targets_at_once:
+            target = self._objective.target(samples, self.online, self._target_network)
+            targets = list(target.split(size))
+        for i, batch in enumerate(samples.split(size)):
+            self.step(batch, targets[i] if targets else None)
+
+    def step(self, batch: Batch, target: Tensor | None = None) -> None:
+        """One gradient step."""
+        if self._config.noisy:
+            self.online.resample_noise(self._noise)
+            self._target_network.resample_noise(self._noise)
+        if target is None:
+            target = self._objective.target(batch, self.online, self._target_network)
+        loss = self._objective.loss(batch, self.online, target)
+        weighted = loss.per_sample
+        if self._config.prioritized_replay:
+            weighted = weighted * batch.weight
+        mean = weighted.mean()
+        self.weights.set_grad(torch.autograd.grad(mean, self.weights.parameters))
+        rate = schedules.learning_rate(self._config, self._clock.env_steps) * self.lr_scale
+        applied = self._updater.apply(rate)
+        if self._config.prioritized_replay:
+            self._memory.update_priorities(batch.index, loss.priority)
+        self._clock.updates += 1
+        self._skipped = self._skipped + applied["skipped"]
+        self._metrics = {
+            "loss": mean.detach(),
+            "grad_norm": applied["grad_norm"],
+            "q": loss.prediction,
+            "target": target,
+        }
+
+    def _update_target(self) -> None:
+        """Move the target network as often as its interval has passed on the clock.
+
+        k moves towards the same weights by τ are one move by 1 − (1 − τ)^k.
+        """
+        due = self._clock.env_steps // self._config.target_update_interval - self._target_updates
+        if due <= 0:
+            return
+        self._target_updates += due
+        if self._config.tau == 1.0:
+            self._target_weights.data.copy_(self.weights.data)
+        else:
+            move = 1.0 - (1.0 - self._config.tau) ** due
+            self._target_weights.data.lerp_(self.weights.data, move)
+
+    def read_metrics(self) -> dict[str, float]:
+        """Numbers of the newest update; the only place where the host waits for them."""
+        if not self._metrics:
+            return {}
+        q, target = torch.as_tensor(self._metrics["q"]), torch.as_tensor(self._metrics["target"])
+        largest = float(q.abs().max())
+        if self._objective.head != "c51":  # C51's targets are probabilities
+            largest = max(largest, float(target.abs().max()))
+        return {
+            "loss": float(self._metrics["loss"]),
+            "grad_norm": float(self._metrics["grad_norm"]),
+            "q_mean": float(q.mean()),
+            "abs_q_max": largest,
+            "skipped": float(self._skipped),
+        }
+
+    def state_dict(self) -> StateDict:
+        return {
+            "weights": self.weights.data,
+            "target_weights": self._target_weights.data,
+            "buffers": dict(_flat_names(self.online)),
+            "target_buffers": dict(_flat_names(self._target_network)),
+            "optimiser": self._updater.state_dict(),
+            "noise": self._noise.get_state(),
+            "objective": self._objective.generator.get_state(),
+            "target_updates": self._target_updates,
+            "lr_scale": self.lr_scale,
+            "skipped": float(self._skipped),
+        }
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.weights.data.copy_(state["weights"])
+        self._target_weights.data.copy_(state["target_weights"])
+        for network, key in ((self.online, "buffers"), (self._target_network, "target_buffers")):
+            for name, buffer in _flat_names(network):
+                buffer.copy_(state[key][name])
+        self._updater.load_state_dict(state["optimiser"])
+        self._noise.set_state(state["noise"])
+        self._objective.generator.set_state(state["objective"])
+        self._target_updates = state["target_updates"]
+        self.lr_scale = state["lr_scale"]
+        self._skipped = state["skipped"]
+
+
+def _flat_names(network: QNetwork) -> list[tuple[str, Tensor]]:
+    return [(name.replace("/", "."), buffer) for name, buffer in network.named_buffers()]

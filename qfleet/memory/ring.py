@@ -1,0 +1,264 @@
+"""Replay as a time-major ring of rows: blocks in, batches out.
+
+Row r holds what N envs did at one step; the observation that followed is the one in row r + 1, also
+after an episode's end, where a SKIP row holds the true final observation. From that one rule follow
+n-step returns, bootstrapping at truncations and frame stacks that share their frames.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qfleet.core import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, StateDict
+from qfleet.errors import CheckpointError, ConfigError
+from qfleet.memory.columns import allocate
+from qfleet.memory.samplers import Sampler, Window, ring_segments
+
+
+class Ring:
+    """The newest ``capacity // num_envs`` rows, sampled as n-step transitions."""
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        num_envs: int,
+        capacity: int,
+        n_steps: int,
+        gamma: float,
+        sampler: Sampler,
+        device: torch.device,
+        directory: Path | None = None,
+    ) -> None:
+        """``capacity`` counts transitions over all envs; ``directory`` keeps them in files there.
+
+        The sampler's generator must live on ``device``.
+        """
+        self.rows, self.num_envs = capacity // num_envs, num_envs
+        self._n_steps, self._stack, self._frame_shape = n_steps, spec.frame_stack, spec.frame_shape
+        if spec.frame_stack > 1 and spec.obs_shape[0] != spec.frame_stack:
+            raise ValueError(f"obs_shape {spec.obs_shape} is no stack of {spec.frame_stack} frames")
+        least = (n_steps + spec.frame_stack) * num_envs
+        if capacity < least:
+            raise ConfigError(
+                f"buffer_size {capacity} is too small for {num_envs} envs, {n_steps}-step returns "
+                f"and stacks of {spec.frame_stack}; use at least {least}"
+            )
+        self._slots = self.rows * num_envs
+        self._sampler = sampler
+        self._frames, self._action, self._reward, self._flags = allocate(
+            spec, self._slots, device, directory
+        )
+        per_row = (self.rows, num_envs)
+        self._frame_rows = self._frames[: self._slots].view(*per_row, *spec.frame_shape)
+        self._action_rows = self._action.view(per_row)
+        self._reward_rows = self._reward.view(per_row)
+        self._flag_rows = self._flags.view(per_row)
+        self._total_rows = 0
+        self._witness_row = -1
+        """A row known to hold a start that is not SKIP, counted like a Window's."""
+
+        powers = [gamma**k for k in range(n_steps + 1)]
+        self._gamma_powers = torch.tensor(powers, dtype=torch.float32, device=device)
+        # Masks as tensors: wrapping a Python number costs more than the operation on it.
+        self._terminated = torch.tensor(TERMINATED, dtype=torch.uint8, device=device)
+        self._skip = torch.tensor(SKIP, dtype=torch.uint8, device=device)
+        every_flags = range((TERMINATED | SKIP | FIRST) + 1)
+        self._discount_by_flags = torch.tensor(
+            [0.0 if flags & TERMINATED else gamma for flags in every_flags],
+            dtype=torch.float32,
+            device=device,
+        )
+        self._walk_powers = self._gamma_powers[1:n_steps].unsqueeze(1)
+        # Offsets in slots, of the rows that a return adds up and of the rows in a stack.
+        self._walk_offsets = (torch.arange(n_steps, device=device) * num_envs).unsqueeze(1)
+        self._stack_offsets = torch.arange(1 - spec.frame_stack, 1, device=device) * num_envs
+
+    def __len__(self) -> int:
+        return min(self._total_rows, self.rows) * self.num_envs
+
+    # --- in -----------------------------------------------------------------------------------
+
+    def extend(self, block: Block) -> None:
+        """Append rows, over the oldest ones once the ring is full."""
+        count = block.rows
+        if count > self.rows:
+            raise ValueError(f"a block of {count} rows is longer than the ring of {self.rows}")
+        per_row = (count, self.num_envs)
+        _check_shape("obs", block.obs, (*per_row, *self._frame_shape))
+        _check_shape("action", block.action, per_row)
+        _check_shape("reward", block.reward, per_row)
+        _check_shape("flags", block.flags, per_row)
+        start = self._total_rows % self.rows
+        head = min(count, self.rows - start)
+        self._write(start, block, 0, head)
+        if head < count:
+            self._write(0, block, head, count)
+        if self._total_rows == 0:
+            # Nothing lies behind the first row, whatever its flags say.
+            self._flag_rows[0].bitwise_or_(FIRST)
+        self._total_rows += count
+        self._sampler.move(self._window(), self._flag_rows)
+
+    def _write(self, row: int, block: Block, start: int, stop: int) -> None:
+        into, source = slice(row, row + stop - start), slice(start, stop)
+        self._frame_rows[into].copy_(block.obs[source])
+        self._action_rows[into].copy_(block.action[source])
+        self._reward_rows[into].copy_(block.reward[source])
+        self._flag_rows[into].copy_(block.flags[source])
+
+    def end_open_episodes(self) -> None:
+        """Mark the newest row SKIP: its observation ends the episode, its action led nowhere.
+
+        The newest row is in no window yet, and samplers read flags when a row enters one, so they
+        take the new flag into account by themselves.
+        """
+        if self._total_rows:
+            self._flag_rows[(self._total_rows - 1) % self.rows].bitwise_or_(SKIP)
+
+    def _window(self) -> Window:
+        """The rows with n rows after them and, once rows were lost, a whole stack behind them."""
+        lost = self._total_rows - self.rows
+        first = lost + self._stack - 1 if lost > 0 else 0
+        return Window(first, max(self._total_rows - self._n_steps, 0))
+
+    # --- out ----------------------------------------------------------------------------------
+
+    def can_sample(self) -> bool:
+        """Whether any start is eligible."""
+        window = self._window()
+        if self._witness_row < window.first:
+            self._witness_row = self._find_witness(window)
+        return self._witness_row >= 0
+
+    def _find_witness(self, window: Window) -> int:
+        """The newest row of the window with a start that is not SKIP, or −1.
+
+        The newest one stays in the window for about a whole turn of the ring, so that this scan
+        and its host synchronisation are rare.
+        """
+        stop = window.stop
+        for start, end in reversed(list(ring_segments(*window, self.rows))):
+            usable = ((self._flag_rows[start:end] & SKIP) == 0).any(1).nonzero()
+            if usable.shape[0]:
+                return stop - (end - start) + int(usable[-1])
+            stop -= end - start
+        return -1
+
+    def sample(self, count: int, beta: float) -> Batch:
+        if not self.can_sample():
+            raise ValueError(f"nothing to sample among {len(self)} transitions; ask can_sample()")
+        index, weight = self._sampler.draw(count, beta)
+        return self._gather(index, weight)
+
+    def gather(self, row: Tensor, env: Tensor) -> Batch:
+        """The transitions that start in these ring rows and envs, all of weight 1.
+
+        They must be eligible; nothing here checks it.
+        """
+        index = row * self.num_envs + env
+        return self._gather(index, torch.ones_like(index, dtype=torch.float32))
+
+    def update_priorities(self, index: Tensor, priority: Tensor) -> None:
+        self._sampler.update(index, priority)
+
+    def _gather(self, index: Tensor, weight: Tensor) -> Batch:
+        walk = self._walk_one if self._n_steps == 1 else self._walk
+        reward, discount, next_index = walk(index)
+        return Batch(
+            obs=self._observe(index),
+            action=self._action.index_select(0, index),
+            reward=reward,
+            discount=discount,
+            next_obs=self._observe(next_index),
+            weight=weight,
+            index=index,
+        )
+
+    def _walk_one(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``_walk`` for n = 1, which meets no SKIP on its way."""
+        reward = self._reward.index_select(0, index)
+        flags = self._flags.index_select(0, index)
+        discount = self._discount_by_flags.index_select(0, flags.int())
+        return reward, discount, (index + self.num_envs).remainder_(self._slots)
+
+    def _walk(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Discounted reward, bootstrap discount and index of the row to bootstrap from."""
+        at = (index + self._walk_offsets).remainder_(self._slots)
+        flags = self._flags.index_select(0, at.view(-1)).view(at.shape)
+        reward = self._reward.index_select(0, at.view(-1)).view(at.shape)
+        terminated = flags.bitwise_and(self._terminated).bool()
+        # Row k > 0 is no part of the return from where a row before it terminated, or it is SKIP.
+        stops = flags[1:].bitwise_and(self._skip).bool().logical_or_(terminated[:-1])
+        walked = stops.logical_not_().cumprod(0)
+        # The rewards of rows left out may be NaN: choose, do not multiply. And add in a fixed
+        # order, so that a sample's return does not depend on the batch it is drawn in.
+        discounted = (reward[1:] * self._walk_powers).masked_fill_(walked == 0, 0.0)
+        total = reward[0] + discounted[0]
+        for k in range(1, self._n_steps - 1):
+            total += discounted[k]
+        steps = walked.sum(0).add_(1)
+        over = terminated[1:].logical_and_(walked).any(0).logical_or_(terminated[0])
+        discount = self._gamma_powers.index_select(0, steps).masked_fill_(over, 0.0)
+        return total, discount, (index + steps * self.num_envs).remainder_(self._slots)
+
+    def _observe(self, index: Tensor) -> Tensor:
+        """Observations at these slots, stacked from frames where the env stacks them."""
+        if self._stack == 1:
+            return self._frames.index_select(0, index)
+        at = (index.unsqueeze(1) + self._stack_offsets).remainder_(self._slots)
+        later = at[:, 1:].reshape(-1)
+        opens = (self._flags.index_select(0, later) & FIRST).view(-1, self._stack - 1)
+        # A frame is from before the episode if any later row of the stack opens one.
+        before = opens.flip(1).cumsum(1).flip(1) != 0
+        at[:, :-1].masked_fill_(before, self._slots)
+        frames = self._frames.index_select(0, at.view(-1))
+        return frames.view(-1, self._stack, *self._frame_shape)
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def _shape(self) -> dict[str, int]:
+        """What two rings must share for one to take over the other's rows."""
+        return {
+            "rows": self.rows,
+            "num_envs": self.num_envs,
+            "n_steps": self._n_steps,
+            "frame_stack": self._stack,
+        }
+
+    def state_dict(self) -> StateDict:
+        """The filled rows and the sampler. Tensors are views: write them out before extending."""
+        filled = len(self)
+        return {
+            "shape": self._shape(),
+            "total_rows": self._total_rows,
+            "frames": self._frames[:filled],
+            "action": self._action[:filled],
+            "reward": self._reward[:filled],
+            "flags": self._flags[:filled],
+            "sampler": self._sampler.state_dict(),
+        }
+
+    def load_state_dict(self, state: StateDict) -> None:
+        theirs, ours = state["shape"], self._shape()
+        differing = [name for name in ours if ours[name] != theirs.get(name)]
+        if differing:
+            told = ", ".join(f"{name} {theirs.get(name)} (now {ours[name]})" for name in differing)
+            raise CheckpointError(f"the stored replay memory has {told}; resume with the same")
+        self._total_rows = state["total_rows"]
+        filled = len(self)
+        self._frames[:filled].copy_(state["frames"])
+        self._action[:filled].copy_(state["action"])
+        self._reward[:filled].copy_(state["reward"])
+        self._flags[:filled].copy_(state["flags"])
+        self._witness_row = -1
+        self._sampler.load_state_dict(state["sampler"])
+        self._sampler.move(self._window(), self._flag_rows)
+
+
+def _check_shape(name: str, column: Tensor, expected: tuple[int, ...]) -> None:
+    """Copies broadcast silently; a block of the wrong width must not."""
+    if column.shape != expected:
+        raise ValueError(f"block.{name} has shape {tuple(column.shape)}, not {expected}")

@@ -1,0 +1,158 @@
+"""Whether a replay memory fits, answered before anything is allocated.
+
+In: an environment's spec and the capacity asked for. Out: nothing, or a refusal that names the
+largest capacity that would fit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path, PurePosixPath
+
+from qfleet.core import EnvSpec
+from qfleet.errors import MemoryRefusedError
+from qfleet.memory.columns import column_bytes, column_layout, column_path
+from qfleet.memory.samplers import prioritized_bytes
+
+USABLE_PERCENT = 90
+"""Share of what is available that replay may take; the rest is for everything else."""
+
+
+def replay_bytes(spec: EnvSpec, num_envs: int, capacity: int, prioritized: bool) -> int:
+    """What a Ring of this capacity and its sampler allocate."""
+    slots = capacity // num_envs * num_envs
+    return column_bytes(spec, slots) + (prioritized_bytes(slots) if prioritized else 0)
+
+
+def check_fits(
+    spec: EnvSpec,
+    num_envs: int,
+    capacity: int,
+    prioritized: bool,
+    budget_bytes: int | None = None,
+    on_disk: Path | None = None,
+) -> None:
+    """Raise MemoryRefusedError if a Ring of this capacity would not fit.
+
+    ``budget_bytes`` stands in for what is available (say, on a GPU); ``on_disk`` is the folder of
+    a memory-mapped ring, whose free space then counts instead of RAM.
+    """
+    if budget_bytes is not None:
+        available = budget_bytes
+    elif on_disk is not None:
+        available = _free_disk_bytes(on_disk)
+    else:
+        available = available_bytes()
+    usable = available * USABLE_PERCENT // 100
+    needed = replay_bytes(spec, num_envs, capacity, prioritized)
+    if needed <= usable:
+        return
+    largest = _largest_capacity(spec, num_envs, capacity, prioritized, usable)
+    where = "of memory is available" if on_disk is None else f"is free for '{on_disk}'"
+    mend = f"use --buffer-size {largest} or less" if largest else "no --buffer-size fits"
+    if on_disk is None:
+        mend += ", or keep it in files with --replay-dir"
+    raise MemoryRefusedError(
+        f"replay of {capacity} transitions needs {_human(needed)} but {_human(available)} {where} "
+        f"({USABLE_PERCENT} % usable); {mend}"
+    )
+
+
+def _largest_capacity(
+    spec: EnvSpec, num_envs: int, too_large: int, prioritized: bool, usable_bytes: int
+) -> int:
+    fits, refused = 0, too_large // num_envs
+    while refused - fits > 1:
+        rows = (fits + refused) // 2
+        if replay_bytes(spec, num_envs, rows * num_envs, prioritized) <= usable_bytes:
+            fits = rows
+        else:
+            refused = rows
+    return fits * num_envs
+
+
+def _human(size_bytes: int) -> str:
+    size, unit = float(size_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}"
+
+
+def _free_disk_bytes(directory: Path) -> int:
+    """Free space for the folder, counting what an earlier ring's files there already hold."""
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    names = column_layout(EnvSpec("", (), "uint8", 1), 0)
+    paths = [column_path(directory, name) for name in names]
+    reused = sum(path.stat().st_size for path in paths if path.exists())
+    return shutil.disk_usage(existing).free + reused
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process may still take: the machine's, or less where a cgroup says so.
+
+    ``root`` is the folder that holds proc and sys.
+    """
+    return min([_machine_bytes(root), *_cgroup_headrooms(root)])
+
+
+def _machine_bytes(root: Path) -> int:
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
+        try:
+            return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, ValueError, OSError):
+            continue
+    # An unknown amount is no ground for a refusal.
+    return sys.maxsize
+
+
+def _cgroup_headrooms(root: Path) -> list[int]:
+    """Limit minus usage of each limited memory cgroup, from this process's own to the root."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    headrooms = []
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            mount, limit, usage = root / "sys/fs/cgroup", "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        # Inside a container the path is often the host's and not there; its limit is then found
+        # at the mount's root, the last of these.
+        own = PurePosixPath(path.lstrip("/"))
+        for group in (own, *own.parents):
+            headroom = _headroom_bytes(mount / group, limit, usage)
+            if headroom is not None:
+                headrooms.append(headroom)
+    return headrooms
+
+
+def _headroom_bytes(group: Path, limit_name: str, usage_name: str) -> int | None:
+    try:
+        limit = (group / limit_name).read_text().strip()
+        usage = int((group / usage_name).read_text())
+        stat = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return None
+    if limit == "max":
+        return None
+    # Usage counts cached file pages, which the kernel gives up when asked for memory.
+    counts = dict(line.split(None, 1) for line in stat)
+    cached = int(counts.get("total_inactive_file", counts.get("inactive_file", "0")))
+    return max(int(limit) - max(usage - cached, 0), 0)

@@ -1,0 +1,113 @@
+"""Heads: features ``[B, F]`` in, values ``[B, A]`` or distributions ``[B, A, K]`` out.
+
+Every head is one or two *streams*: the hidden layers it was given, if any, and a linear one. A
+dueling head has a stream for the state's value and one for the advantages; noise, where asked
+for, is in every layer of the streams. A stream without noise is one fused autograd node.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qfleet.networks.fused import Dense
+from qfleet.networks.noisy import NoisyLinear
+
+
+@dataclass(frozen=True)
+class Style:
+    """What all heads can be asked for."""
+
+    dueling: bool = False
+    noisy: bool = False
+    hidden: tuple[int, ...] = ()
+    """Widths of hidden layers in every stream."""
+    sigma0: float = 0.5
+    """Initial noise scale σ₀ of noisy layers."""
+
+
+def combine_streams(value: Tensor, advantage: Tensor) -> Tensor:
+    """V + A − mean A over actions (1511.06581).
+
+    ``[B, 1]`` and ``[B, A]`` → ``[B, A]``; ``[B, 1, K]`` and ``[B, A, K]`` → ``[B, A, K]``.
+    """
+    return value + (advantage - advantage.mean(1, keepdim=True))
+
+
+def _stream(features: int, outputs: int, style: Style) -> nn.Module:
+    sizes = (features, *style.hidden, outputs)
+    if not style.noisy:
+        return Dense(sizes, relu_last=False)
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in itertools.pairwise(sizes):
+        layers += [NoisyLinear(fan_in, fan_out, style.sigma0), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class _Streams(nn.Module):
+    """Features ``[B, F]`` → ``[B, A]``, or ``[B, A, K]`` where ``width`` K is given."""
+
+    def __init__(self, features: int, num_actions: int, width: int | None, style: Style) -> None:
+        super().__init__()
+        self.width = width
+        self.advantage = _stream(features, num_actions * (width or 1), style)
+        self.value = _stream(features, width or 1, style) if style.dueling else None
+
+    def forward(self, features: Tensor) -> Tensor:
+        advantage = self._by_action(self.advantage(features))
+        if self.value is None:
+            return advantage
+        return combine_streams(self._by_action(self.value(features)), advantage)
+
+    def _by_action(self, output: Tensor) -> Tensor:
+        return output if self.width is None else output.view(output.shape[0], -1, self.width)
+
+
+class QHead(_Streams):
+    """Expected values ``[B, A]``."""
+
+    def __init__(self, features: int, num_actions: int, style: Style) -> None:
+        super().__init__(features, num_actions, None, style)
+
+
+class CategoricalHead(_Streams):
+    """Logits ``[B, A, K]`` over K atoms of fixed value (C51, 1707.06887)."""
+
+    def __init__(self, features: int, num_actions: int, num_atoms: int, style: Style) -> None:
+        super().__init__(features, num_actions, num_atoms, style)
+
+
+class QuantileHead(_Streams):
+    """The values ``[B, A, K]`` of K fixed quantiles (QR-DQN, 1710.10044)."""
+
+    def __init__(self, features: int, num_actions: int, num_quantiles: int, style: Style) -> None:
+        super().__init__(features, num_actions, num_quantiles, style)
+
+
+class ImplicitQuantileHead(nn.Module):
+    """The values ``[B, A, K]`` of the quantiles ``fractions`` ``[B, K]`` (IQN, 1806.06923, eq. 4).
+
+    A fraction τ becomes ReLU(W cos(π i τ) + b), i = 0 … n−1, as wide as the features, which it
+    multiplies element by element. The embedding itself is never noisy.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, features: int, num_actions: int, num_cosines: int, style: Style) -> None:
+        super().__init__()
+        frequencies = math.pi * torch.arange(num_cosines, dtype=torch.float32)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.embedding = Dense((num_cosines, features), relu_last=True)
+        self.values = QHead(features, num_actions, style)
+
+    def forward(self, features: Tensor, fractions: Tensor) -> Tensor:
+        batch, count = fractions.shape
+        cosines = torch.cos(fractions.reshape(-1, 1) * self.frequencies)
+        embedded = self.embedding(cosines).view(batch, count, -1)
+        mixed = (features.unsqueeze(1) * embedded).flatten(0, 1)
+        values: Tensor = self.values(mixed)
+        return values.view(batch, count, -1).transpose(1, 2)

@@ -1,0 +1,101 @@
+"""A torso and a head as one module: observations in, values or distributions per action out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from qfleet.config import Config, Head
+from qfleet.networks.heads import (
+    CategoricalHead,
+    ImplicitQuantileHead,
+    QHead,
+    QuantileHead,
+    Style,
+)
+from qfleet.networks.noisy import NoisyLinear
+
+
+class QNetwork(nn.Module):
+    """Q-values of every action, in the form that ``head_kind`` names.
+
+    ``support`` holds the atoms' values (c51) and ``fractions`` the quantile midpoints (2k+1)/2K:
+    those that are predicted (qr) or those that are asked for when acting (iqn). Both are empty
+    for other heads, and are no part of the state: the configuration gives them.
+    """
+
+    support: Tensor
+    fractions: Tensor
+
+    def __init__(
+        self,
+        torso: nn.Module,
+        features: int,
+        num_actions: int,
+        config: Config,
+        hidden: tuple[int, ...] = (),
+    ) -> None:
+        """``features`` is what the torso gives, ``hidden`` the layers that the head adds."""
+        super().__init__()
+        self.head_kind: Head = config.head
+        self.num_actions = num_actions
+        self.torso = torso
+        style = Style(config.dueling, config.noisy, hidden, config.noisy_sigma)
+        self.head: nn.Module
+        support, fractions = torch.empty(0), torch.empty(0)
+        match config.head:
+            case "q":
+                self.head = QHead(features, num_actions, style)
+            case "c51":
+                self.head = CategoricalHead(features, num_actions, config.n_atoms, style)
+                support = torch.linspace(config.v_min, config.v_max, config.n_atoms)
+            case "qr":
+                self.head = QuantileHead(features, num_actions, config.n_quantiles, style)
+                fractions = _midpoints(config.n_quantiles)
+            case "iqn":
+                self.head = ImplicitQuantileHead(features, num_actions, config.iqn_embedding, style)
+                fractions = _midpoints(config.iqn_act_samples)
+        self.register_buffer("support", support, persistent=False)
+        self.register_buffer("fractions", fractions, persistent=False)
+        self._noisy_layers = [m for m in self.head.modules() if isinstance(m, NoisyLinear)]
+
+    def forward(self, obs: Tensor, fractions: Tensor | None = None) -> Tensor:
+        """``[B, A]`` values (q), or ``[B, A, K]`` logits (c51) or quantiles (qr, iqn).
+
+        Only iqn takes ``fractions``, ``[B, K]``, and it must be given them.
+        """
+        assert (fractions is not None) == (self.head_kind == "iqn"), "fractions are iqn's alone"
+        features = self.torso(obs)
+        output: Tensor = (
+            self.head(features) if fractions is None else self.head(features, fractions)
+        )
+        return output
+
+    def expected(self, output: Tensor) -> Tensor:
+        """Reduce what ``forward`` returned to expected values ``[B, A]``."""
+        match self.head_kind:
+            case "q":
+                return output
+            case "c51":
+                return torch.softmax(output, dim=2) @ self.support
+            case "qr" | "iqn":
+                return output.mean(2)
+
+    def q_values(self, obs: Tensor) -> Tensor:
+        """Expected values ``[B, A]`` for acting, without drawing anything.
+
+        IQN is asked at evenly spaced midpoints instead of random fractions: the same expectation
+        with less variance, and the same action each time for the same observation.
+        """
+        if self.head_kind != "iqn":
+            return self.expected(self(obs))
+        return self.expected(self(obs, self.fractions.expand(obs.shape[0], -1)))
+
+    def resample_noise(self, generator: torch.Generator) -> None:
+        """Draw new noise for noisy layers; without them nothing is drawn."""
+        for layer in self._noisy_layers:
+            layer.resample(generator)
+
+
+def _midpoints(count: int) -> Tensor:
+    return (2 * torch.arange(count, dtype=torch.float32) + 1) / (2 * count)

@@ -1,0 +1,175 @@
+"""Torsos: a batch of raw observations in, features ``[B, F]`` out.
+
+A torso takes observations as the environment gave them (uint8 pixels, float32 boxes, int64
+numbers), scales or encodes them itself, and says in ``features`` how wide its output is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qfleet.core import EnvSpec
+from qfleet.errors import ConfigError
+from qfleet.networks.fused import Dense
+
+NATURE_MIN_PIXELS = 36
+"""The smallest image side that leaves one pixel behind the three convolutions of NatureCNN."""
+
+
+class ImageLayout(NamedTuple):
+    channels: int
+    height: int
+    width: int
+    channels_last: bool
+
+
+def image_layout(obs_shape: tuple[int, ...]) -> ImageLayout | None:
+    """How to read an observation as an image, or None where it is none.
+
+    The shorter of the first and last axis holds the channels; frame stacks come first.
+    """
+    if len(obs_shape) != 3:
+        return None
+    first, middle, last = obs_shape
+    if first <= last:
+        return ImageLayout(first, middle, last, channels_last=False)
+    return ImageLayout(last, first, middle, channels_last=True)
+
+
+def is_nature_image(obs_shape: tuple[int, ...]) -> bool:
+    layout = image_layout(obs_shape)
+    return layout is not None and min(layout.height, layout.width) >= NATURE_MIN_PIXELS
+
+
+def _as_image(obs: Tensor, layout: ImageLayout) -> Tensor:
+    scaled = obs / 255 if obs.dtype == torch.uint8 else obs
+    return scaled.movedim(-1, 1) if layout.channels_last else scaled
+
+
+class MLP(nn.Module):
+    """Dense layers with ReLU on the flattened observation.
+
+    Discrete observations are one-hot encoded, pixels scaled to [0, 1]. With ``layer_norm`` every
+    layer is normalised before its ReLU. Without ``layers`` the encoded observation is the output.
+    """
+
+    def __init__(self, spec: EnvSpec, layers: Sequence[int], layer_norm: bool) -> None:
+        super().__init__()
+        self.num_obs_values = spec.num_obs_values
+        inputs = math.prod(spec.obs_shape) * max(spec.num_obs_values, 1)
+        sizes = [inputs, *layers]
+        self.features = sizes[-1]
+        self.layers: nn.Module | None = None
+        if layer_norm:
+            modules: list[nn.Module] = []
+            for fan_in, fan_out in itertools.pairwise(sizes):
+                modules += [nn.Linear(fan_in, fan_out), nn.LayerNorm(fan_out), nn.ReLU()]
+            self.layers = nn.Sequential(*modules)
+        elif layers:
+            self.layers = Dense(sizes, relu_last=True)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        encoded = self._encode(obs)
+        if self.layers is None:
+            return encoded
+        features: Tensor = self.layers(encoded)
+        return features
+
+    def _encode(self, obs: Tensor) -> Tensor:
+        flat = obs if obs.dim() == 2 else obs.reshape(obs.shape[0], -1)
+        if self.num_obs_values:
+            # Not F.one_hot: it looks at the largest value, which makes a GPU wait for the host.
+            shape = (*flat.shape, self.num_obs_values)
+            ones = torch.zeros(shape, device=obs.device).scatter_(2, flat.unsqueeze(2), 1.0)
+            return ones.flatten(1)
+        return flat / 255 if obs.dtype == torch.uint8 else flat
+
+
+class NatureCNN(nn.Module):
+    """The convolutional network of Nature DQN (Mnih 2015).
+
+    ``dense`` = 0 leaves the last layer out, for heads that bring their own.
+    """
+
+    def __init__(self, spec: EnvSpec, dense: int = 512) -> None:
+        super().__init__()
+        layout = image_layout(spec.obs_shape)
+        if layout is None or not is_nature_image(spec.obs_shape):
+            raise ConfigError(
+                f"network 'nature' needs an image of at least {NATURE_MIN_PIXELS}×"
+                f"{NATURE_MIN_PIXELS} pixels, not an observation of shape {spec.obs_shape}; "
+                "try --network mlp"
+            )
+        self.layout = layout
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(layout.channels, 32, 8, stride=4),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 4, stride=2),
+            nn.ReLU(),
+            nn.Conv2d(64, 64, 3, stride=1),
+            nn.ReLU(),
+            nn.Flatten(),
+        )
+        height, width = (
+            ((side - 8) // 4 + 1 - 4) // 2 + 1 - 2 for side in (layout.height, layout.width)
+        )
+        flat = 64 * height * width
+        self.dense = Dense((flat, dense), relu_last=True) if dense else None
+        self.features = dense or flat
+
+    def forward(self, obs: Tensor) -> Tensor:
+        features: Tensor = self.convolutions(_as_image(obs, self.layout))
+        return features if self.dense is None else self.dense(features)
+
+
+class _Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Tensor = self.second(F.relu(self.first(F.relu(x))))
+        return x + inner
+
+
+class ImpalaResNet(nn.Module):
+    """The deep network of IMPALA (1802.01561, fig. 3): 16, 32, 32 channels, 15 convolutions.
+
+    ``dense`` = 0 leaves the last layer out, for heads that bring their own.
+    """
+
+    def __init__(self, spec: EnvSpec, dense: int = 256) -> None:
+        super().__init__()
+        layout = image_layout(spec.obs_shape)
+        if layout is None:
+            raise ConfigError(
+                f"network 'impala' needs an image, not an observation of shape {spec.obs_shape}; "
+                "try --network mlp"
+            )
+        self.layout = layout
+        channels, height, width = layout.channels, layout.height, layout.width
+        stages: list[nn.Module] = []
+        for wider in (16, 32, 32):
+            stages += [
+                nn.Conv2d(channels, wider, 3, padding=1),
+                nn.MaxPool2d(3, stride=2, padding=1),
+                _Residual(wider),
+                _Residual(wider),
+            ]
+            channels, height, width = wider, (height + 1) // 2, (width + 1) // 2
+        self.stages = nn.Sequential(*stages, nn.ReLU(), nn.Flatten())
+        flat = channels * height * width
+        self.dense = Dense((flat, dense), relu_last=True) if dense else None
+        self.features = dense or flat
+
+    def forward(self, obs: Tensor) -> Tensor:
+        features: Tensor = self.stages(_as_image(obs, self.layout))
+        return features if self.dense is None else self.dense(features)

@@ -1,0 +1,47 @@
+"""Objects that live outside qfleet: ``package.module:Name`` in, the Python object out."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from qfleet.errors import ConfigError
+
+
+def load_object(path: str, kind: str) -> Any:
+    """Import ``package.module:Name``; ``kind`` ("network", "environment" …) is for messages."""
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"{kind} '{path}' is not of the form package.module:Name")
+    current = os.getcwd()
+    if current not in sys.path and "" not in sys.path:
+        # A console script does not see the user's own folder; last, so that it shadows nothing.
+        sys.path.append(current)
+    importlib.invalidate_caches()  # the file may be younger than the import system's listing
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        mend = (
+            "run from the folder that holds it, or install it"
+            if error.name and (module_name + ".").startswith(error.name + ".")
+            else "install what it imports"
+        )
+        raise ConfigError(f"cannot import {kind} '{path}': {_line(error)}; {mend}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"cannot import {kind} '{path}': {_line(error)}; mend the module '{module_name}'"
+        ) from error
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise ConfigError(
+            f"{kind} '{path}': module '{module_name}' has no '{name}'; check the name behind ':'"
+        ) from None
+
+
+def _line(error: Exception) -> str:
+    """An error as one line, with its class where the message alone would say little."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ImportError) else f"{type(error).__name__}: {text}"

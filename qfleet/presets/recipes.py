@@ -1,0 +1,184 @@
+"""Published recipes, one function each; the docstring names the source."""
+
+from __future__ import annotations
+
+from qfleet.config import Config
+
+
+def cartpole() -> Config:
+    """qfleet: tuned on CartPole-v1 over 10 seeds (docs/performance.md)."""
+    return cartpole_sb3_zoo()
+
+
+def cartpole_sb3_zoo() -> Config:
+    """rl-baselines3-zoo, hyperparams/dqn.yml, CartPole-v1."""
+    return Config(
+        env="CartPole-v1",
+        steps=50_000,
+        learning_rate=2.3e-3,
+        batch_size=64,
+        buffer_size=100_000,
+        learning_starts=1000,
+        gamma=0.99,
+        target_update_interval=10,
+        train_freq=256,
+        gradient_steps=128,
+        exploration_fraction=0.16,
+        exploration_final_eps=0.04,
+        net_arch=(256, 256),
+    )
+
+
+def cartpole_cleanrl() -> Config:
+    """CleanRL, dqn.py, its defaults (CartPole-v1)."""
+    return Config(
+        env="CartPole-v1",
+        steps=500_000,
+        learning_rate=2.5e-4,
+        batch_size=128,
+        buffer_size=10_000,
+        learning_starts=10_000,
+        gamma=0.99,
+        target_update_interval=500,
+        train_freq=10,
+        gradient_steps=1,
+        exploration_fraction=0.5,
+        exploration_final_eps=0.05,
+        net_arch=(120, 84),
+        loss="mse",
+        max_grad_norm=0.0,
+    )
+
+
+def acrobot() -> Config:
+    """rl-baselines3-zoo, hyperparams/dqn.yml, Acrobot-v1."""
+    return Config(
+        env="Acrobot-v1",
+        steps=100_000,
+        learning_rate=6.3e-4,
+        batch_size=128,
+        buffer_size=50_000,
+        learning_starts=0,
+        gamma=0.99,
+        target_update_interval=250,
+        train_freq=4,
+        gradient_steps=4,
+        exploration_fraction=0.12,
+        exploration_final_eps=0.1,
+        net_arch=(256, 256),
+    )
+
+
+def mountaincar() -> Config:
+    """rl-baselines3-zoo, hyperparams/dqn.yml, MountainCar-v0."""
+    return Config(
+        env="MountainCar-v0",
+        steps=120_000,
+        learning_rate=4e-3,
+        batch_size=128,
+        buffer_size=10_000,
+        learning_starts=1000,
+        gamma=0.98,
+        target_update_interval=600,
+        train_freq=16,
+        gradient_steps=8,
+        exploration_fraction=0.2,
+        exploration_final_eps=0.07,
+        net_arch=(256, 256),
+    )
+
+
+def lunarlander() -> Config:
+    """rl-baselines3-zoo, hyperparams/dqn.yml, LunarLander (needs `pip install qfleet[box2d]`)."""
+    return Config(
+        env="LunarLander-v3",
+        steps=100_000,
+        learning_rate=6.3e-4,
+        batch_size=128,
+        buffer_size=50_000,
+        learning_starts=0,
+        gamma=0.99,
+        target_update_interval=250,
+        train_freq=4,
+        gradient_steps=4,
+        exploration_fraction=0.12,
+        exploration_final_eps=0.1,
+        net_arch=(256, 256),
+    )
+
+
+def atari_dqn() -> Config:
+    """rl-baselines3-zoo, hyperparams/dqn.yml, atari; 8 envs for the C++ pool, same replay ratio."""
+    return Config(
+        env="ALE/Pong-v5",
+        steps=10_000_000,
+        envs=8,
+        clip_rewards=True,
+        learning_rate=1e-4,
+        batch_size=32,
+        buffer_size=100_000,
+        learning_starts=100_000,
+        gamma=0.99,
+        target_update_interval=1000,
+        train_freq=4,
+        gradient_steps=1,
+        exploration_fraction=0.1,
+        exploration_final_eps=0.01,
+        eval_freq=250_000,
+        checkpoint_freq=500_000,
+        log_interval=10_000,
+    )
+
+
+def atari_dqn_nature() -> Config:
+    """Mnih et al. 2015, Nature 518, extended data table 1 (frames there are env steps × 4)."""
+    return atari_dqn().replace(
+        steps=50_000_000,
+        learning_rate=2.5e-4,
+        optimizer="rmsprop",
+        optimizer_eps=0.01,
+        buffer_size=1_000_000,
+        learning_starts=50_000,
+        target_update_interval=40_000,
+        exploration_fraction=0.02,
+        exploration_final_eps=0.1,
+        episodic_life=True,
+        max_grad_norm=0.0,
+        eval_eps=0.05,
+    )
+
+
+def atari_c51() -> Config:
+    """CleanRL, c51_atari.py, its defaults."""
+    return atari_dqn().replace(
+        algo="c51",
+        head="c51",
+        learning_rate=2.5e-4,
+        optimizer_eps=0.01 / 32,
+        buffer_size=1_000_000,
+        learning_starts=80_000,
+        target_update_interval=10_000,
+        max_grad_norm=0.0,
+    )
+
+
+def atari_rainbow() -> Config:
+    """Hessel et al. 2018 (1710.02298), table 1; frames there are env steps × 4."""
+    return atari_dqn().replace(
+        algo="rainbow",
+        double=True,
+        dueling=True,
+        prioritized_replay=True,
+        prioritized_replay_alpha=0.5,
+        n_steps=3,
+        noisy=True,
+        head="c51",
+        steps=50_000_000,
+        learning_rate=6.25e-5,
+        optimizer_eps=1.5e-4,
+        buffer_size=1_000_000,
+        learning_starts=20_000,
+        target_update_interval=8000,
+        episodic_life=True,
+        max_grad_norm=0.0,
+    )

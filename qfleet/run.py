@@ -1,0 +1,504 @@
+"""One run: its folder, its clockwork (log, evaluate, checkpoint, stop) and its result.
+
+In: a Config and a folder. Out: the files listed in docs/architecture.md and a ``Result``. The
+engine advances the loop and asks ``keep_going`` between turns; everything periodic happens there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import resource
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from qfleet import schedules
+from qfleet.build import Parts, build
+from qfleet.config import Config
+from qfleet.core import StateDict, VectorEnv
+from qfleet.engines.serial import run_serial
+from qfleet.envs import make_envs
+from qfleet.errors import CheckpointError, DivergedError, QfleetError
+from qfleet.evaluate import Evaluation, evaluate_policy
+from qfleet.storage.checkpoint import Checkpoint, list_checkpoints, save_checkpoint, save_policy
+from qfleet.storage.rundir import RunLock, atomic_write_text
+from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.progress import Progress
+from qfleet.telemetry.writers import Writers
+
+ENGINES = {"serial": run_serial}
+EPISODE_WINDOW = 100
+EXPLODING_LOGS = 3
+"""Consecutive log intervals of exploding Q-values after which the run stops."""
+
+
+@dataclass(frozen=True)
+class Sitting:
+    """How this sitting goes. Never part of the experiment: it changes no schedule."""
+
+    stop_after: int | None = None
+    """Stop once this many env steps are done in total; `qfleet resume` goes on."""
+    max_wall_s: float | None = None
+    """Stop once this sitting has lasted this long; `qfleet resume` goes on."""
+    display: Literal["live", "plain", "silent"] = "silent"
+    """How progress is shown."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run comes to; ``result.json`` holds exactly these keys."""
+
+    env_id: str
+    algo: str
+    engine: str
+    seed: int
+    env_steps: int
+    frames: int
+    updates: int
+    wall_s: float
+    env_steps_per_s: float | None
+    updates_per_s: float | None
+    replay_ratio: float | None
+    eval_return_mean: float | None
+    eval_return_std: float | None
+    best_eval_return: float | None
+    stopped_by: str
+    time_share: dict[str, float | None]
+    communication: dict[str, int | None]
+    faults: dict[str, int]
+    peak_rss_bytes: int | None
+    peak_device_bytes: int | None
+
+
+class Callback:
+    """Override what you need; a method that returns False ends the run."""
+
+    def on_start(self, run: Run) -> bool | None:
+        return None
+
+    def on_log(self, run: Run, scalars: dict[str, float | None]) -> bool | None:
+        return None
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> bool | None:
+        return None
+
+    def on_end(self, run: Run, result: Result) -> bool | None:
+        return None
+
+
+class Run:
+    """A run in progress; ``go`` sees it through."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        sitting: Sitting,
+        callbacks: Sequence[Callback] = (),
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        self.config, self.folder = config.validate(), folder
+        self._sitting, self._callbacks = sitting, callbacks
+        self._progress = Progress(config.steps, mode=sitting.display)
+        self._faults = FaultLog(notify=self._progress.message)
+        self.parts: Parts = build(config, self._faults)
+        self._eval_envs: VectorEnv | None = None
+        self._marks = {"log": 0, "eval": 0, "checkpoint": 0}
+        self._recent: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
+        self.evaluation: Evaluation | None = None
+        self._evaluated_at = -1
+        self.best_return: float | None = None
+        self._evals_since_best = 0
+        self._evals_since_lr_drop = 0
+        self._exploding = 0
+        self._stop: str | None = None
+        self._signal: int | None = None
+        self._earlier_wall_s = 0.0
+        self._started_s = time.monotonic()
+        self._logged: tuple[float, int] = (self._started_s, 0)
+        if checkpoint is not None:
+            self._restore(checkpoint)
+
+    # --- the sitting ------------------------------------------------------------------------
+
+    def go(self) -> Result:
+        """Train until something says stop; always leaves result.json and a checkpoint behind."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with RunLock(self.folder), _Signals(self):
+            resumed = self.parts.clock.env_steps
+            atomic_write_text(self.folder / "config.json", self.config.to_json())
+            atomic_write_text(self.folder / "seeds.json", json.dumps(self.seeds(), indent=2))
+            self._writers = Writers(
+                self.folder,
+                tensorboard=self.config.tensorboard,
+                track=self.config.track,
+                config=dataclasses.asdict(self.config),
+                resume_env_steps=resumed if resumed else None,
+            )
+            self._started_s = time.monotonic()
+            self._logged = (self._started_s, resumed)
+            try:
+                with self._progress:
+                    self._progress.start(resumed)
+                    self._call("on_start")
+                    try:
+                        ENGINES[self.config.engine](self.parts, self._keep_going)
+                    except QfleetError as error:
+                        self._stop = f"error: {error}"
+                        self._write_result()
+                        raise
+                    self._finish()
+                result = self._write_result()
+                self._call("on_end", result)
+                return result
+            finally:
+                self._writers.close()
+                self.close()
+
+    def close(self) -> None:
+        self.parts.envs.close()
+        if self._eval_envs is not None:
+            self._eval_envs.close()
+
+    @property
+    def interrupted_by(self) -> int | None:
+        """The signal that ended the run, if one did."""
+        return self._signal
+
+    def interrupt(self, number: int) -> None:
+        self._signal = number
+
+    def alert(self, message: str) -> None:
+        """Tell whoever watches the run."""
+        self._progress.message(message)
+
+    def seeds(self) -> dict[str, Any]:
+        """Every seed of the run, by consumer, and the seed of each environment."""
+        return {
+            "run": self.config.seed,
+            **dataclasses.asdict(self.parts.seeds),
+            "each_env": self.parts.envs.seeds,
+        }
+
+    def wall_s(self) -> float:
+        return self._earlier_wall_s + time.monotonic() - self._started_s
+
+    # --- the clockwork ----------------------------------------------------------------------
+
+    def _keep_going(self) -> bool:
+        """Asked by the engine whenever no update is owed: do what is due, then decide."""
+        clock, config = self.parts.clock, self.config
+        if self._due("log", config.log_interval):
+            self._log()
+        if config.eval_freq and self._due("eval", config.eval_freq):
+            self._evaluate(record=True)
+        if self._stop is None:
+            self._stop = self._reason_to_stop()
+        if self._stop is None and self._due("checkpoint", config.checkpoint_freq):
+            self._checkpoint()
+        return self._stop is None and clock.env_steps < config.steps
+
+    def _due(self, what: str, interval: int) -> bool:
+        """Has the clock passed another multiple of ``interval`` since this was last due?"""
+        count = self.parts.clock.env_steps // interval
+        if count <= self._marks[what]:
+            return False
+        self._marks[what] = count
+        return True
+
+    def _reason_to_stop(self) -> str | None:
+        sitting = self._sitting
+        if self._signal is not None:
+            return signal.Signals(self._signal).name
+        if self.parts.clock.env_steps >= self.config.steps:
+            return "steps"
+        if sitting.stop_after is not None and self.parts.clock.env_steps >= sitting.stop_after:
+            return "stop_after"
+        if sitting.max_wall_s is not None:
+            if time.monotonic() - self._started_s >= sitting.max_wall_s:
+                return "max_wall"
+        return None
+
+    def _log(self) -> None:
+        clock, config = self.parts.clock, self.config
+        for episode in self.parts.actor.take_episodes():
+            self._recent.append((episode.reward, episode.length))
+        now = time.monotonic()
+        then, steps_then = self._logged
+        self._logged = (now, clock.env_steps)
+        metrics = self.parts.learner.read_metrics()
+        returns, lengths = zip(*self._recent, strict=True) if self._recent else ((), ())
+        scalars: dict[str, float | None] = {
+            "rollout/ep_rew_mean": float(np.mean(returns)) if returns else None,
+            "rollout/ep_len_mean": float(np.mean(lengths)) if lengths else None,
+            "rollout/exploration_rate": schedules.epsilon(config, clock.env_steps),
+            "time/fps": (clock.env_steps - steps_then) / max(now - then, 1e-9),
+            "time/env_steps": clock.env_steps,
+            "time/frames": clock.frames,
+            "time/time_elapsed": self.wall_s(),
+            "train/n_updates": clock.updates,
+            "train/learning_rate": schedules.learning_rate(config, clock.env_steps)
+            * self.parts.learner.lr_scale,
+            "train/loss": metrics.get("loss"),
+            "train/grad_norm": metrics.get("grad_norm"),
+            "train/q_mean": metrics.get("q_mean"),
+            "train/abs_q_max": metrics.get("abs_q_max"),
+        }
+        shares = self.parts.timers.shares(self.wall_s())
+        scalars |= {f"time/share_{stage}": share for stage, share in shares.items()}
+        self._writers.write(clock.env_steps, scalars)
+        if self.evaluation is not None:
+            scalars["eval/mean_reward"] = self.evaluation.mean
+        self._progress.update(clock.env_steps, scalars, shares)
+        self._watch(metrics)
+        if self._call("on_log", scalars) is False:
+            self._stop = "callback"
+
+    def _watch(self, metrics: dict[str, float]) -> None:
+        """Stop a run whose data or values have gone bad instead of training on."""
+        clock, limit = self.parts.clock, self.config.max_fault_rate
+        for kind in ("env_reward", "env_observation"):
+            self._faults.check_rate(kind, clock.env_steps, limit)
+        if not metrics:
+            return
+        new_skips = int(metrics["skipped"]) - self._faults.counts.get("gradient", 0)
+        for _ in range(new_skips):
+            self._faults("gradient", f"update near {clock.updates}: gradient not finite, skipped")
+        self._faults.check_rate("gradient", clock.updates, limit)
+        largest = metrics["abs_q_max"]
+        if math.isfinite(largest) and largest <= self.config.max_abs_q:
+            self._exploding = 0
+            return
+        self._exploding += 1
+        self._faults("exploding_q", f"|Q| or its target reached {largest:.3g}")
+        if self._exploding >= EXPLODING_LOGS:
+            saved = list_checkpoints(self.folder / "checkpoints")
+            good = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint yet"
+            raise DivergedError(
+                f"Q-values exploded: {largest:.3g} exceeds --max-abs-q {self.config.max_abs_q:.3g};"
+                f" {good}. Scale or clip rewards (--clip-rewards) or lower --learning-rate"
+            )
+
+    def _evaluate(self, record: bool) -> None:
+        """Play the greedy policy. ``record`` False only reports: it decides nothing."""
+        config, clock = self.config, self.parts.clock
+        if self._eval_envs is None:
+            count = min(config.n_eval_episodes, 16)
+            seed = self.parts.seeds.eval_envs
+            self._eval_envs = make_envs(
+                config, count, seed, training=False, on_fault=self._faults
+            )
+        evaluation = evaluate_policy(
+            self.parts.learner.online,
+            self._eval_envs,
+            config.n_eval_episodes,
+            config.eval_eps,
+            self.parts.device,
+            self.parts.seeds.eval_envs,
+        )
+        self.evaluation, self._evaluated_at = evaluation, clock.env_steps
+        if not record:
+            return
+        self._writers.write(
+            clock.env_steps,
+            {
+                "eval/mean_reward": evaluation.mean,
+                "eval/std_reward": evaluation.std,
+                "eval/mean_ep_length": evaluation.mean_length,
+            },
+        )
+        self._keep_best(evaluation)
+        if config.target_return is not None and evaluation.mean >= config.target_return:
+            self._stop = "target_return"
+        elif config.patience and self._evals_since_best >= config.patience:
+            self._stop = "patience"
+        if self._call("on_evaluation", evaluation) is False:
+            self._stop = "callback"
+
+    def _keep_best(self, evaluation: Evaluation) -> None:
+        config, learner = self.config, self.parts.learner
+        if self.best_return is None or evaluation.mean > self.best_return:
+            self.best_return = evaluation.mean
+            self._evals_since_best = self._evals_since_lr_drop = 0
+            self._save_best()
+            return
+        self._evals_since_best += 1
+        self._evals_since_lr_drop += 1
+        if config.lr_plateau_patience and self._evals_since_lr_drop >= config.lr_plateau_patience:
+            learner.lr_scale *= config.lr_plateau_factor
+            self._evals_since_lr_drop = 0
+            self._progress.message(f"plateau: learning rate scaled to {learner.lr_scale:g}")
+
+    def _finish(self) -> None:
+        """Last evaluation and last checkpoint. A signal wants out: it gets the checkpoint only."""
+        self._stop = self._stop or self._reason_to_stop() or "steps"
+        complete = self._stop not in ("stop_after", "max_wall", "SIGINT", "SIGTERM")
+        self._log()
+        if self._evaluated_at != self.parts.clock.env_steps and self._signal is None:
+            reason = self._stop
+            self._evaluate(record=complete)
+            self._stop = reason
+        if self.best_return is None and self.evaluation is not None:
+            self._save_best()
+        self._checkpoint()
+
+    # --- what is kept -----------------------------------------------------------------------
+
+    def _save_best(self) -> None:
+        learner = self.parts.learner.state_dict()
+        policy = {"weights": learner["weights"], "buffers": learner["buffers"]}
+        meta = {
+            "env_steps": self.parts.clock.env_steps,
+            "layout": self.parts.learner.weights.describe(),
+            "return": None if self.evaluation is None else self.evaluation.mean,
+        }
+        try:
+            save_policy(self.folder / "best", {"policy": policy}, meta)
+        except CheckpointError as error:
+            self._faults("checkpoint", str(error))
+
+    def _checkpoint(self) -> None:
+        if self._exploding:
+            return  # never overwrite a good checkpoint with a diverged one
+        try:
+            save_checkpoint(
+                self.folder / "checkpoints",
+                self.parts.clock.env_steps,
+                self._state(),
+                {
+                    "config": dataclasses.asdict(self.config),
+                    "layout": self.parts.learner.weights.describe(),
+                },
+                keep=self.config.keep_checkpoints,
+            )
+        except CheckpointError as error:
+            # A full disk must not cost the training that is still possible.
+            self._faults("checkpoint", str(error))
+
+    def _state(self) -> dict[str, StateDict]:
+        parts = self.parts
+        return {
+            "learner": parts.learner.state_dict(),
+            "memory": parts.memory.state_dict(),
+            "actor": parts.actor.state_dict(),
+            "run": {
+                "env_steps": parts.clock.env_steps,
+                "updates": parts.clock.updates,
+                "marks": self._marks,
+                "recent": [list(episode) for episode in self._recent],
+                "best_return": self.best_return,
+                "evals_since_best": self._evals_since_best,
+                "evals_since_lr_drop": self._evals_since_lr_drop,
+                "evaluation": None
+                if self.evaluation is None
+                else dataclasses.asdict(self.evaluation),
+                "evaluated_at": self._evaluated_at,
+                "wall_s": self.wall_s(),
+                "timers": parts.timers.state_dict(),
+                "faults": self._faults.state_dict(),
+            },
+        }
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        parts, state = self.parts, checkpoint.parts
+        own = state["run"]
+        parts.clock.env_steps, parts.clock.updates = own["env_steps"], own["updates"]
+        parts.learner.load_state_dict(state["learner"])
+        parts.memory.load_state_dict(state["memory"])
+        if not parts.actor.load_state_dict(state["actor"]):
+            parts.memory.end_open_episodes()
+            self._progress.message(
+                "these environments cannot give their state: open episodes were cut and restarted"
+            )
+        parts.channel.publish(parts.clock.updates)
+        self._marks = dict(own["marks"])
+        self._recent.extend((reward, length) for reward, length in own["recent"])
+        self.best_return = own["best_return"]
+        self._evals_since_best = own["evals_since_best"]
+        self._evals_since_lr_drop = own["evals_since_lr_drop"]
+        if own["evaluation"] is not None:
+            self.evaluation = Evaluation(**own["evaluation"])
+        self._evaluated_at = own["evaluated_at"]
+        self._earlier_wall_s = own["wall_s"]
+        parts.timers.load_state_dict(own["timers"])
+        self._faults.load_state_dict(own["faults"])
+
+    def _write_result(self) -> Result:
+        config, clock, wall_s = self.config, self.parts.clock, self.wall_s()
+        evaluation = self.evaluation
+        result = Result(
+            env_id=config.env,
+            algo=config.algo,
+            engine=config.engine,
+            seed=config.seed,
+            env_steps=clock.env_steps,
+            frames=clock.frames,
+            updates=clock.updates,
+            wall_s=wall_s,
+            env_steps_per_s=clock.env_steps / wall_s,
+            updates_per_s=clock.updates / wall_s,
+            replay_ratio=clock.updates * config.batch_size / clock.env_steps
+            if clock.env_steps
+            else None,
+            eval_return_mean=evaluation.mean if evaluation else None,
+            eval_return_std=evaluation.std if evaluation else None,
+            best_eval_return=self.best_return,
+            stopped_by=self._stop or "steps",
+            time_share=self.parts.timers.shares(wall_s),
+            communication=dict.fromkeys(("bytes_sent", "bytes_received", "messages")),
+            faults=self._faults.counts,
+            peak_rss_bytes=_peak_rss_bytes(),
+            peak_device_bytes=_peak_device_bytes(self.parts.device),
+        )
+        text = json.dumps(dataclasses.asdict(result), indent=2)
+        atomic_write_text(self.folder / "result.json", text)
+        return result
+
+    def _call(self, method: str, *arguments: Any) -> bool:
+        """Run a callback method of everybody; False if anybody said stop."""
+        answers = [getattr(callback, method)(self, *arguments) for callback in self._callbacks]
+        return all(answer is not False for answer in answers)
+
+
+class _Signals:
+    """Ctrl-C and SIGTERM end the run at the next block; a second one ends it at once."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._previous[number] = signal.signal(number, self._handle)
+            except ValueError:  # not the main thread, e.g. a notebook's worker: nothing to catch
+                return
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._run.interrupted_by is not None:
+            raise KeyboardInterrupt
+        self._run.interrupt(number)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+def _peak_rss_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _peak_device_bytes(device: torch.device) -> int | None:
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None

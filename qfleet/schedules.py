@@ -1,0 +1,41 @@
+"""Every schedule, as a function of the one clock and the configuration."""
+
+from __future__ import annotations
+
+import math
+
+from qfleet.algorithms.exploration import linear_epsilon
+from qfleet.config import Config
+
+
+def progress(config: Config, env_steps: int) -> float:
+    """Share of the run that is done, in [0, 1]."""
+    return min(1.0, env_steps / config.steps)
+
+
+def epsilon(config: Config, env_steps: int) -> float:
+    """Exploration rate of the whole pool (the ladder, where asked for, is per env)."""
+    if config.noisy:
+        return 0.0
+    return linear_epsilon(
+        env_steps,
+        config.steps,
+        config.exploration_fraction,
+        config.exploration_initial_eps,
+        config.exploration_final_eps,
+    )
+
+
+def learning_rate(config: Config, env_steps: int) -> float:
+    done = progress(config, env_steps)
+    if config.lr_schedule == "linear":
+        return config.learning_rate * (1.0 - done)
+    if config.lr_schedule == "cosine":
+        return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.learning_rate
+
+
+def importance_exponent(config: Config, env_steps: int) -> float:
+    """β of prioritised replay: from its first value to 1 at the end of the run."""
+    beta = config.prioritized_replay_beta0
+    return beta + (1.0 - beta) * progress(config, env_steps)

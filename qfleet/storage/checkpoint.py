@@ -1,0 +1,304 @@
+"""Checkpoints of a run and its best policy: all of one or none of it, whatever dies in between.
+
+In: named parts of state. Out: the newest checkpoint that is whole, as the same parts.
+
+    <run>/checkpoints/<env_steps>/   one snapshot each (see `snapshot.py`)
+    <run>/checkpoints/.tmp-*         being written or removed: never read, swept by the next save
+    <run>/checkpoints/.old-<name>    set aside while its successor is renamed in; read when alone
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qfleet.core import StateDict
+from qfleet.errors import CheckpointError, ConfigError
+from qfleet.storage import files
+from qfleet.storage.snapshot import (
+    MANIFEST,
+    Manifest,
+    read_manifest,
+    read_snapshot,
+    write_snapshot,
+)
+
+_TMP = ".tmp-"
+_OLD = ".old-"
+
+_lineage: dict[Path, tuple[int, str]] = {}
+"""Checkpoints folder → number and manifest SHA-256 of what this process last saved or loaded there.
+
+Segment versions are only comparable along one history: after going back to an earlier checkpoint
+the same version number means other contents, so links are made to this checkpoint and no other.
+"""
+
+
+@dataclass
+class Checkpoint:
+    """A loaded checkpoint; every file was verified."""
+
+    env_steps: int
+    parts: dict[str, StateDict]
+    meta: dict[str, Any]
+    path: Path
+
+
+@dataclass
+class Policy:
+    """A loaded policy; every file was verified."""
+
+    parts: dict[str, StateDict]
+    meta: dict[str, Any]
+    path: Path
+
+
+def save_checkpoint(
+    root: Path,
+    env_steps: int,
+    parts: Mapping[str, StateDict],
+    meta: Mapping[str, Any],
+    keep: int,
+) -> Path:
+    """Commit a checkpoint in `root` (``<run>/checkpoints``), then drop all but the `keep` newest.
+
+    Higher numbers than this one were left behind by going back to an earlier checkpoint, and are
+    dropped too: otherwise the next resume would return to them. On CheckpointError the older
+    checkpoints are as they were.
+    """
+    if keep < 1:
+        raise ConfigError(f"keep {keep} must be at least 1: the checkpoint just written")
+    if env_steps < 0:
+        raise ConfigError(f"env_steps {env_steps} must not be negative")
+    final = root / str(env_steps)
+    with _os_errors(f"checkpoint {env_steps} was not written"):
+        if not root.exists():
+            root.mkdir(parents=True)
+            files.sync_folder(root.parent)
+        for aside in root.glob(f"{_OLD}*"):
+            _restore_one(aside)
+        manifest = _commit(
+            final, lambda tmp: write_snapshot(tmp, parts, meta, env_steps, _link_base(root))
+        )
+    _lineage[root.resolve()] = (env_steps, manifest.sha256)
+    with _os_errors(f"checkpoint {env_steps} was written, but older ones cannot be removed"):
+        _prune(root, env_steps, keep)
+    return final
+
+
+def list_checkpoints(root: Path) -> list[int]:
+    """Numbers of the committed checkpoints, lowest first."""
+    return [number for number in _numbers(root) if _is_committed(root, number)]
+
+
+def load_checkpoint(
+    root: Path,
+    env_steps: int | None = None,
+    on_alert: Callable[[str], None] = warnings.warn,
+) -> Checkpoint:
+    """The newest whole checkpoint in `root` (``<run>/checkpoints``), or exactly number `env_steps`.
+
+    A damaged one is reported to `on_alert` and the one before it is taken; one that was asked for
+    by number is never replaced by another.
+    """
+    numbers = _numbers(root)
+    if env_steps is not None:
+        if env_steps not in numbers:
+            known = ", ".join(map(str, numbers)) or "none"
+            raise CheckpointError(f"no checkpoint {env_steps} in '{root}'; there: {known}")
+        try:
+            return _load(root, env_steps)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"checkpoint {env_steps} is damaged: {error}; "
+                "leave the number out to load the newest whole one"
+            ) from None
+    for number in reversed(numbers):
+        try:
+            return _load(root, number)
+        except CheckpointError as error:
+            on_alert(f"checkpoint {number} is damaged: {error}; trying the one before")
+    what = "every checkpoint is damaged" if numbers else "there is no checkpoint"
+    raise CheckpointError(f"{what} in '{root}'; start a new run")
+
+
+def save_policy(folder: Path, parts: Mapping[str, StateDict], meta: Mapping[str, Any]) -> Path:
+    """Replace the snapshot in `folder` (such as ``<run>/best``) so that readers always find one."""
+    with _os_errors(f"policy '{folder}' was not written"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _restore_one(_aside(folder))
+        _sweep(folder.parent, f"{_TMP}{folder.name}-")
+        _commit(folder, lambda tmp: write_snapshot(tmp, parts, meta))
+    return folder
+
+
+def load_policy(folder: Path) -> Policy:
+    """The policy in `folder`, even while another process replaces it or died doing so."""
+    while True:
+        before = _stamp(folder)
+        # Between a writer's two renames, or after its death there, only the old one exists.
+        source = folder if before else _aside(folder)
+        try:
+            manifest, parts = read_snapshot(source)
+            return Policy(parts, manifest.meta, folder)
+        except CheckpointError as error:
+            # Changed under our eyes: not damage. A stamp never comes back, so this loop ends with
+            # the writer.
+            if _stamp(folder) != before:
+                continue
+            if before is None and not source.exists():
+                raise CheckpointError(f"no policy in '{folder}'") from None
+            raise CheckpointError(f"policy '{folder}' is damaged: {error}") from None
+
+
+def diff_meta(
+    saved: Mapping[str, Any], current: Mapping[str, Any], ignore: set[str], prefix: str = ""
+) -> list[str]:
+    """One line per differing key, nested ones dotted; keys in `ignore` may differ."""
+    lines: list[str] = []
+    for key in dict.fromkeys([*saved, *current]):
+        name = f"{prefix}{key}"
+        if name in ignore:
+            continue
+        if key in saved and key in current:
+            old, new = saved[key], current[key]
+            if isinstance(old, Mapping) and isinstance(new, Mapping):
+                lines += diff_meta(old, new, ignore, f"{name}.")
+                continue
+            if _same(old, new):
+                continue
+        was = f"{saved[key]!r} in the checkpoint" if key in saved else "not in the checkpoint"
+        now = f"{current[key]!r} now" if key in current else "gone now"
+        lines.append(f"{name}: {was}, {now}")
+    return lines
+
+
+def _same(old: object, new: object) -> bool:
+    # As JSON, because a tuple was saved as a list and NaN differs from itself.
+    plain_old, plain_new = json.dumps(old), json.dumps(new)
+    return plain_old == plain_new or bool(json.loads(plain_old) == json.loads(plain_new))
+
+
+def _commit(final: Path, write: Callable[[Path], Manifest]) -> Manifest:
+    """Write into a temporary folder, then swap it in for `final`."""
+    tmp = final.parent / f"{_TMP}{final.name}-{os.getpid()}"
+    try:
+        shutil.rmtree(tmp, ignore_errors=True)
+        files.write_point("make folder")
+        tmp.mkdir()
+        manifest = write(tmp)
+        aside = _aside(final)
+        if final.exists():
+            files.rename(final, aside)
+        try:
+            files.rename(tmp, final)
+        except BaseException:
+            _restore_one(aside)
+            raise
+        files.sync_folder(final.parent)
+        if aside.exists():
+            files.remove_tree(aside)
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
+    return manifest
+
+
+def _aside(final: Path) -> Path:
+    return final.parent / f"{_OLD}{final.name}"
+
+
+def _restore_one(aside: Path) -> None:
+    """Undo or finish a swap that was cut short."""
+    final = aside.parent / aside.name.removeprefix(_OLD)
+    if not aside.exists():
+        return
+    if final.exists():
+        shutil.rmtree(aside)
+    else:
+        aside.rename(final)
+
+
+def _prune(folder: Path, newest: int, keep: int) -> None:
+    _sweep(folder, _TMP)
+    committed = [n for n in _numbers(folder) if n <= newest and _is_committed(folder, n)]
+    for number in _numbers(folder):
+        if number not in committed[-keep:]:
+            # Renamed first, so that one half removed is never taken for a damaged checkpoint.
+            doomed = folder / f"{_TMP}{number}-removed"
+            files.rename(folder / str(number), doomed)
+            files.remove_tree(doomed)
+
+
+def _sweep(folder: Path, prefix: str) -> None:
+    """Remove what writers left behind when they were killed."""
+    for path in [path for path in folder.iterdir() if path.name.startswith(prefix)]:
+        files.remove_tree(path)
+
+
+def _numbers(folder: Path) -> list[int]:
+    """Every checkpoint that was ever committed and not removed, damaged ones included."""
+    if not folder.is_dir():
+        return []
+    names = {path.name.removeprefix(_OLD) for path in folder.iterdir() if path.is_dir()}
+    # Exactly the names we write: "007" or "７" is somebody else's.
+    return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+
+
+def _place(folder: Path, number: int) -> Path:
+    final = folder / str(number)
+    return final if final.exists() else _aside(final)
+
+
+def _is_committed(folder: Path, number: int) -> bool:
+    try:
+        read_manifest(_place(folder, number))
+    except CheckpointError:
+        return False
+    return True
+
+
+def _load(folder: Path, number: int) -> Checkpoint:
+    path = _place(folder, number)
+    manifest, parts = read_snapshot(path)
+    if manifest.env_steps != number:
+        raise CheckpointError(f"'{path / MANIFEST}' is of checkpoint {manifest.env_steps}")
+    _lineage[folder.resolve()] = (number, manifest.sha256)
+    return Checkpoint(number, parts, manifest.meta, path)
+
+
+def _link_base(folder: Path) -> tuple[Path, Manifest] | None:
+    number, digest = _lineage.get(folder.resolve(), (-1, ""))
+    path = folder / str(number)
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return None
+    return (path, manifest) if manifest.sha256 == digest else None
+
+
+def _stamp(folder: Path) -> tuple[int, int] | None:
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+@contextmanager
+def _os_errors(what: str) -> Iterator[None]:
+    """A full or failing disk as one line the caller can show and go on from."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ('{error.filename}')" if error.filename else ""
+        raise CheckpointError(
+            f"{what}: {error.strerror or error}{where}; free some space or mend the disk"
+        ) from error

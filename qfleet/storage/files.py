@@ -1,0 +1,179 @@
+"""Files that survive a crash: what goes in is on the disk, whole, when these functions return.
+
+Safetensors files are written here as a stream (hash and data in one pass, no second copy of a
+tensor in memory, and a full disk is an OSError); they are read by the safetensors library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from qfleet.errors import CheckpointError
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_RESERVED_KEY = "__metadata__"
+_HASH_CHUNK_BYTES = 1 << 20
+
+
+def write_point(name: str) -> None:
+    """Called before every step that a crash could interrupt; tests replace it to crash there."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a manifest says about a file."""
+
+    size_bytes: int
+    sha256: str
+
+
+def check_storable(name: str, tensor: Tensor) -> None:
+    """Refuse what safetensors cannot hold, before anything is written."""
+    if not _is_utf8(name):
+        raise CheckpointError(f"state key {name!r} is not valid Unicode; rename it")
+    if name == _RESERVED_KEY:
+        raise CheckpointError(f"state key '{name}' is reserved by safetensors; rename it")
+    if tensor.layout != torch.strided or tensor.dtype not in _DTYPE_NAMES:
+        kind = f"{tensor.dtype}, {tensor.layout}"
+        raise CheckpointError(f"state '{name}' is a tensor of {kind}; store a dense real tensor")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Write a safetensors file and sync it. Views and aliases become tensors of their own."""
+    # Widest elements first keeps every tensor aligned, as the format's own writer does.
+    order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
+    header: dict[str, Any] = {}
+    offset = 0
+    for key in order:
+        tensor = tensors[key]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[key] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    header_bytes = json.dumps(header).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
+    digest = hashlib.sha256()
+    write_point(f"create {path.name}")
+    with path.open("xb") as file:
+        for prefix in (len(header_bytes).to_bytes(8, "little"), header_bytes):
+            digest.update(prefix)
+            file.write(prefix)
+        write_point(f"write {path.name}")
+        for key in order:
+            flat = tensors[key].detach().cpu().contiguous().reshape(-1)
+            data = flat.view(torch.uint8).numpy().data
+            digest.update(data)
+            file.write(data)
+        _sync(file, path.name)
+    return FileRecord(8 + len(header_bytes) + offset, digest.hexdigest())
+
+
+def read_tensors(path: Path, record: FileRecord) -> dict[str, Tensor]:
+    """Verify a file against its record, then load it. Nothing in it is ever executed."""
+    try:
+        status = path.lstat()
+        # A link may lead outside the run and a pipe would never end.
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"'{path}' is not a regular file")
+        if status.st_size != record.size_bytes:
+            raise CheckpointError(
+                f"'{path}' failed the size check: {status.st_size} bytes, "
+                f"its manifest says {record.size_bytes}"
+            )
+        found = _sha256(path)
+        if found != record.sha256:
+            raise CheckpointError(
+                f"'{path}' failed the SHA-256 check: {found[:12]}…, "
+                f"its manifest says {record.sha256[:12]}…"
+            )
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            # The library maps the file; a copy outlives it.
+            return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    except OSError as error:
+        raise CheckpointError(f"'{path}' cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"'{path}' is not a safetensors file: {error}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a new text file and sync it."""
+    write_point(f"create {path.name}")
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        _sync(file, path.name)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    write_point("sync folder")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    write_point(f"rename {_role(source)} to {_role(target)}")
+    source.rename(target)
+
+
+def remove_tree(path: Path) -> None:
+    write_point(f"remove {_role(path)}")
+    shutil.rmtree(path)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _role(path: Path) -> str:
+    """A folder's name without the process id that temporary names end in."""
+    return path.name.rsplit("-", 1)[0] if path.name.startswith(".tmp-") else path.name
+
+
+def _sync(file: IO[Any], name: str) -> None:
+    file.flush()
+    write_point(f"sync {name}")
+    os.fsync(file.fileno())
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

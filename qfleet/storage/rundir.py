@@ -1,0 +1,144 @@
+"""The folder of a run: its name, its making, and the lock that keeps a second writer out.
+
+In: what the user called the run, or its env, algorithm and seed. Out: a folder of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+from pathlib import Path
+from types import TracebackType
+
+from qfleet.errors import ConfigError, RunBusyError
+from qfleet.storage import files
+
+MAX_NAME_CHARS = 100
+_MAX_NAME_BYTES = 200  # file systems allow 255; leave room for suffixes
+_STAMP_CHARS = 60  # of a default name before its date
+
+
+def check_name(name: str) -> str:
+    """The name, if it is safe as the name of one folder; ConfigError otherwise."""
+    shown = f"{name[:40]!r}…" if len(name) > 40 else repr(name)
+    if not name or name != name.strip():
+        raise ConfigError(f"run name {shown} is empty or begins or ends with a space")
+    if "/" in name or "\\" in name:
+        raise ConfigError(f"run name {shown} holds a path separator; give a plain name")
+    if not name.isprintable():  # NUL, line ends, undecodable bytes
+        raise ConfigError(f"run name {shown} holds a character that cannot be printed")
+    if name[0] in ".-":
+        raise ConfigError(f"run name {shown} must not begin with '{name[0]}'")
+    if len(name) > MAX_NAME_CHARS or len(name.encode()) > _MAX_NAME_BYTES:
+        raise ConfigError(f"run name {shown} is longer than {MAX_NAME_CHARS} characters")
+    return name
+
+
+def default_name(env: str, algo: str, seed: int) -> str:
+    """``CartPole-v1-dqn-s0-20260131-142530``, safe whatever the env is called."""
+    safe = re.sub(r"[^A-Za-z0-9._]+", "-", f"{env}-{algo}").strip(".-")[-_STAMP_CHARS:]
+    return check_name(f"{safe.strip('.-')}-s{seed}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def new_run_dir(root: Path, name: str, *, explicit: bool = True) -> Path:
+    """Create the run's folder under `root`.
+
+    A name the user gave (`explicit`) is used as it is, and refused where a run is in it already;
+    a default name gets -2, -3 … until it is free.
+    """
+    check_name(name)
+    path = root / name
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if explicit:
+            if (path / "config.json").exists():
+                raise ConfigError(
+                    f"run folder '{path}' holds a run already; "
+                    f"continue it with: qfleet resume {path}"
+                )
+            path.mkdir(exist_ok=True)
+            return path
+        attempt = 1
+        while True:
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                attempt += 1
+                path = root / f"{name}-{attempt}"
+    except OSError as error:
+        raise ConfigError(f"cannot create run folder '{path}': {error.strerror}") from None
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Replace a file so that a reader, or a crash, finds the old text or the new and no mixture."""
+    tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        tmp.unlink(missing_ok=True)
+        files.write_text(tmp, text)
+        files.rename(tmp, path)
+        files.sync_folder(path.parent)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+class RunLock:
+    """Holds ``<run>/.lock`` for as long as the process lives, however it dies."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> RunLock:
+        try:
+            descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(f"cannot lock run folder '{self.path}': {error.strerror}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        except BlockingIOError:
+            pid = os.pread(descriptor, 20, 0).decode(errors="replace") or "unknown"
+            os.close(descriptor)
+            raise RunBusyError(
+                f"run folder '{self.path}' is in use by process {pid}; "
+                "wait for it, stop it, or choose another name"
+            ) from None
+        except OSError as error:
+            os.close(descriptor)
+            raise ConfigError(f"cannot lock run folder '{self.path}': {error.strerror}") from None
+        self._descriptor = descriptor
+        _held.add(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # The file stays: removing it would let two processes lock two files of one name.
+        self.close()
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            _held.discard(self)
+
+
+_held: set[RunLock] = set()
+
+
+def _close_in_child() -> None:
+    """A forked env worker must not keep the run locked after its parent was killed."""
+    for lock in list(_held):
+        with contextlib.suppress(OSError):
+            lock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

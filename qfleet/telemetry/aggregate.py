@@ -1,0 +1,93 @@
+"""Many seeds, one statement. In: scores or curves of several seeds; out: IQM and its interval.
+
+The interquartile mean and the percentile bootstrap follow Agarwal et al. 2021 (arXiv 2108.13264).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+FloatArray = NDArray[np.float64]
+MAX_GRID_POINTS = 400
+
+
+def iqm(values: ArrayLike) -> float:
+    """Mean without the lowest and the highest quarter (floor(n/4) values at each end)."""
+    array = np.asarray(values, dtype=np.float64).ravel()
+    if array.size == 0:
+        raise ValueError("the IQM of no values is undefined")
+    return float(_iqm_last_axis(array))
+
+
+def bootstrap_ci(
+    values: ArrayLike,
+    statistic: Callable[[FloatArray], float] = iqm,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of ``statistic`` over ``values`` ``[n]``."""
+    array = np.asarray(values, dtype=np.float64).ravel()
+    if array.size == 0:
+        raise ValueError("the interval of no values is undefined")
+    draws = array[_resample(array.size, resamples, seed)]
+    if statistic is iqm:
+        estimates = _iqm_last_axis(draws)
+    else:
+        estimates = np.array([statistic(row) for row in draws])
+    low, high = np.quantile(estimates, _tails(level))
+    return float(low), float(high)
+
+
+def aggregate_curves(
+    curves: Sequence[tuple[ArrayLike, ArrayLike]],
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    """Step grid, IQM, low and high of curves ``(steps, values)``, where all of them have data.
+
+    The grid is empty when the curves share no range of steps.
+    """
+    cleaned = [_increasing(steps, values) for steps, values in curves]
+    empty = np.empty(0)
+    if not cleaned or any(steps.size == 0 for steps, _ in cleaned):
+        return empty, empty, empty, empty
+    first = max(steps[0] for steps, _ in cleaned)
+    last = min(steps[-1] for steps, _ in cleaned)
+    grid = np.unique(np.concatenate([steps for steps, _ in cleaned]))
+    grid = grid[(grid >= first) & (grid <= last)]
+    if grid.size > MAX_GRID_POINTS:
+        grid = np.linspace(first, last, MAX_GRID_POINTS)
+    columns = np.array([np.interp(grid, steps, values) for steps, values in cleaned]).T
+    # One set of resampled seeds for the whole curve: the band then belongs to whole runs.
+    chosen = _resample(len(cleaned), resamples, seed)
+    low, high = np.empty(grid.size), np.empty(grid.size)
+    for point, column in enumerate(columns):
+        low[point], high[point] = np.quantile(_iqm_last_axis(column[chosen]), _tails(level))
+    return grid, _iqm_last_axis(columns), low, high
+
+
+def _iqm_last_axis(array: FloatArray) -> FloatArray:
+    count = array.shape[-1]
+    cut = count // 4
+    middle: FloatArray = np.sort(array, axis=-1)[..., cut : count - cut]
+    return np.asarray(middle.mean(axis=-1))
+
+
+def _resample(count: int, resamples: int, seed: int) -> NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, count, size=(resamples, count))
+
+
+def _tails(level: float) -> tuple[float, float]:
+    return (1 - level) / 2, (1 + level) / 2
+
+
+def _increasing(steps: ArrayLike, values: ArrayLike) -> tuple[FloatArray, FloatArray]:
+    """Sorted by step; of several values at one step the last one written counts."""
+    newest = dict(zip(np.asarray(steps, np.float64), np.asarray(values, np.float64), strict=True))
+    ordered = sorted(newest.items())
+    return np.array([s for s, _ in ordered]), np.array([v for _, v in ordered])

@@ -1,0 +1,72 @@
+"""The last word of a run. In: its ``result.json`` as a dict; out: a few lines for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from qfleet.telemetry.formatting import finite, format_duration, format_rate, format_score
+from qfleet.telemetry.timers import STAGES
+
+
+def final_report(result: dict[str, Any], run_dir: Path, curve_png: Path | None) -> Text:
+    """Lines of ``name  value``; a key that is null or missing leaves its line out."""
+    rows = [
+        ("score", _score(result)),
+        ("best", _with(result, "best_eval_return", format_score)),
+        ("speed", _speed(result)),
+        ("wall time", _with(result, "wall_s", format_duration)),
+        ("time in", _shares(result.get("time_share"))),
+        ("faults", _faults(result.get("faults"))),
+        ("folder", str(run_dir)),
+        ("curve", "" if curve_png is None else str(curve_png)),
+    ]
+    report = Text(overflow="fold")
+    report.append(_headline(result), style="bold")
+    for name, value in rows:
+        if value:
+            report.append(f"\n  {name:<11}", style="dim")
+            report.append(value, style="yellow" if name == "faults" else "")
+    return report
+
+
+def _headline(result: dict[str, Any]) -> str:
+    named = [str(result[key]) for key in ("env_id", "algo", "engine") if result.get(key)]
+    if result.get("seed") is not None:
+        named.append(f"seed {result['seed']}")
+    steps = finite(result.get("env_steps"))
+    if steps is not None:
+        named.append(f"{steps:,} steps")
+    if result.get("stopped_by"):
+        named.append(f"stopped by {result['stopped_by']}")
+    return " · ".join(named)
+
+
+def _with(result: dict[str, Any], key: str, form: Any) -> str:
+    value = finite(result.get(key))
+    return "" if value is None else str(form(value))
+
+
+def _score(result: dict[str, Any]) -> str:
+    mean = _with(result, "eval_return_mean", format_score)
+    spread = _with(result, "eval_return_std", format_score)
+    return f"{mean} ± {spread}" if mean and spread else mean
+
+
+def _speed(result: dict[str, Any]) -> str:
+    steps = _with(result, "env_steps_per_s", format_rate)
+    updates = _with(result, "updates_per_s", format_rate)
+    parts = [f"{steps} steps/s" if steps else "", f"{updates} updates/s" if updates else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def _shares(shares: Mapping[str, Any] | None) -> str:
+    present = [(stage, finite((shares or {}).get(stage))) for stage in STAGES]
+    return "  ".join(f"{stage} {share:.0%}" for stage, share in present if share is not None)
+
+
+def _faults(faults: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{kind} ×{count}" for kind, count in (faults or {}).items() if count)

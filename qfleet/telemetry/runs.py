@@ -1,0 +1,182 @@
+"""Run folders, read back. In: a path or a run's name; out: its configuration, result and metrics.
+
+Nothing here trusts a file to be whole: a run may be going on, or may have been killed in a write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.telemetry.formatting import finite
+
+ROLLOUT_RETURN = "rollout/ep_rew_mean"
+EVAL_RETURN = "eval/mean_reward"
+
+_NOT_COMPUTED = frozenset(
+    ("seed", "device", "threads", "replay_dir", "env_timeout_s", "tensorboard", "track")
+    + ("log_interval", "checkpoint_freq", "keep_checkpoints")
+)
+"""Fields in which two seeds of one experiment may differ."""
+
+
+@dataclass
+class RunData:
+    """One run with one seed."""
+
+    path: Path
+    name: str
+    """``<run>`` or ``<run>/seed-3``."""
+    config: dict[str, Any]
+    result: dict[str, Any] | None
+    """None while it runs, or after a crash."""
+    metrics: list[dict[str, Any]]
+
+    @property
+    def env(self) -> str:
+        return str(self.config.get("env", "?"))
+
+    @property
+    def algo(self) -> str:
+        return str(self.config.get("algo", "?"))
+
+    def series(self, metric: str) -> tuple[list[int], list[float]]:
+        """Env steps and values of one metric, where it has a finite value."""
+        pairs = [(row["env_steps"], finite(row.get(metric))) for row in self.metrics]
+        kept = [(step, value) for step, value in pairs if value is not None]
+        return [step for step, _ in kept], [value for _, value in kept]
+
+    def metric_names(self) -> set[str]:
+        names = {name for row in self.metrics for name, v in row.items() if finite(v) is not None}
+        return names - {"env_steps"}
+
+
+def read_run(path: Path) -> RunData:
+    """Read one run folder; only ``config.json`` must be there."""
+    config = _read_object(path / "config.json")
+    if config is None:
+        raise ConfigError(f"'{path}' is not a run folder: it has no readable config.json")
+    return RunData(
+        path=path,
+        name=run_name(path),
+        config=config,
+        result=_read_object(path / "result.json"),
+        metrics=list(_read_metrics(path / "metrics.jsonl")),
+    )
+
+
+def run_name(path: Path) -> str:
+    folder = path.absolute()
+    return f"{folder.parent.name}/{folder.name}" if _is_seed(folder) else folder.name
+
+
+def seed_folders(path: Path) -> list[Path]:
+    """The runs in a folder: its ``seed-*`` folders in order, or the folder itself."""
+    seeds = [child for child in _folders(path) if _is_seed(child) and _has_config(child)]
+    if seeds:
+        return sorted(seeds, key=lambda seed: (len(seed.name), seed.name))
+    return [path] if _has_config(path) else []
+
+
+def find_runs(root: Path) -> list[Path]:
+    """Every run folder below ``root``, and those of runs with several seeds."""
+    return [run for folder in _folders(root) for run in seed_folders(folder)]
+
+
+def resolve_run(name_or_path: str, root: Path) -> Path:
+    """The folder of a run given by its path or by its name below ``root``."""
+    asked = Path(name_or_path)
+    if name_or_path and seed_folders(asked):
+        return asked
+    if asked.is_absolute() or ".." in asked.parts:
+        raise ConfigError(
+            f"run '{name_or_path}' is no run folder; give a folder that holds a config.json, "
+            f"or the plain name of a run below '{root}'"
+        )
+    if name_or_path and seed_folders(root / asked):
+        return root / asked
+    known = {run_name(run) for run in find_runs(root)}
+    raise UnknownNameError("run", name_or_path, known | {name.split("/")[0] for name in known})
+
+
+def group_runs(runs: Sequence[RunData], by_algo: bool = False) -> dict[str, list[RunData]]:
+    """Label → runs that are seeds of one experiment.
+
+    Runs share a group when their configurations differ at most in the seed and in fields that do
+    not change what is computed; otherwise a band would pass a difference of settings off as noise.
+    ``by_algo`` pools them by algorithm all the same.
+    """
+    groups: dict[str, list[RunData]] = {}
+    if by_algo:
+        for run in runs:
+            groups.setdefault(run.algo, []).append(run)
+        return groups
+    experiments: dict[str, list[RunData]] = {}
+    for run in runs:
+        experiments.setdefault(json.dumps(_computed(run), sort_keys=True), []).append(run)
+    for members in experiments.values():
+        rivals = [
+            other[0] for other in experiments.values() if _title(other[0]) == _title(members[0])
+        ]
+        label = " ".join([_title(members[0]), *_differences(members[0], rivals)])
+        groups[f"{label} ({members[0].name})" if label in groups else label] = members
+    return groups
+
+
+def _title(run: RunData) -> str:
+    return f"{run.env} · {run.algo}"
+
+
+def _computed(run: RunData) -> dict[str, Any]:
+    return {name: value for name, value in run.config.items() if name not in _NOT_COMPUTED}
+
+
+def _differences(run: RunData, rivals: list[RunData]) -> list[str]:
+    """``name=value`` for the first few fields in which ``run`` is not like its rivals."""
+    own = _computed(run)
+    differing = [
+        name for name in own if any(_computed(rival).get(name) != own[name] for rival in rivals)
+    ]
+    return [f"{name}={own[name]}" for name in differing[:3]]
+
+
+def _is_seed(path: Path) -> bool:
+    return path.name.startswith("seed-")
+
+
+def _has_config(path: Path) -> bool:
+    return os.path.isfile(path / "config.json")  # unlike Path.is_file: False for impossible names
+
+
+def _folders(path: Path) -> Iterable[Path]:
+    try:
+        return sorted(child for child in path.iterdir() if child.is_dir())
+    except (OSError, ValueError):
+        return []
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # torn by a crash, or being written right now
+        if isinstance(row, dict) and isinstance(row.get("env_steps"), int):
+            yield row

@@ -1,0 +1,183 @@
+"""Where scalars are kept. In: ``env_steps`` and scalars; out: metrics.jsonl, TensorBoard, trackers.
+
+``metrics.jsonl`` is the truth that plots and reports read; the others carry the same numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from qfleet.errors import ConfigError
+from qfleet.telemetry.formatting import finite
+
+METRICS_FILE = "metrics.jsonl"
+TRACKER_FILE = "tracker.json"
+"""Holds the tracker's own id of this run, so that a resumed run continues its curves."""
+
+
+class _Tracker(Protocol):
+    def log(self, env_steps: int, scalars: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Writers:
+    """Opens every sink a configuration asks for and writes the same scalars to each."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tensorboard: bool,
+        track: str,
+        config: dict[str, Any],
+        resume_env_steps: int | None,
+    ) -> None:
+        # All imports come before the first side effect: a missing package leaves nothing behind.
+        summary_writer = _import_tensorboard().SummaryWriter if tensorboard else None
+        module = None if track == "none" else _import_tracker(track)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / METRICS_FILE
+        if resume_env_steps is None:
+            path.write_text("", encoding="utf-8")
+        else:
+            drop_metrics_beyond(path, resume_env_steps)
+        self._file = path.open("a", encoding="utf-8", newline="\n")
+        self._tensorboard: Any = None
+        if summary_writer is not None:
+            # TensorBoard hides what an earlier process wrote at or after the purge step.
+            purge_step = 0 if resume_env_steps is None else resume_env_steps + 1
+            self._tensorboard = summary_writer(str(run_dir / "tensorboard"), purge_step=purge_step)
+        self._tracker: _Tracker | None = None
+        if module is not None:
+            tracker = _Wandb if track == "wandb" else _Mlflow
+            self._tracker = tracker(module, run_dir, config, resume_env_steps is not None)
+
+    def write(self, env_steps: int, scalars: Mapping[str, float | None]) -> None:
+        numbers = {name: finite(value) for name, value in scalars.items()}
+        self._file.write(json.dumps({"env_steps": env_steps, **numbers}, allow_nan=False) + "\n")
+        self._file.flush()
+        present = {name: number for name, number in numbers.items() if number is not None}
+        if self._tensorboard is not None:
+            for name, number in present.items():
+                self._tensorboard.add_scalar(name, number, env_steps)
+        if self._tracker is not None:
+            try:
+                self._tracker.log(env_steps, present)
+            except Exception as error:  # a tracker's server must never cost a run
+                self._tracker = None
+                warnings.warn(f"tracking stopped at env step {env_steps}: {error}", stacklevel=2)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._tracker is not None:
+            tracker, self._tracker = self._tracker, None
+            try:
+                tracker.close()
+            except Exception as error:
+                warnings.warn(f"the tracker did not close: {error}", stacklevel=2)
+
+
+def drop_metrics_beyond(path: Path, env_steps: int) -> None:
+    """Drop lines past ``env_steps`` and torn ones, so that a resumed curve has one truth."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        at = row.get("env_steps") if isinstance(row, dict) else None
+        if isinstance(at, int) and at <= env_steps:
+            kept.append(line + "\n")
+    # Replaced in one move: a crash here leaves the old file, never half of it.
+    scratch = path.with_suffix(".jsonl.tmp")
+    scratch.write_text("".join(kept), encoding="utf-8", newline="\n")
+    os.replace(scratch, path)
+
+
+def _import_tensorboard() -> Any:
+    try:
+        return importlib.import_module("torch.utils.tensorboard")
+    except ImportError:
+        raise ConfigError(
+            "tensorboard True needs a package that is not installed: `pip install tensorboard`, "
+            "or turn it off with --no-tensorboard"
+        ) from None
+
+
+def _import_tracker(track: str) -> Any:
+    if track not in ("wandb", "mlflow"):
+        raise ConfigError(f"track {track!r} is not a tracker; use none, wandb or mlflow")
+    try:
+        return importlib.import_module(track)
+    except ImportError:
+        raise ConfigError(
+            f"track {track!r} needs a package that is not installed: `pip install {track}`"
+        ) from None
+
+
+def _run_name(run_dir: Path) -> str:
+    folder = run_dir.resolve()
+    if folder.name.startswith("seed-"):
+        return f"{folder.parent.name}/{folder.name}"
+    return folder.name
+
+
+def _saved_id(run_dir: Path, track: str) -> str | None:
+    try:
+        saved = json.loads((run_dir / TRACKER_FILE).read_text(encoding="utf-8"))
+        return str(saved[track])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # never tracked, or by another tracker: it starts a run of its own
+
+
+def _save_id(run_dir: Path, track: str, run_id: str) -> None:
+    (run_dir / TRACKER_FILE).write_text(json.dumps({track: run_id}), encoding="utf-8")
+
+
+class _Wandb:
+    def __init__(self, wandb: Any, run_dir: Path, config: dict[str, Any], resumed: bool) -> None:
+        self._run = wandb.init(
+            project="qfleet",
+            name=_run_name(run_dir),
+            dir=str(run_dir),
+            config=config,
+            id=_saved_id(run_dir, "wandb") if resumed else None,
+            resume="allow",
+        )
+        _save_id(run_dir, "wandb", self._run.id)
+        # wandb's own step may not go back, as it does after a resume; a step metric may.
+        self._run.define_metric("*", step_metric="env_steps")
+
+    def log(self, env_steps: int, scalars: Mapping[str, float]) -> None:
+        self._run.log({"env_steps": env_steps, **scalars})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Mlflow:
+    def __init__(self, mlflow: Any, run_dir: Path, config: dict[str, Any], resumed: bool) -> None:
+        self._mlflow = mlflow
+        run_id = _saved_id(run_dir, "mlflow") if resumed else None
+        mlflow.set_experiment("qfleet")
+        run = mlflow.start_run(run_id=run_id, run_name=_run_name(run_dir))
+        _save_id(run_dir, "mlflow", run.info.run_id)
+        if run_id is None:  # parameters of an mlflow run cannot be set twice
+            mlflow.log_params(config)
+
+    def log(self, env_steps: int, scalars: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(scalars), step=env_steps)
+
+    def close(self) -> None:
+        self._mlflow.end_run()

@@ -1,0 +1,53 @@
+"""The updater of a single learner: clip, refuse what is not finite, let the optimiser step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from qfleet.core import StateDict
+from qfleet.updaters.optimisers import FlatOptimiser
+from qfleet.weights import FlatWeights
+
+
+class LocalUpdater:
+    """In: the gradient in ``weights.grad``. Out: ``weights.data``, changed or bit-identical."""
+
+    def __init__(self, weights: FlatWeights, optimiser: FlatOptimiser, max_grad_norm: float):
+        self._weights = weights
+        self._optimiser = optimiser
+        self._max_norm = max_grad_norm if max_grad_norm > 0 else math.inf
+
+    def apply(self, learning_rate: float) -> Mapping[str, Tensor | float]:
+        grad = self._weights.grad
+        norm = torch.linalg.vector_norm(grad)
+        if grad.device.type != "cpu":
+            return self._apply_without_asking(norm, learning_rate)
+        value = float(norm)
+        if not math.isfinite(value):
+            return {"grad_norm": value, "skipped": 1.0}
+        if value > self._max_norm:
+            grad.mul_(self._max_norm / (value + 1e-6))
+        self._optimiser.step(self._weights.data, grad, learning_rate, None)
+        return {"grad_norm": value, "skipped": 0.0}
+
+    def _apply_without_asking(
+        self, norm: Tensor, learning_rate: float
+    ) -> Mapping[str, Tensor | float]:
+        """The same on an accelerator, where reading the norm would stall the queue."""
+        accept = torch.isfinite(norm)
+        grad = self._weights.grad
+        if math.isfinite(self._max_norm):
+            grad.mul_((self._max_norm / (norm + 1e-6)).clamp(max=1.0))
+        grad.copy_(torch.where(accept, grad, 0.0))
+        self._optimiser.step(self._weights.data, grad, learning_rate, accept.to(torch.float64))
+        return {"grad_norm": norm, "skipped": 1.0 - accept.to(torch.float32)}
+
+    def state_dict(self) -> StateDict:
+        return self._optimiser.state_dict()
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self._optimiser.load_state_dict(state)

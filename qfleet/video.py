@@ -1,0 +1,99 @@
+"""A film of the greedy policy: run in, frames out, written as GIF or MP4.
+
+Atari's C++ pool shows the policy grey 84×84 stacks. A second pool with the same seed and the same
+actions, but in colour and full size, plays the same game for the camera.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qfleet.envs import ale_game, make_single
+from qfleet.envs.atari import AtariEnvs
+from qfleet.errors import ConfigError
+from qfleet.policy import Policy
+
+Frame = NDArray[np.uint8]
+SUFFIXES = (".gif", ".mp4")
+
+
+def film(policy: Policy, out: Path, seed: int, max_frames: int, fps: int) -> tuple[int, float]:
+    """Write one episode (at most ``max_frames`` long); returns its frames and its return."""
+    if out.suffix not in SUFFIXES:
+        raise ConfigError(f"cannot write '{out}'; a film ends in {' or '.join(SUFFIXES)}")
+    total = 0.0
+    frames: list[Frame] = []
+    play = _play_atari if ale_game(policy.config.env) else _play
+    for frame, reward in play(policy, seed):
+        frames.append(frame)
+        total += reward
+        if len(frames) >= max_frames:
+            break
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _write(frames, out, fps)
+    return len(frames), total
+
+
+def _play(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
+    env = make_single(policy.config, render_mode="rgb_array")
+    try:
+        obs, _ = env.reset(seed=seed)
+        yield _rendered(env.render()), 0.0
+        done = False
+        while not done:
+            obs, reward, terminated, truncated, _ = env.step(policy.act(obs))
+            done = terminated or truncated
+            yield _rendered(env.render()), float(reward)
+    finally:
+        env.close()
+
+
+def _rendered(frame: Any) -> Frame:
+    if not isinstance(frame, np.ndarray) or frame.ndim != 3:
+        raise ConfigError("this environment renders no picture in render_mode rgb_array")
+    return frame.astype(np.uint8, copy=False)
+
+
+def _play_atari(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
+    game = ale_game(policy.config.env)
+    assert game is not None
+    player = AtariEnvs(policy.config, game, 1, seed, training=False)
+    camera = AtariEnvs(policy.config, game, 1, seed, training=False, colour=True)
+    try:
+        obs, picture = player.reset(), camera.reset()
+        yield picture[0, -1].copy(), 0.0
+        while True:
+            action = np.asarray(policy.act(obs), dtype=np.int64)
+            step, shot = player.step(action), camera.step(action)
+            obs = step.obs
+            yield shot.obs[0, -1].copy(), float(step.reward[0])
+            if step.terminated[0] or step.truncated[0]:
+                return
+    finally:
+        player.close()
+        camera.close()
+
+
+def _write(frames: list[Frame], out: Path, fps: int) -> None:
+    if out.suffix == ".gif":
+        from PIL import Image
+
+        images = [Image.fromarray(frame) for frame in frames]
+        images[0].save(
+            out, save_all=True, append_images=images[1:], duration=1000 // fps, loop=0
+        )
+        return
+    try:
+        import imageio.v2 as imageio
+        import imageio_ffmpeg  # noqa: F401 (imageio finds it by itself, but not before writing)
+    except ImportError:
+        raise ConfigError(
+            f"'{out}' needs a package that is not installed: `pip install qfleet[render]`, "
+            "or write a .gif"
+        ) from None
+    imageio.mimwrite(out, frames, fps=fps, macro_block_size=2)

@@ -1,0 +1,54 @@
+"""All parameters of a network in one contiguous vector, and the channel that publishes it.
+
+In: an ordinary ``nn.Module``. Out: the same module, whose parameters are now views into
+``FlatWeights.data``. One vector serves every room: the optimiser is a handful of elementwise
+kernels, a target update is one copy or lerp, a checkpoint is one tensor, a parameter-server shard
+is a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class FlatWeights:
+    """One vector of weights and one of gradients, seen by the module through views."""
+
+    def __init__(self, module: nn.Module) -> None:
+        named = list(module.named_parameters())
+        self.parameters: list[nn.Parameter] = [parameter for _, parameter in named]
+        self.layout = [(name, tuple(parameter.shape)) for name, parameter in named]
+        first = self.parameters[0]
+        size = sum(parameter.numel() for parameter in self.parameters)
+        self.data = torch.empty(size, dtype=first.dtype, device=first.device)
+        self.grad = torch.zeros_like(self.data)
+        offset = 0
+        for parameter in self.parameters:
+            view = self.data[offset : offset + parameter.numel()].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+            offset += parameter.numel()
+
+    def set_grad(self, gradients: Sequence[Tensor]) -> None:
+        """Pack per-parameter gradients into the flat vector: one kernel, nothing to zero first."""
+        torch.cat([gradient.reshape(-1) for gradient in gradients], out=self.grad)
+
+    def describe(self) -> list[list[object]]:
+        """Names and shapes, for the checkpoint: ``[["torso.0", [4, 64]], …]``."""
+        return [[name, list(shape)] for name, shape in self.layout]
+
+
+class SameWeights:
+    """The weights channel of engines whose actor and learner share one network."""
+
+    def __init__(self) -> None:
+        self._version = 0
+
+    def publish(self, version: int) -> None:
+        self._version = version
+
+    def refresh(self) -> int:
+        return self._version

@@ -1,0 +1,118 @@
+"""What torsos do with raw observations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import tensor
+
+from qfleet.core import EnvSpec
+from qfleet.errors import ConfigError
+from qfleet.networks.torsos import MLP, ImpalaResNet, NatureCNN
+
+ATARI = EnvSpec("Atari", (4, 84, 84), "uint8", 6, frame_stack=4)
+
+
+def pixels(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+
+
+def test_mlp_without_layers_flattens_floats() -> None:
+    torso = MLP(EnvSpec("box", (2, 2), "float32", 2), (), layer_norm=False)
+    assert torso.features == 4
+    assert torso(tensor([[[1.0, 2.0], [3.0, 4.0]]])).tolist() == [[1.0, 2.0, 3.0, 4.0]]
+
+
+def test_mlp_scales_bytes() -> None:
+    torso = MLP(EnvSpec("bytes", (3,), "uint8", 2), (), layer_norm=False)
+    encoded = torso(tensor([[0, 51, 255]], dtype=torch.uint8))
+    torch.testing.assert_close(encoded, tensor([[0.0, 0.2, 1.0]]))
+
+
+def test_mlp_encodes_discrete_observations() -> None:
+    torso = MLP(EnvSpec("cells", (), "int64", 2, num_obs_values=3), (), layer_norm=False)
+    assert torso.features == 3
+    assert torso(tensor([2, 0])).tolist() == [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+
+
+def test_mlp_encodes_each_of_several_discrete_observations() -> None:
+    torso = MLP(EnvSpec("cells", (2,), "int64", 2, num_obs_values=2), (), layer_norm=False)
+    assert torso(tensor([[1, 0]])).tolist() == [[0.0, 1.0, 1.0, 0.0]]
+
+
+def test_mlp_layers_end_in_relu() -> None:
+    torch.manual_seed(0)
+    torso = MLP(EnvSpec("box", (4,), "float32", 2), (16, 8), layer_norm=False)
+    features = torso(torch.randn(32, 4))
+    assert features.shape == (32, torso.features) == (32, 8)
+    assert features.min() == 0.0
+    assert features.max() > 0.0
+
+
+def test_mlp_layer_norm_makes_features_blind_to_the_scale_of_what_comes_in() -> None:
+    torch.manual_seed(0)
+    spec = EnvSpec("box", (4,), "float32", 2)
+    torso, without = (MLP(spec, (16,), layer_norm=on) for on in (True, False))
+    x = 100 * torch.randn(8, 4)
+    torch.testing.assert_close(torso(x), torso(10 * x), atol=0.02, rtol=0.02)
+    assert not torch.allclose(without(x), without(10 * x), atol=0.02, rtol=0.02)
+
+
+def test_nature() -> None:
+    torso = NatureCNN(ATARI)
+    assert torso(pixels(2, 4, 84, 84)).shape == (2, torso.features) == (2, 512)
+    # 84 → 20 → 9 → 7 pixels: 64·7·7 = 3136; parameters: 8224 + 32832 + 36928 + 3136·512 + 512
+    assert NatureCNN(ATARI, dense=0).features == 3136
+    assert sum(p.numel() for p in torso.parameters()) == 1_684_128
+
+
+def test_nature_scales_bytes() -> None:
+    torch.manual_seed(0)
+    torso = NatureCNN(ATARI)
+    image = pixels(2, 4, 84, 84)
+    torch.testing.assert_close(torso(image), torso(image.float() / 255))
+
+
+@pytest.mark.parametrize(
+    ("shape", "flat"),
+    # 36 → 8 → 3 → 1; 52 → 12 → 5 → 3; 40 → 9 → 3 → 1
+    [((1, 36, 36), 64), ((3, 36, 52), 192), ((40, 52, 3), 192)],
+)
+def test_nature_takes_any_image_of_36_pixels(shape: tuple[int, ...], flat: int) -> None:
+    torso = NatureCNN(EnvSpec("image", shape, "uint8", 2), dense=0)
+    assert torso(pixels(2, *shape)).shape == (2, torso.features) == (2, flat)
+
+
+def test_channels_may_come_last() -> None:
+    torch.manual_seed(0)
+    last = NatureCNN(EnvSpec("image", (40, 52, 3), "uint8", 2))
+    torch.manual_seed(0)
+    first = NatureCNN(EnvSpec("image", (3, 40, 52), "uint8", 2))
+    image = pixels(2, 40, 52, 3)
+    torch.testing.assert_close(last(image), first(image.permute(0, 3, 1, 2)))
+
+
+@pytest.mark.parametrize("shape", [(1, 35, 84), (4,), (84, 84)])
+def test_nature_names_a_shape_it_cannot_take(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError) as error:
+        NatureCNN(EnvSpec("image", shape, "uint8", 2))
+    assert str(shape) in str(error.value)
+    assert "--network mlp" in str(error.value)
+
+
+def test_impala() -> None:
+    torso = ImpalaResNet(ATARI)
+    assert torso(pixels(2, 4, 84, 84)).shape == (2, torso.features) == (2, 256)
+    # 84 → 42 → 21 → 11 pixels: 32·11·11
+    assert ImpalaResNet(ATARI, dense=0).features == 3872
+    convolutions = [m for m in torso.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert [c.out_channels for c in convolutions] == [16] * 5 + [32] * 10
+
+
+def test_impala_takes_small_images_but_no_vectors() -> None:
+    torso = ImpalaResNet(EnvSpec("minatar", (10, 10, 4), "uint8", 2), dense=0)
+    # 10 → 5 → 3 → 2 pixels: 32·2·2
+    assert torso(pixels(3, 10, 10, 4)).shape == (3, torso.features) == (3, 128)
+    with pytest.raises(ConfigError, match=r"\(4,\).*--network mlp"):
+        ImpalaResNet(EnvSpec("box", (4,), "float32", 2))

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from qfleet.telemetry.aggregate import MAX_GRID_POINTS, aggregate_curves, bootstrap_ci, iqm
+
+
+def test_iqm_by_hand() -> None:
+    assert iqm([1, 2, 3, 4, 5, 6, 7, 1000]) == 4.5  # (3 + 4 + 5 + 6) / 4
+    assert iqm([100, 2, 3, 1, -50]) == 2.0  # one off each end: (1 + 2 + 3) / 3
+    assert iqm([1, 2, 6]) == 3.0  # too few to trim
+    assert iqm([7.5]) == 7.5
+    with pytest.raises(ValueError, match="no values"):
+        iqm([])
+
+
+def test_bootstrap_of_two_values_by_hand() -> None:
+    # Means of resamples are 0, 5, 5, 10 with equal chance, so 2.5 % tails are the extremes.
+    assert bootstrap_ci([0.0, 10.0]) == (0.0, 10.0)
+    # A 40 % interval holds only the middle half of them.
+    assert bootstrap_ci([0.0, 10.0], level=0.4) == (5.0, 5.0)
+
+
+def test_bootstrap_is_near_the_normal_interval_for_many_values() -> None:
+    values = np.random.default_rng(1).normal(10.0, 2.0, size=400)
+    low, high = bootstrap_ci(values, statistic=lambda row: float(row.mean()))
+    half = 1.96 * values.std() / 20
+    assert low == pytest.approx(values.mean() - half, abs=0.03)
+    assert high == pytest.approx(values.mean() + half, abs=0.03)
+
+
+def test_the_quick_path_of_the_iqm_is_the_slow_one() -> None:
+    values = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0]
+    slow = bootstrap_ci(values, statistic=lambda row: iqm(row), resamples=200)
+    assert bootstrap_ci(values, resamples=200) == pytest.approx(slow)
+
+
+def test_bootstrap_depends_on_its_seed_only() -> None:
+    values = np.arange(9.0) ** 2
+    assert bootstrap_ci(values, seed=3) == bootstrap_ci(values, seed=3)
+    assert bootstrap_ci([4.0]) == (4.0, 4.0)
+    with pytest.raises(ValueError, match="no values"):
+        bootstrap_ci([])
+
+
+def test_curves_meet_on_their_common_range() -> None:
+    grid, middle, low, high = aggregate_curves(
+        [([0, 100, 200, 300], [0, 10, 20, 30]), ([100, 250], [20, 50])]
+    )
+    assert grid.tolist() == [100, 200, 250]
+    assert middle.tolist() == [15.0, 30.0, 37.5]  # the second curve is 40 at 200
+    assert low.tolist() == [10.0, 20.0, 25.0]
+    assert high.tolist() == [20.0, 40.0, 50.0]
+
+
+def test_a_repeated_step_counts_once_with_its_last_value() -> None:
+    grid, middle, _, _ = aggregate_curves([([200, 100, 100], [5, 1, 3]), ([100, 200], [3, 5])])
+    assert grid.tolist() == [100, 200]
+    assert middle.tolist() == [3.0, 5.0]
+
+
+def test_long_curves_are_thinned_and_disjoint_ones_give_nothing() -> None:
+    steps = np.arange(5000)
+    grid, middle, _, _ = aggregate_curves([(steps, steps), (steps, steps)], resamples=10)
+    assert grid.size == MAX_GRID_POINTS
+    np.testing.assert_allclose(middle, grid)
+    for curves in ([], [([], [])], [([1, 2], [0, 0]), ([3, 4], [0, 0])]):
+        assert [part.size for part in aggregate_curves(curves)] == [0, 0, 0, 0]

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qfleet.errors import ConfigError
+from qfleet.telemetry.writers import Writers
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = (run_dir / "metrics.jsonl").read_text()
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def plain(run_dir: Path, resume_env_steps: int | None = None) -> Writers:
+    return Writers(run_dir, False, "none", {}, resume_env_steps)
+
+
+def test_lines_are_valid_json_and_there_at_once(tmp_path: Path) -> None:
+    writers = plain(tmp_path / "new" / "run")
+    values = {
+        "train/loss": float("nan"),
+        "eval/mean_reward": float("inf"),
+        "time/fps": None,
+        "a": np.float32(0.5),
+        "b": 3,
+    }
+    writers.write(100, values)
+    expected = {"train/loss": None, "eval/mean_reward": None, "time/fps": None, "a": 0.5, "b": 3}
+    assert rows(tmp_path / "new" / "run") == [{"env_steps": 100} | expected]  # before close()
+    writers.close()
+    writers.close()
+
+
+def test_resume_drops_later_and_torn_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"env_steps": 100, "a": 1}\n{"env_steps": 200, "a": 2}\n{"env_steps": 300, "a": 3}\n'
+        '{"env_steps": 150, "a'
+    )
+    writers = plain(tmp_path, 200)
+    writers.write(300, {"a": 30.0})
+    writers.close()
+    assert rows(tmp_path) == [
+        {"env_steps": 100, "a": 1},
+        {"env_steps": 200, "a": 2},
+        {"env_steps": 300, "a": 30.0},
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_resume_keeps_a_whole_last_line_without_its_newline(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"env_steps": 100}\n\xff\n[1]\n{"env_steps": 200}')
+    plain(tmp_path, 200).close()
+    assert rows(tmp_path) == [{"env_steps": 100}, {"env_steps": 200}]
+
+
+def test_resume_without_a_file_and_a_fresh_start_over_an_old_one(tmp_path: Path) -> None:
+    plain(tmp_path, 50).close()
+    assert rows(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"env_steps": 900}\n')
+    plain(tmp_path, None).close()
+    assert rows(tmp_path) == []
+
+
+def test_tensorboard_gets_the_same_scalars_and_a_purge_step(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+
+    def scalars() -> list[tuple[int, float]]:
+        reader = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+        reader.Reload()
+        assert reader.Tags()["scalars"] == ["train/loss"]
+        return [(event.step, event.value) for event in reader.Scalars("train/loss")]
+
+    writers = Writers(tmp_path, True, "none", {}, None)
+    for step, loss in ((100, 1.0), (200, 2.0), (300, 3.0)):
+        writers.write(step, {"train/loss": loss, "eval/mean_reward": None})
+    writers.close()
+    assert scalars() == [(100, 1.0), (200, 2.0), (300, 3.0)]
+    # TensorBoard reads files in the order of their names, which carry whole seconds.
+    (old,) = (tmp_path / "tensorboard").iterdir()
+    old.rename(old.with_name("events.out.tfevents.0000000000.old"))
+    writers = Writers(tmp_path, True, "none", {}, 200)
+    writers.write(300, {"train/loss": 30.0})
+    writers.close()
+    assert scalars() == [(100, 1.0), (200, 2.0), (300, 30.0)]
+
+
+def test_missing_packages_are_named_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("wandb", "mlflow", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    run_dir = tmp_path / "run"
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        Writers(run_dir, False, "wandb", {}, None)
+    with pytest.raises(ConfigError, match="pip install mlflow"):
+        Writers(run_dir, False, "mlflow", {}, None)
+    with pytest.raises(ConfigError, match=r"pip install tensorboard.*--no-tensorboard"):
+        Writers(run_dir, True, "none", {}, None)
+    with pytest.raises(ConfigError, match="'neptune'"):
+        Writers(run_dir, False, "neptune", {}, None)
+    assert not run_dir.exists()
+    plain(run_dir).close()
+
+
+class FakeWandbRun:
+    def __init__(self, run_id: str) -> None:
+        self.id = run_id
+        self.logged: list[dict[str, float]] = []
+        self.finished = False
+        self.step_metric = ""
+        self.broken = False
+
+    def define_metric(self, pattern: str, step_metric: str) -> None:
+        assert pattern == "*"
+        self.step_metric = step_metric
+
+    def log(self, values: dict[str, float]) -> None:
+        if self.broken:
+            raise ConnectionError("no route")
+        self.logged.append(values)
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module: Any = types.ModuleType("wandb")
+    module.inits, module.runs = [], []
+
+    def init(**kwargs: Any) -> FakeWandbRun:
+        module.inits.append(kwargs)
+        module.runs.append(FakeWandbRun(kwargs["id"] or f"id{len(module.runs)}"))
+        return module.runs[-1]
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_wandb_gets_config_and_scalars_and_resumes_the_same_run(tmp_path: Path, wandb: Any) -> None:
+    run_dir = tmp_path / "exp" / "seed-3"
+    writers = Writers(run_dir, False, "wandb", {"algo": "dqn"}, None)
+    writers.write(100, {"train/loss": 0.5, "eval/mean_reward": None})
+    writers.close()
+    (run,) = wandb.runs
+    assert wandb.inits[0]["config"] == {"algo": "dqn"}
+    assert wandb.inits[0]["name"] == "exp/seed-3"
+    assert run.logged == [{"env_steps": 100, "train/loss": 0.5}]
+    assert run.step_metric == "env_steps"
+    assert run.finished
+    Writers(run_dir, False, "wandb", {}, 100).close()
+    assert wandb.inits[1]["id"] == run.id
+    Writers(run_dir, False, "wandb", {}, None).close()
+    assert wandb.inits[2]["id"] is None
+
+
+def test_a_broken_tracker_costs_a_warning_not_the_run(tmp_path: Path, wandb: Any) -> None:
+    writers = Writers(tmp_path, False, "wandb", {}, None)
+    wandb.runs[0].broken = True
+    with pytest.warns(UserWarning, match="tracking stopped at env step 100: no route"):
+        writers.write(100, {"a": 1.0})
+    writers.write(200, {"a": 2.0})
+    writers.close()
+    assert [row["env_steps"] for row in rows(tmp_path)] == [100, 200]
+
+
+def test_a_tracker_that_cannot_close_costs_a_warning(tmp_path: Path, wandb: Any) -> None:
+    def fail() -> None:
+        raise ConnectionError("no route")
+
+    writers = Writers(tmp_path, False, "wandb", {}, None)
+    wandb.runs[0].finish = fail
+    with pytest.warns(UserWarning, match="did not close: no route"):
+        writers.close()
+
+
+def test_mlflow_gets_parameters_once_and_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, Any]] = []
+    module: Any = types.ModuleType("mlflow")
+    module.set_experiment = lambda name: calls.append(("experiment", name))
+
+    def start_run(run_id: str | None, run_name: str) -> Any:
+        calls.append(("start", (run_id, run_name)))
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="abc"))
+
+    module.start_run = start_run
+    module.log_params = lambda params: calls.append(("params", params))
+    module.log_metrics = lambda metrics, step: calls.append(("metrics", (metrics, step)))
+    module.end_run = lambda: calls.append(("end", None))
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    run_dir = tmp_path / "exp"
+    writers = Writers(run_dir, False, "mlflow", {"algo": "dqn"}, None)
+    writers.write(100, {"a": 1.0, "b": None})
+    writers.close()
+    Writers(run_dir, False, "mlflow", {"algo": "dqn"}, 100).close()
+    assert calls == [
+        ("experiment", "qfleet"),
+        ("start", (None, "exp")),
+        ("params", {"algo": "dqn"}),
+        ("metrics", ({"a": 1.0}, 100)),
+        ("end", None),
+        ("experiment", "qfleet"),
+        ("start", ("abc", "exp")),
+        ("end", None),
+    ]
