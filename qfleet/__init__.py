@@ -1,8 +1,8 @@
 """qfleet: DQN-family agents, trained fast on whatever hardware you have.
 
-    import qfleet
-    trained = qfleet.train("CartPole-v1", steps=50_000)
-    action = qfleet.load(trained.folder).act(observation)
+import qfleet
+trained = qfleet.train("CartPole-v1", steps=50_000)
+action = qfleet.load(trained.folder).act(observation)
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qfleet.api import Trained, TrainedSeeds, evaluate, load, resume, train, train_seeds
+    from qfleet.callbacks import Callback
     from qfleet.config import Config
     from qfleet.policy import Policy
-    from qfleet.run import Callback, Result
+    from qfleet.result import Result
 
 __all__ = [
     "Callback",
@@ -29,7 +30,7 @@ __all__ = [
     "train_seeds",
 ]
 
-_HOMES = {"Config": "config", "Policy": "policy", "Callback": "run", "Result": "run"}
+_HOMES = {"Config": "config", "Policy": "policy", "Callback": "callbacks", "Result": "result"}
 
 
 def __getattr__(name: str) -> Any:

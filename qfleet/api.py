@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from qfleet.callbacks import Callback
 from qfleet.config import Config, read_fields
 from qfleet.errors import CheckpointError, ConfigError
 from qfleet.evaluate import Evaluation
 from qfleet.policy import Policy, check_trust, load_run_policy
 from qfleet.presets import resolve
-from qfleet.run import Callback, Result, Run, Sitting
+from qfleet.result import Result
+from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import diff_meta, load_checkpoint
 from qfleet.storage.rundir import atomic_write_text, check_name, default_name, new_run_dir
 from qfleet.telemetry.aggregate import bootstrap_ci, iqm
@@ -192,9 +194,7 @@ def _curve(folder: Path) -> Path | None:
     runs = [read_run(path) for path in seed_folders(folder)]
     if not any(run.metrics for run in runs):
         return None
-    return learning_curve(
-        group_runs(runs), EVAL_RETURN, folder / "plots" / "learning_curve.png"
-    )
+    return learning_curve(group_runs(runs), EVAL_RETURN, folder / "plots" / "learning_curve.png")
 
 
 def _aggregate(folder: Path, runs: list[Trained]) -> TrainedSeeds:

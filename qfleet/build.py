@@ -140,9 +140,7 @@ def model_transform(config: Config) -> ModelTransform:
 
 def make_memory(config: Config, spec: EnvSpec, device: torch.device, seed: int) -> Ring:
     directory = Path(config.replay_dir) if config.replay_dir else None
-    check_fits(
-        spec, config.envs, config.buffer_size, config.prioritized_replay, on_disk=directory
-    )
+    check_fits(spec, config.envs, config.buffer_size, config.prioritized_replay, on_disk=directory)
     generator = torch.Generator(device=device).manual_seed(seed)
     sampler: Sampler
     if config.prioritized_replay:

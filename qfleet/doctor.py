@@ -18,10 +18,24 @@ from qfleet.memory import available_bytes, largest_capacity
 from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
 
-LIBRARIES = (
-    "torch gymnasium ale-py numpy tyro rich safetensors tensorboard matplotlib fsspec "
-    "ray pyarrow optuna onnxruntime wandb mlflow"
-).split()
+LIBRARIES = [
+    "torch",
+    "gymnasium",
+    "ale-py",
+    "numpy",
+    "tyro",
+    "rich",
+    "safetensors",
+    "tensorboard",
+    "matplotlib",
+    "fsspec",
+    "ray",
+    "pyarrow",
+    "optuna",
+    "onnxruntime",
+    "wandb",
+    "mlflow",
+]
 
 
 def machine() -> dict[str, Any]:

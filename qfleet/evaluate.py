@@ -34,9 +34,7 @@ class Evaluation:
         return float(np.mean(self.lengths))
 
 
-def greedy_actions(
-    network: QNetwork, obs: NDArray[Any], device: torch.device
-) -> NDArray[np.int64]:
+def greedy_actions(network: QNetwork, obs: NDArray[Any], device: torch.device) -> NDArray[np.int64]:
     with torch.inference_mode():
         values = network.q_values(torch.from_numpy(np.ascontiguousarray(obs)).to(device))
         actions: NDArray[np.int64] = values.argmax(dim=1).cpu().numpy()

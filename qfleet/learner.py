@@ -72,7 +72,7 @@ class Learner:
         targets: list[Tensor] | None = None
         if self._targets_at_once:
             target = self._objective.target(samples, self.online, self._target_network)
-            targets = list(target.split(size))
+            targets = list(torch.split(target, size))
         for i, batch in enumerate(samples.split(size)):
             self.step(batch, targets[i] if targets else None)
 

@@ -85,7 +85,7 @@ def load_run_policy(folder: Path, which: Literal["best", "last"], trust: bool) -
 
 
 def check_trust(config: Config, trust: bool) -> None:
-    """Code named by a run's files is imported only with consent: the files may be someone else's."""
+    """A run's files may be someone else's: code they name is imported only with consent."""
     plugins = config.plugins()
     if plugins and not trust:
         raise ConfigError(

@@ -9,28 +9,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import resource
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from qfleet import schedules
 from qfleet.build import Parts, build
+from qfleet.callbacks import Callback
 from qfleet.config import Config
 from qfleet.core import StateDict, VectorEnv
 from qfleet.engines.serial import run_serial
 from qfleet.envs import make_envs
 from qfleet.errors import CheckpointError, DivergedError, QfleetError
 from qfleet.evaluate import Evaluation, evaluate_policy
+from qfleet.result import Result, peak_device_bytes, peak_rss_bytes
+from qfleet.signals import Signals
 from qfleet.storage.checkpoint import Checkpoint, list_checkpoints, save_checkpoint, save_policy
 from qfleet.storage.rundir import RunLock, atomic_write_text
 from qfleet.telemetry.faults import FaultLog
@@ -53,48 +52,6 @@ class Sitting:
     """Stop once this sitting has lasted this long; `qfleet resume` goes on."""
     display: Literal["live", "plain", "silent"] = "silent"
     """How progress is shown."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run comes to; ``result.json`` holds exactly these keys."""
-
-    env_id: str
-    algo: str
-    engine: str
-    seed: int
-    env_steps: int
-    frames: int
-    updates: int
-    wall_s: float
-    env_steps_per_s: float | None
-    updates_per_s: float | None
-    replay_ratio: float | None
-    eval_return_mean: float | None
-    eval_return_std: float | None
-    best_eval_return: float | None
-    stopped_by: str
-    time_share: dict[str, float | None]
-    communication: dict[str, int | None]
-    faults: dict[str, int]
-    peak_rss_bytes: int | None
-    peak_device_bytes: int | None
-
-
-class Callback:
-    """Override what you need; a method that returns False ends the run."""
-
-    def on_start(self, run: Run) -> bool | None:
-        return None
-
-    def on_log(self, run: Run, scalars: dict[str, float | None]) -> bool | None:
-        return None
-
-    def on_evaluation(self, run: Run, evaluation: Evaluation) -> bool | None:
-        return None
-
-    def on_end(self, run: Run, result: Result) -> bool | None:
-        return None
 
 
 class Run:
@@ -135,7 +92,7 @@ class Run:
     def go(self) -> Result:
         """Train until something says stop; always leaves result.json and a checkpoint behind."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with RunLock(self.folder), _Signals(self):
+        with RunLock(self.folder), Signals(self._interrupt):
             resumed = self.parts.clock.env_steps
             atomic_write_text(self.folder / "config.json", self.config.to_json())
             atomic_write_text(self.folder / "seeds.json", json.dumps(self.seeds(), indent=2))
@@ -158,6 +115,8 @@ class Run:
                         self._stop = f"error: {error}"
                         self._write_result()
                         raise
+                    finally:
+                        self._faults.flush()
                     self._finish()
                 result = self._write_result()
                 self._call("on_end", result)
@@ -176,7 +135,7 @@ class Run:
         """The signal that ended the run, if one did."""
         return self._signal
 
-    def interrupt(self, number: int) -> None:
+    def _interrupt(self, number: int) -> None:
         self._signal = number
 
     def alert(self, message: str) -> None:
@@ -225,9 +184,9 @@ class Run:
             return "steps"
         if sitting.stop_after is not None and self.parts.clock.env_steps >= sitting.stop_after:
             return "stop_after"
-        if sitting.max_wall_s is not None:
-            if time.monotonic() - self._started_s >= sitting.max_wall_s:
-                return "max_wall"
+        elapsed_s = time.monotonic() - self._started_s
+        if sitting.max_wall_s is not None and elapsed_s >= sitting.max_wall_s:
+            return "max_wall"
         return None
 
     def _log(self) -> None:
@@ -296,9 +255,7 @@ class Run:
         if self._eval_envs is None:
             count = min(config.n_eval_episodes, 16)
             seed = self.parts.seeds.eval_envs
-            self._eval_envs = make_envs(
-                config, count, seed, training=False, on_fault=self._faults
-            )
+            self._eval_envs = make_envs(config, count, seed, training=False, on_fault=self._faults)
         evaluation = evaluate_policy(
             self.parts.learner.online,
             self._eval_envs,
@@ -458,8 +415,8 @@ class Run:
             time_share=self.parts.timers.shares(wall_s),
             communication=dict.fromkeys(("bytes_sent", "bytes_received", "messages")),
             faults=self._faults.counts,
-            peak_rss_bytes=_peak_rss_bytes(),
-            peak_device_bytes=_peak_device_bytes(self.parts.device),
+            peak_rss_bytes=peak_rss_bytes(),
+            peak_device_bytes=peak_device_bytes(self.parts.device),
         )
         text = json.dumps(dataclasses.asdict(result), indent=2)
         atomic_write_text(self.folder / "result.json", text)
@@ -469,36 +426,3 @@ class Run:
         """Run a callback method of everybody; False if anybody said stop."""
         answers = [getattr(callback, method)(self, *arguments) for callback in self._callbacks]
         return all(answer is not False for answer in answers)
-
-
-class _Signals:
-    """Ctrl-C and SIGTERM end the run at the next block; a second one ends it at once."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._previous[number] = signal.signal(number, self._handle)
-            except ValueError:  # not the main thread, e.g. a notebook's worker: nothing to catch
-                return
-
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self._run.interrupted_by is not None:
-            raise KeyboardInterrupt
-        self._run.interrupt(number)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-
-def _peak_rss_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _peak_device_bytes(device: torch.device) -> int | None:
-    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None

@@ -84,9 +84,7 @@ def _write(frames: list[Frame], out: Path, fps: int) -> None:
         from PIL import Image
 
         images = [Image.fromarray(frame) for frame in frames]
-        images[0].save(
-            out, save_all=True, append_images=images[1:], duration=1000 // fps, loop=0
-        )
+        images[0].save(out, save_all=True, append_images=images[1:], duration=1000 // fps, loop=0)
         return
     try:
         import imageio.v2 as imageio
@@ -96,4 +94,4 @@ def _write(frames: list[Frame], out: Path, fps: int) -> None:
             f"'{out}' needs a package that is not installed: `pip install qfleet[render]`, "
             "or write a .gif"
         ) from None
-    imageio.mimwrite(out, frames, fps=fps, macro_block_size=2)
+    imageio.mimwrite(out, list[Any](frames), fps=fps, macro_block_size=2)

@@ -71,7 +71,9 @@ class Objective:
             return self._soft_target(batch, target, next_output, selector)
         chosen = targets.take(next_output, selector.argmax(dim=1))
         if self.head == "c51":
-            atoms = targets.td_target(batch.reward, batch.discount, target.support.expand_as(chosen))
+            atoms = targets.td_target(
+                batch.reward, batch.discount, target.support.expand_as(chosen)
+            )
             return targets.project_categorical(chosen.softmax(dim=1), atoms, target.support)
         return targets.td_target(batch.reward, batch.discount, chosen)
 

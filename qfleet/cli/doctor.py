@@ -9,8 +9,8 @@ from qfleet.cli.parsing import parse
 
 HELP = "show hardware and libraries; measure which vectoriser and how many envs are quickest"
 
-DESCRIPTION = """Show what this machine has, and measure for a few seconds which way of vectorising and
-how many environments are quickest on it.
+DESCRIPTION = """Show what this machine has, and measure for a few seconds which way of vectorising
+and how many environments are quickest on it.
 
 Examples:
   qfleet doctor
@@ -45,7 +45,9 @@ def run(argv: list[str]) -> int:
         print(json_module.dumps({**machine, "env": options.env, "rates": rows, **memory}))
         return 0
     for name, value in machine.items():
-        shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        shown = (
+            ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        )
         print(f"{name:<14} {shown}")
     print(f"\nenv steps per second, {options.env}, random actions:")
     best = max(rates, key=lambda rate: rate[2])
@@ -53,7 +55,7 @@ def run(argv: list[str]) -> int:
         mark = "  ◄ quickest" if (vectorize, count, rate) == best else ""
         print(f"  --vectorize {vectorize:<7} --envs {count:<4} {rate:>12,.0f}{mark}")
     print(
-        f"\nmemory: {memory['available_bytes'] / 2**30:.1f} GiB free; the largest --buffer-size for "
-        f"{options.env} is {memory['largest_buffer_size']:,}"
+        f"\nmemory: {memory['available_bytes'] / 2**30:.1f} GiB free; "
+        f"the largest --buffer-size for {options.env} is {memory['largest_buffer_size']:,}"
     )
     return 0

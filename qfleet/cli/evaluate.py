@@ -68,7 +68,7 @@ def run(argv: list[str]) -> int:
     else:
         print(
             f"return {evaluation.mean:.1f} ± {evaluation.std:.1f} over {len(evaluation.returns)} "
-            f"episodes (lowest {min(evaluation.returns):.1f}, highest {max(evaluation.returns):.1f}, "
-            f"mean length {evaluation.mean_length:.0f})"
+            f"episodes (lowest {min(evaluation.returns):.1f}, "
+            f"highest {max(evaluation.returns):.1f}, mean length {evaluation.mean_length:.0f})"
         )
     return 0

@@ -36,7 +36,8 @@ def parse(target: Callable[..., T], argv: list[str], verb: str, **options: Any) 
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(target, args=spell(argv), prog=f"qfleet {verb}", **options)
+            parsed: T = tyro.cli(target, args=spell(argv), prog=f"qfleet {verb}", **options)
+            return parsed
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise
@@ -56,14 +57,23 @@ def spell(argv: list[str]) -> list[str]:
 
 
 def _one_line(text: str, verb: str) -> str:
-    """The complaint inside tyro's box, and the option it thinks was meant."""
+    """The complaint inside tyro's box, and the option it thinks was meant.
+
+    The box is a title, a rule, the complaint, a rule, advice …; the title stands in the upper
+    border where the terminal is UTF-8.
+    """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    lines = [line.strip("│ ").strip() for line in plain.splitlines() if line.startswith("│")]
-    rules = [i for i, line in enumerate(lines) if set(line) <= {"─"}]
-    sentence = " ".join(lines[: rules[0]] if rules else lines)
-    meant = re.findall(r"^(--[a-z0-9-]+)", "\n".join(lines[rules[0] :] if rules else []), re.M)
-    if meant and meant[0] not in sentence:
-        sentence += f"; did you mean {meant[0]}?"
+    sections: list[list[str]] = [[]]
+    for line in (line.strip("│╭╰╮╯ ") for line in plain.splitlines()):
+        if line.startswith(("─", "---")):
+            sections.append([])
+        elif line:
+            sections[-1].append(line)
+    complaint, *advice = [section for section in sections[1:] if section] or [["cannot parse"]]
+    sentence = " ".join(complaint)
+    meant = [word for section in advice for word in section if word.startswith("--")]
+    if meant and meant[0].split()[0] not in sentence:
+        sentence += f"; did you mean {meant[0].split()[0]}?"
     return f"{sentence} (qfleet {verb} --help lists every option)"
 
 

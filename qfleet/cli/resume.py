@@ -12,8 +12,8 @@ from qfleet.cli.sitting import SittingOptions, finish
 
 HELP = "go on with an interrupted run, bit for bit"
 
-DESCRIPTION = """Go on with a run from its newest checkpoint, bit for bit: replay, priorities, random
-streams, ε, optimiser and clock are all restored.
+DESCRIPTION = """Go on with a run from its newest checkpoint, bit for bit: replay, priorities,
+random streams, ε, optimiser and clock are all restored.
 
 Examples:
   qfleet resume runs/NAME

@@ -79,19 +79,21 @@ def run(argv: list[str]) -> int:
 def _train(config: Config, options: TrainOptions, preset: str | None) -> int:
     from qfleet import api
 
-    where = {"run_dir": options.run_dir, "name": options.name}
     sitting = options.sitting.resolve()
     if preset and sitting.display != "silent":
         print(f"preset {preset}; --preset none for plain defaults")
     if options.seeds == 1:
-        return finish(api.train(config=config, sitting=sitting, **where), options.sitting)
-    trained = api.train_seeds(options.seeds, config=config, sitting=sitting, **where)
+        one = api.train(config=config, run_dir=options.run_dir, name=options.name, sitting=sitting)
+        return finish(one, options.sitting)
+    trained = api.train_seeds(
+        options.seeds, config=config, run_dir=options.run_dir, name=options.name, sitting=sitting
+    )
     if options.sitting.json:
         extra = {"run_dir": str(trained.folder), "curve": str(trained.curve)}
         print(json_module.dumps({**trained.aggregate, **extra}))
     else:
-        for one in trained.runs:
-            show(one)
+        for run_of_seed in trained.runs:
+            show(run_of_seed)
         low, high = trained.aggregate["eval_return_iqm_ci95"]
         score = trained.aggregate["eval_return_iqm"]
         if score is not None:
@@ -116,4 +118,3 @@ def _peek(argv: list[str], names: tuple[str, ...]) -> dict[str, Any]:
                 raise UserError(f"{name} needs a value")
             found[name] = value
     return found
-

@@ -1,8 +1,8 @@
 """DQN on one page: no engine, no seams, one environment, lists for a memory.
 
-It is what the ``serial`` engine is held against, bit for bit (tests/equivalence), and what a student
-may read first. It shares with the rest of qfleet only the configuration's field names, the seeds'
-derivation and the network module: the very same products must be formed for the bits to agree.
+It is what the ``serial`` engine is held against, bit for bit (tests/equivalence), and what a
+student may read first. It shares with the rest of qfleet only the configuration's field names, the
+derivation of seeds and the network module: for the bits to agree, the same products must be formed.
 """
 
 from __future__ import annotations

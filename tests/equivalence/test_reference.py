@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
+from qfleet.build import build
 from qfleet.config import Config
 from qfleet.core import Episode
 from qfleet.engines.serial import run_serial
-from qfleet.build import build
 from qfleet.lab.reference_dqn import train_reference
 from qfleet.telemetry.faults import FaultLog
 

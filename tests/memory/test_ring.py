@@ -388,6 +388,16 @@ def test_a_state_of_another_shape_is_refused_by_name() -> None:
         Ring(VECTOR, 2, 10, 2, 0.9, uniform(), CPU).load_state_dict(state)
 
 
+def test_a_full_ring_that_takes_over_an_empty_one_cannot_be_sampled() -> None:
+    ring = Ring(VECTOR, 1, 8, 1, 0.9, uniform(), CPU)
+    empty = ring.state_dict()
+    ring.extend(block_of([0.0] * 3, [FIRST, 0, 0]))
+    assert ring.can_sample()
+    ring.load_state_dict(empty)
+    assert len(ring) == 0
+    assert not ring.can_sample()
+
+
 def test_a_state_holds_only_what_was_filled_and_only_tensors_and_plain_values() -> None:
     ring = Ring(VECTOR, 2, 2000, 1, 0.9, prioritized(1000, 2), CPU)
     ring.extend(block_of([0.0] * 3, [FIRST, 0, 0], num_envs=2))
