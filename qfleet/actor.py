@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet import schedules
+from qfleet.acting import make_greedy
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.config import Config
 from qfleet.core import (
@@ -44,7 +45,8 @@ class Actor:
         seed: int,
     ) -> None:
         self._envs, self._network, self._channel = envs, network, channel
-        self._config, self._clock, self._device = config, clock, device
+        self._config, self._clock = config, clock
+        self._greedy = make_greedy(network, device)
         self._acting, self._stepping = timers.span("act"), timers.span("env")
         self._random = np.random.default_rng(seed)
         self._noise = torch.Generator(device=device).manual_seed(seed)
@@ -58,8 +60,12 @@ class Actor:
         # One block, reused: whoever receives it copies it before the next is collected.
         self._frames = np.zeros((max_rows, n, *spec.frame_shape), dtype=spec.obs_dtype)
         self._actions = np.zeros((max_rows, n), dtype=np.int64)
-        self._rewards = np.zeros((max_rows, n), dtype=np.float32)
-        self._flags = np.zeros((max_rows, n), dtype=np.uint8)
+        self._rewards = np.zeros((max_rows, n), dtype=np.float64)
+        self._terminated = np.zeros((max_rows, n), dtype=np.bool_)
+        self._truncated = np.zeros((max_rows, n), dtype=np.bool_)
+        self._invalid = np.zeros((max_rows, n), dtype=np.bool_)
+        self._fresh = np.zeros((max_rows, n), dtype=np.bool_)
+        self._life_lost = np.zeros((max_rows, n), dtype=np.bool_)
         self._obs: NDArray[Any] = np.array(envs.reset())
         self._first = np.ones(n, dtype=np.bool_)
         self._returns = np.zeros(n, dtype=np.float64)
@@ -80,23 +86,36 @@ class Actor:
                 actions = self._choose(chance[row], random_actions[row])
             # Before the step: envs may overwrite what they returned last time.
             self._frames[row] = self._obs[:, -1] if self._stacked else self._obs
-            np.multiply(self._first, FIRST, out=self._flags[row], casting="unsafe")
             self._actions[row] = actions
             with self._stepping:
                 step = self._envs.step(actions)
-            self._rewards[row] = np.sign(step.reward) if self._config.clip_rewards else step.reward
-            ended = step.terminated
+            self._rewards[row] = step.reward
+            self._terminated[row] = step.terminated
+            self._truncated[row] = step.truncated
+            self._invalid[row] = step.invalid
+            self._fresh[row] = step.fresh
             if step.life_lost is not None:
-                ended = ended | step.life_lost
-            self._flags[row] += ended * np.uint8(TERMINATED) + step.invalid * np.uint8(SKIP)
-            self._count_episodes(step.reward, step.terminated | step.truncated, step.fresh)
-            self._obs, self._first = step.obs, step.fresh
+                self._life_lost[row] = step.life_lost
+            self._obs = step.obs
             self._clock.env_steps += n
+        return self._block(rows, version)
+
+    def _block(self, rows: int, version: int) -> Block:
+        """The rows just collected, with their flags; everything per block that need not be per row."""
+        self._count_episodes(rows)
+        ended = self._terminated[:rows] | self._life_lost[:rows]
+        first = np.concatenate((self._first[None], self._fresh[: rows - 1]))
+        flags = ended * np.uint8(TERMINATED)
+        flags += self._invalid[:rows] * np.uint8(SKIP)
+        flags += first * np.uint8(FIRST)
+        self._first = self._fresh[rows - 1].copy()
+        rewards = self._rewards[:rows]
+        rewards = np.sign(rewards) if self._config.clip_rewards else rewards
         return Block(
             obs=torch.from_numpy(self._frames[:rows]),
             action=torch.from_numpy(self._actions[:rows]),
-            reward=torch.from_numpy(self._rewards[:rows]),
-            flags=torch.from_numpy(self._flags[:rows]),
+            reward=torch.from_numpy(rewards.astype(np.float32)),
+            flags=torch.from_numpy(flags),
             version=version,
         )
 
@@ -109,26 +128,25 @@ class Actor:
             explore = chance < schedules.epsilon(self._config, self._clock.env_steps)
         if explore.all():
             return random_actions
-        with torch.inference_mode():
-            obs = torch.from_numpy(self._obs)
-            if self._device.type != "cpu":
-                obs = obs.to(self._device)
-            greedy: NDArray[np.int64] = self._network.q_values(obs).argmax(dim=1).cpu().numpy()
+        greedy = self._greedy(self._obs)
         return np.where(explore, random_actions, greedy) if explore.any() else greedy
 
-    def _count_episodes(
-        self, reward: NDArray[Any], done: NDArray[np.bool_], fresh: NDArray[np.bool_]
-    ) -> None:
-        self._returns += reward
-        self._lengths += 1
-        if done.any():
-            for env in done.nonzero()[0]:
+    def _count_episodes(self, rows: int) -> None:
+        done = self._terminated[:rows] | self._truncated[:rows]
+        fresh = self._fresh[:rows]
+        start = 0
+        for row in (done | fresh).any(axis=1).nonzero()[0]:
+            self._returns += self._rewards[start : row + 1].sum(axis=0)
+            self._lengths += row + 1 - start
+            start = row + 1
+            for env in done[row].nonzero()[0]:
                 self._episodes.append(
                     Episode(int(env), float(self._returns[env]), int(self._lengths[env]))
                 )
-        if fresh.any():
-            self._returns[fresh] = 0.0
-            self._lengths[fresh] = 0
+            self._returns[fresh[row]] = 0.0
+            self._lengths[fresh[row]] = 0
+        self._returns += self._rewards[start:rows].sum(axis=0)
+        self._lengths += rows - start
 
     def take_episodes(self) -> list[Episode]:
         """Episodes finished since the last call."""

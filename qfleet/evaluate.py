@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from qfleet.acting import make_greedy
 from qfleet.core import VectorEnv
 from qfleet.networks import QNetwork
 
@@ -34,13 +33,6 @@ class Evaluation:
         return float(np.mean(self.lengths))
 
 
-def greedy_actions(network: QNetwork, obs: NDArray[Any], device: torch.device) -> NDArray[np.int64]:
-    with torch.inference_mode():
-        values = network.q_values(torch.from_numpy(np.ascontiguousarray(obs)).to(device))
-        actions: NDArray[np.int64] = values.argmax(dim=1).cpu().numpy()
-    return actions
-
-
 def evaluate_policy(
     network: QNetwork,
     envs: VectorEnv,
@@ -61,10 +53,11 @@ def evaluate_policy(
     results: list[list[tuple[float, int]]] = [[] for _ in range(n)]
     was_training = network.training
     network.eval()
+    greedy = make_greedy(network, device)
     obs = envs.reset()
     try:
         while (finished < share).any():
-            actions = greedy_actions(network, obs, device)
+            actions = greedy(obs)
             if epsilon > 0:
                 explore = random.random(n) < epsilon
                 actions = np.where(explore, random.integers(num_actions, size=n), actions)

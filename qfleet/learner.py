@@ -14,6 +14,7 @@ from qfleet import schedules
 from qfleet.algorithms.objective import Objective
 from qfleet.config import Config
 from qfleet.core import Batch, Clock, Memory, StateDict, Updater
+from qfleet.gradients import Graded, make_gradient
 from qfleet.networks import QNetwork
 from qfleet.telemetry.timers import Timers
 from qfleet.weights import FlatWeights
@@ -42,21 +43,27 @@ class Learner:
         self.weights, self._target_weights = FlatWeights(online), FlatWeights(target)
         self._target_weights.data.copy_(self.weights.data)
         self._memory, self._objective = memory, objective
+        self._gradient = make_gradient(
+            online, objective, self.weights, weighted=config.prioritized_replay
+        )
         self._updater = make_updater(self.weights)
         self._noise = torch.Generator(device=device).manual_seed(seed)
         self._target_updates = 0
+        self._learning_rate = config.learning_rate
         self.lr_scale = 1.0
         """Lowered on a plateau, when asked."""
         # Between two updates of a burst neither the memory nor the target network changes, so a
         # burst may be drawn at once, and its targets computed at once if they need nothing else.
         self._draws_at_once = not config.prioritized_replay
         self._targets_at_once = self._draws_at_once and not (config.double or config.noisy)
-        self._metrics: dict[str, Tensor | float] = {}
+        self._newest: tuple[Graded, Tensor, Tensor | float] | None = None
         self._skipped: Tensor | float = 0.0
 
     def burst(self, updates: int) -> None:
         """Run ``updates`` gradient steps."""
         self._update_target()
+        rate = schedules.learning_rate(self._config, self._clock.env_steps)
+        self._learning_rate = rate * self.lr_scale
         size = self._config.batch_size
         most = max(1, BURST_SAMPLES // size) if self._draws_at_once else 1
         while updates > 0:
@@ -83,24 +90,13 @@ class Learner:
             self._target_network.resample_noise(self._noise)
         if target is None:
             target = self._objective.target(batch, self.online, self._target_network)
-        loss = self._objective.loss(batch, self.online, target)
-        weighted = loss.per_sample
+        graded = self._gradient(batch, target)
+        applied = self._updater.apply(self._learning_rate)
         if self._config.prioritized_replay:
-            weighted = weighted * batch.weight
-        mean = weighted.mean()
-        self.weights.set_grad(torch.autograd.grad(mean, self.weights.parameters))
-        rate = schedules.learning_rate(self._config, self._clock.env_steps) * self.lr_scale
-        applied = self._updater.apply(rate)
-        if self._config.prioritized_replay:
-            self._memory.update_priorities(batch.index, loss.priority)
+            self._memory.update_priorities(batch.index, graded.priority)
         self._clock.updates += 1
         self._skipped = self._skipped + applied["skipped"]
-        self._metrics = {
-            "loss": mean.detach(),
-            "grad_norm": applied["grad_norm"],
-            "q": loss.prediction,
-            "target": target,
-        }
+        self._newest = (graded, target, applied["grad_norm"])
 
     def _update_target(self) -> None:
         """Move the target network as often as its interval has passed on the clock.
@@ -119,16 +115,16 @@ class Learner:
 
     def read_metrics(self) -> dict[str, float]:
         """Numbers of the newest update; the only place where the host waits for them."""
-        if not self._metrics:
+        if self._newest is None:
             return {}
-        q, target = torch.as_tensor(self._metrics["q"]), torch.as_tensor(self._metrics["target"])
-        largest = float(q.abs().max())
+        graded, target, grad_norm = self._newest
+        largest = float(graded.prediction.abs().max())
         if self._objective.head != "c51":  # C51's targets are probabilities
             largest = max(largest, float(target.abs().max()))
         return {
-            "loss": float(self._metrics["loss"]),
-            "grad_norm": float(self._metrics["grad_norm"]),
-            "q_mean": float(q.mean()),
+            "loss": float(graded.loss()),
+            "grad_norm": float(grad_norm),
+            "q_mean": float(graded.prediction.mean()),
             "abs_q_max": largest,
             "skipped": float(self._skipped),
         }

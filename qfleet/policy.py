@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from qfleet.acting import make_greedy
 from qfleet.build import Seeds, make_network, resolve_device
 from qfleet.config import Config, read_fields
 from qfleet.core import EnvSpec
 from qfleet.envs import make_envs
 from qfleet.errors import CheckpointError, ConfigError
-from qfleet.evaluate import Evaluation, evaluate_policy, greedy_actions
+from qfleet.evaluate import Evaluation, evaluate_policy
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from qfleet.telemetry.faults import FaultLog
 from qfleet.weights import FlatWeights
@@ -38,18 +39,19 @@ class Policy:
         weights.data.copy_(state["weights"])
         for name, buffer in self.network.named_buffers():
             buffer.copy_(state["buffers"][name])
+        self._greedy = make_greedy(self.network, self._device)
 
     def act(self, obs: Any) -> int | NDArray[np.int64]:
         """The greedy action for one observation (an int) or for a batch of them (an array)."""
         array = np.asarray(obs, dtype=self.spec.obs_dtype)
         if array.shape == self.spec.obs_shape:
-            return int(greedy_actions(self.network, array[None], self._device)[0])
+            return int(self._greedy(array[None])[0])
         if array.shape[1:] != self.spec.obs_shape:
             raise ConfigError(
                 f"observation of shape {array.shape} does not fit this policy, which takes "
                 f"{self.spec.obs_shape} or a batch of those"
             )
-        return greedy_actions(self.network, array, self._device)
+        return self._greedy(array)
 
     def q_values(self, obs: Any) -> NDArray[np.float32]:
         """Expected return of every action, ``[B, actions]``, for a batch of observations."""

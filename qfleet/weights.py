@@ -32,6 +32,12 @@ class FlatWeights:
             parameter.data = view
             offset += parameter.numel()
 
+    def grad_views(self) -> list[Tensor]:
+        """The flat gradient, cut into the parameters' shapes."""
+        parts = torch.split(self.grad, [parameter.numel() for parameter in self.parameters])
+        shaped = zip(parts, self.parameters, strict=True)
+        return [part.view(parameter.shape) for part, parameter in shaped]
+
     def set_grad(self, gradients: Sequence[Tensor]) -> None:
         """Pack per-parameter gradients into the flat vector: one kernel, nothing to zero first."""
         torch.cat([gradient.reshape(-1) for gradient in gradients], out=self.grad)

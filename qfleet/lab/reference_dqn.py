@@ -7,7 +7,6 @@ derivation of seeds and the network module: for the bits to agree, the same prod
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qfleet.acting import make_greedy
 from qfleet.build import Seeds
 from qfleet.config import Config
 from qfleet.core import EnvSpec
@@ -46,9 +46,17 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
     assert obs_shape is not None
     spec = EnvSpec(config.env, obs_shape, "float32", num_actions)
     online, target = _network(spec, config, seeds), _network(spec, config, seeds)
+    # One vector holds all weights, so that Adam is one kernel; the network sees views of it.
+    shapes = [weight.shape for weight in online.parameters()]
+    flat = torch.cat([weight.detach().reshape(-1) for weight in online.parameters()])
+    for weight, view in zip(online.parameters(), _cut(flat, shapes), strict=True):
+        weight.data = view
     weights = list(online.parameters())
-    first = [torch.zeros_like(w) for w in weights]  # Adam's moments
-    second = [torch.zeros_like(w) for w in weights]
+    flat.grad = torch.zeros_like(flat)
+    adam = torch.optim.Adam(
+        [flat.requires_grad_()], config.learning_rate, eps=config.optimizer_eps, fused=True
+    )
+    greedy = make_greedy(online, torch.device("cpu"))
 
     draws = np.random.default_rng(seeds.actor)
     sampling = torch.Generator().manual_seed(seeds.memory)
@@ -66,8 +74,7 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
             if chance[step, 0] < _epsilon(config, env_steps):
                 action = int(random_actions[step, 0])
             else:
-                with torch.no_grad():
-                    action = int(online(torch.from_numpy(obs[None])).argmax())
+                action = int(greedy(obs[None])[0])
             if is_over:
                 next_obs, _ = env.reset()
                 rows.append(Row(obs, action, 0.0, terminated=False, is_reset=True))
@@ -104,8 +111,13 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
             taken = q.gather(1, torch.tensor([row.action for row in batch])[:, None])[:, 0]
             loss = torch.nn.functional.huber_loss(taken, goals[part])
             grads = torch.autograd.grad(loss, weights)
+            torch.cat([grad.reshape(-1) for grad in grads], out=flat.grad)
+            if config.max_grad_norm:
+                norm = float(torch.linalg.vector_norm(flat.grad))
+                if norm > config.max_grad_norm:
+                    flat.grad.mul_(config.max_grad_norm / (norm + 1e-6))
+            adam.step()
             updates += 1
-            _adam(weights, grads, first, second, updates, config)
     env.close()
     return [w.detach() for w in weights], returns
 
@@ -141,20 +153,6 @@ def _targets(rows: list[Row], picks: list[int], target: Any, gamma: float) -> Te
     return torch.addcmul(reward, discount, values)
 
 
-def _adam(
-    weights: list[Any],
-    grads: tuple[Tensor, ...],
-    first: list[Tensor],
-    second: list[Tensor],
-    count: int,
-    config: Config,
-) -> None:
-    norm = float(torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads])))
-    correction = math.sqrt(1 - 0.999**count)
-    rate = config.learning_rate * correction / (1 - 0.9**count)
-    for w, g, m, v in zip(weights, grads, first, second, strict=True):
-        if norm > config.max_grad_norm > 0:
-            g.mul_(config.max_grad_norm / (norm + 1e-6))
-        m.lerp_(g, 1 - 0.9)
-        v.mul_(0.999).addcmul_(g, g, value=1 - 0.999)
-        w.detach().addcdiv_(m, v.sqrt().add_(config.optimizer_eps * correction), value=-rate)
+def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

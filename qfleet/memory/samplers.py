@@ -68,6 +68,8 @@ class UniformSampler:
     def __init__(self, generator: torch.Generator) -> None:
         """``generator`` must live on the device of the ring."""
         self._generator = generator
+        # As a tensor: wrapping a Python number costs more than the operation on it.
+        self._skip = torch.tensor(SKIP, dtype=torch.uint8, device=generator.device)
         self._window = Window(0, 0)
         self._flags = torch.empty((1, 1), dtype=torch.uint8)
 
@@ -78,7 +80,7 @@ class UniformSampler:
         flags = self._flags.view(-1)
         index = self._draw_from_window(count)
         while True:
-            refused = flags.index_select(0, index).bitwise_and_(SKIP)
+            refused = flags.index_select(0, index).bitwise_and_(self._skip)
             if not refused.any():
                 return index, torch.ones(count, dtype=torch.float32, device=index.device)
             # Drawing a whole batch for the few that need it beats picking those out.

@@ -29,12 +29,12 @@ def fused_mlp(
     assert x.dim() == 2, f"x must be [B, in], not {x.shape}"
     assert len(weights) == len(biases) > 0, f"{len(weights)} weights, {len(biases)} biases"
     if not torch.is_grad_enabled():
-        return _forward(x, weights, biases, relu_last)[-1]
+        return dense_forward(x, weights, biases, relu_last)[-1]
     result: Tensor = _FusedMLP.apply(relu_last, x, *weights, *biases)  # type: ignore[no-untyped-call]
     return result
 
 
-def _forward(
+def dense_forward(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], relu_last: bool
 ) -> list[Tensor]:
     """``x`` and the output of every layer."""
@@ -48,12 +48,32 @@ def _forward(
     return outputs
 
 
+def dense_backward(
+    outputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    grad: Tensor,
+    grad_weights: Sequence[Tensor],
+    grad_biases: Sequence[Tensor],
+) -> Tensor:
+    """Fill the gradients of a stack, given ``dense_forward``'s outputs and the last one's gradient.
+
+    Returns the gradient of the first layer's output before its ReLU.
+    """
+    for i in range(len(weights) - 1, -1, -1):
+        torch.mm(outputs[i].t(), grad, out=grad_weights[i])
+        torch.sum(grad, 0, out=grad_biases[i])
+        if i > 0:
+            # A ReLU's output is positive exactly where its input was: it is its own mask.
+            grad = _masked(grad.mm(weights[i].t()), outputs[i], 0)
+    return grad
+
+
 class _FusedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, relu_last: bool, x: Tensor, *parameters: Tensor) -> Tensor:
         depth = len(parameters) // 2
         weights, biases = parameters[:depth], parameters[depth:]
-        outputs = _forward(x, weights, biases, relu_last)
+        outputs = dense_forward(x, weights, biases, relu_last)
         ctx.relu_last = relu_last
         ctx.save_for_backward(*outputs, *weights)
         return outputs[-1]
@@ -64,35 +84,14 @@ class _FusedMLP(torch.autograd.Function):
         saved = ctx.saved_tensors
         depth = len(saved) // 2
         outputs, weights = saved[: depth + 1], saved[depth + 1 :]
-        _, needs_x, *needs = ctx.needs_input_grad
-        # Below the lowest layer that learns nobody asks for a gradient, least of all a batch.
-        lowest = -1 if needs_x else min(k for k in range(depth) if needs[k] or needs[depth + k])
-        grad_weights: list[Tensor | None] = [None] * depth
-        grad_biases: list[Tensor | None] = [None] * depth
-        for i in range(depth - 1, -1, -1):
-            if i < depth - 1 or ctx.relu_last:
-                # A ReLU's output is positive exactly where its input was: it is its own mask.
-                grad = _masked(grad, outputs[i + 1], 0)
-            if needs[i]:
-                grad_weights[i] = outputs[i].t().mm(grad)
-            if needs[depth + i]:
-                grad_biases[i] = grad.sum(0)
-            if i <= lowest:
-                return None, None, *grad_weights, *grad_biases
-            grad = _times_transposed(grad, weights[i])
-        return None, grad, *grad_weights, *grad_biases
-
-
-def _times_transposed(grad: Tensor, weight: Tensor) -> Tensor:
-    """``grad @ weight.t()``.
-
-    The BLAS of a CPU is slow at a small product whose second operand is transposed: for small
-    batches it is quicker to turn the batch and the result over instead (a 64×64 layer, batch 32:
-    48 instead of 91 µs). For large batches and for the few outputs of a head it is not.
-    """
-    if not grad.is_cpu or grad.shape[0] > 64 or weight.shape[1] < 32:
-        return grad.mm(weight.t())
-    return weight.mm(grad.t().contiguous()).t().contiguous()
+        if ctx.relu_last:
+            grad = _masked(grad, outputs[-1], 0)
+        grad_weights = [torch.empty_like(weight) for weight in weights]
+        grad_biases = [grad.new_empty(weight.shape[1]) for weight in weights]
+        below = dense_backward(outputs, weights, grad, grad_weights, grad_biases)
+        needs_x = ctx.needs_input_grad[1]
+        grad_x = below.mm(weights[0].t()) if needs_x else None
+        return None, grad_x, *grad_weights, *grad_biases
 
 
 class Dense(nn.Module):

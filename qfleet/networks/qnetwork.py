@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qfleet.config import Config, Head
+from qfleet.networks.fused import Dense
 from qfleet.networks.heads import (
     CategoricalHead,
     ImplicitQuantileHead,
@@ -14,6 +15,7 @@ from qfleet.networks.heads import (
     Style,
 )
 from qfleet.networks.noisy import NoisyLinear
+from qfleet.networks.torsos import MLP
 
 
 class QNetwork(nn.Module):
@@ -58,6 +60,15 @@ class QNetwork(nn.Module):
         self.register_buffer("support", support, persistent=False)
         self.register_buffer("fractions", fractions, persistent=False)
         self._noisy_layers = [m for m in self.head.modules() if isinstance(m, NoisyLinear)]
+
+    @property
+    def is_plain_mlp(self) -> bool:
+        """Whether it is one fused stack from a vector, taken as it is, to Q-values."""
+        if not isinstance(self.head, QHead) or self.head.value is not None:
+            return False
+        if not isinstance(self.head.advantage, Dense) or not isinstance(self.torso, MLP):
+            return False
+        return self.torso.layers is None and self.torso.takes_plain_vectors
 
     def forward(self, obs: Tensor, fractions: Tensor | None = None) -> Tensor:
         """``[B, A]`` values (q), or ``[B, A, K]`` logits (c51) or quantiles (qr, iqn).

@@ -63,6 +63,8 @@ class MLP(nn.Module):
     def __init__(self, spec: EnvSpec, layers: Sequence[int], layer_norm: bool) -> None:
         super().__init__()
         self.num_obs_values = spec.num_obs_values
+        self.takes_plain_vectors = spec.obs_dtype == "float32" and len(spec.obs_shape) == 1
+        """Observations go into the first layer as they are."""
         inputs = math.prod(spec.obs_shape) * max(spec.num_obs_values, 1)
         sizes = [inputs, *layers]
         self.features = sizes[-1]

@@ -38,13 +38,12 @@ class LocalUpdater:
         self, norm: Tensor, learning_rate: float
     ) -> Mapping[str, Tensor | float]:
         """The same on an accelerator, where reading the norm would stall the queue."""
-        accept = torch.isfinite(norm)
+        found_bad = 1.0 - torch.isfinite(norm).to(norm.dtype)
         grad = self._weights.grad
         if math.isfinite(self._max_norm):
             grad.mul_((self._max_norm / (norm + 1e-6)).clamp(max=1.0))
-        grad.copy_(torch.where(accept, grad, 0.0))
-        self._optimiser.step(self._weights.data, grad, learning_rate, accept.to(torch.float64))
-        return {"grad_norm": norm, "skipped": 1.0 - accept.to(torch.float32)}
+        self._optimiser.step(self._weights.data, grad, learning_rate, found_bad)
+        return {"grad_norm": norm, "skipped": found_bad}
 
     def state_dict(self) -> StateDict:
         return self._optimiser.state_dict()

@@ -1,0 +1,62 @@
+"""Rings to test with: samplers from seeds, and a case of episodes to fill a ring with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from episode_model import GAMMA, Start, as_block, eligible_rows, make_spec
+
+from qfleet.core import BATCH_FIELDS, Batch
+from qfleet.memory import PrioritizedSampler, Ring, Sampler, UniformSampler
+
+CPU = torch.device("cpu")
+
+
+def uniform(seed: int = 0) -> UniformSampler:
+    return UniformSampler(torch.Generator().manual_seed(seed))
+
+
+def prioritized(rows: int, num_envs: int, seed: int = 0) -> PrioritizedSampler:
+    generator = torch.Generator().manual_seed(seed)
+    return PrioritizedSampler(rows, num_envs, 0.6, 1e-6, CPU, generator)
+
+
+def assert_equal(left: Batch, right: Batch) -> None:
+    for name in BATCH_FIELDS:
+        assert torch.equal(getattr(left, name), getattr(right, name)), name
+
+
+@dataclass
+class Case:
+    """A ring's measures and the rows to write into it, cut into blocks."""
+
+    num_envs: int
+    n_steps: int
+    stack: int
+    rows: int
+    block_lengths: list[int]
+    envs: list[list[Start]]
+
+    def ring(self, sampler: Sampler, directory: Path | None = None) -> Ring:
+        capacity = self.rows * self.num_envs + self.num_envs - 1
+        spec = make_spec(self.stack)
+        return Ring(spec, self.num_envs, capacity, self.n_steps, GAMMA, sampler, CPU, directory)
+
+    def feed(self, ring: Ring, begin: int = 0, end: int | None = None) -> None:
+        row = 0
+        for turn, length in enumerate(self.block_lengths):
+            if turn >= begin and (end is None or turn < end):
+                ring.extend(as_block(self.envs, row, row + length))
+            row += length
+
+    def eligible(self, total: int) -> dict[tuple[int, int], Start]:
+        """(ring row, env) → start."""
+        rows = eligible_rows(total, self.rows, self.n_steps, self.stack)
+        return {
+            (row % self.rows, env): self.envs[env][row]
+            for row in rows
+            for env in range(self.num_envs)
+            if self.envs[env][row].eligible
+        }
