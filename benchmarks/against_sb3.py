@@ -1,7 +1,7 @@
 """qfleet beside Stable-Baselines3: same machine, same process, same task, network, batch and replay
 ratio. Prints ratios, because absolute rates vary with the machine and the hour.
 
-    python benchmarks/against_sb3.py                    everything (about 25 minutes on 2 slow cores)
+    python benchmarks/against_sb3.py                  everything (half an hour on 2 slow cores)
     python benchmarks/against_sb3.py --rows zoo cleanrl pong
     python benchmarks/against_sb3.py --rows solve --seeds 5
 
@@ -232,9 +232,7 @@ def main() -> None:
     rows = []
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, SB3 {sb3.__version__}")
     for name in options.rows:
-        rows.append(
-            solve(options.seeds) if name == "solve" else globals()[name](options.rounds)
-        )
+        rows.append(solve(options.seeds) if name == "solve" else globals()[name](options.rounds))
     if options.out:
         options.out.write_text(json.dumps(rows, indent=2))
 

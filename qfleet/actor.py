@@ -101,7 +101,7 @@ class Actor:
         return self._block(rows, version)
 
     def _block(self, rows: int, version: int) -> Block:
-        """The rows just collected, with their flags; everything per block that need not be per row."""
+        """The rows just collected: what can be worked out once per block is not done per row."""
         self._count_episodes(rows)
         ended = self._terminated[:rows] | self._life_lost[:rows]
         first = np.concatenate((self._first[None], self._fresh[: rows - 1]))
@@ -135,13 +135,13 @@ class Actor:
         done = self._terminated[:rows] | self._truncated[:rows]
         fresh = self._fresh[:rows]
         start = 0
-        for row in (done | fresh).any(axis=1).nonzero()[0]:
+        for row in np.flatnonzero((done | fresh).any(axis=1)).tolist():
             self._returns += self._rewards[start : row + 1].sum(axis=0)
             self._lengths += row + 1 - start
             start = row + 1
-            for env in done[row].nonzero()[0]:
+            for env in np.flatnonzero(done[row]).tolist():
                 self._episodes.append(
-                    Episode(int(env), float(self._returns[env]), int(self._lengths[env]))
+                    Episode(env, float(self._returns[env]), int(self._lengths[env]))
                 )
             self._returns[fresh[row]] = 0.0
             self._lengths[fresh[row]] = 0

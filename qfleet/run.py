@@ -301,7 +301,8 @@ class Run:
         """Last evaluation and last checkpoint. A signal wants out: it gets the checkpoint only."""
         self._stop = self._stop or self._reason_to_stop() or "steps"
         complete = self._stop not in ("stop_after", "max_wall", "SIGINT", "SIGTERM")
-        self._log()
+        if self._logged[1] != self.parts.clock.env_steps:
+            self._log()
         if self._evaluated_at != self.parts.clock.env_steps and self._signal is None:
             reason = self._stop
             self._evaluate(record=complete)

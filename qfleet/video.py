@@ -6,6 +6,7 @@ actions, but in colour and full size, plays the same game for the camera.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ def film(policy: Policy, out: Path, seed: int, max_frames: int, fps: int) -> tup
     """Write one episode (at most ``max_frames`` long); returns its frames and its return."""
     if out.suffix not in SUFFIXES:
         raise ConfigError(f"cannot write '{out}'; a film ends in {' or '.join(SUFFIXES)}")
+    # Pictures are drawn in memory: without a screen, SDL must not look for one.
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     total = 0.0
     frames: list[Frame] = []
     play = _play_atari if ale_game(policy.config.env) else _play

@@ -22,7 +22,7 @@ from qfleet.errors import ConfigError
 
 __all__ = ["OnFault", "ale_game", "close_names", "make_envs", "make_single"]
 
-_NATIVE_MIN_ENVS = 4
+_NATIVE_MIN_ENVS = 8
 """With few envs numpy's cost per call makes a vectorised CartPole slower than plain ones: with one,
 five times; they break even between four and eight."""
 

@@ -36,8 +36,16 @@ class AtariEnvs:
     seeds: list[int]
 
     def __init__(
-        self, config: Config, game: str, num_envs: int, seed: int, *, training: bool
+        self,
+        config: Config,
+        game: str,
+        num_envs: int,
+        seed: int,
+        *,
+        training: bool,
+        colour: bool = False,
     ) -> None:
+        """``colour``: full-size colour frames instead, for the camera; no network takes them."""
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
         options = env_kwargs(config)
         for name in options:
@@ -59,7 +67,8 @@ class AtariEnvs:
             reward_clipping=False,
             # ALE's own would end the episode in reports too; see life_lost below.
             episodic_life=False,
-            **options,
+            grayscale=not colour,
+            **{**options, **({"img_height": 210, "img_width": 160} if colour else {})},
         )
         self.spec = describe(
             config.env,

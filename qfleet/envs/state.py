@@ -60,6 +60,9 @@ _VECTOR_ATTRIBUTES: Mapping[type, tuple[str, ...]] = {
     CartPoleVectorEnv: ("state", "steps", "prev_done", "low", "high"),
 }
 
+_LIST = "list of"
+"""Marks a dict that stands for a list with arrays in it."""
+
 
 def save_env(env: AnyEnv) -> StateDict | None:
     """Everything that decides how ``env`` goes on, or None where that is not known."""
@@ -77,12 +80,12 @@ def save_env(env: AnyEnv) -> StateDict | None:
     else:
         return None
     layers.append({"type": type(env).__name__, "values": values})
-    return {"layers": layers, "np_random": _encode(env.np_random.bit_generator.state)}
+    return {"layers": as_dict(layers), "np_random": _encode(env.np_random.bit_generator.state)}
 
 
 def load_env(env: AnyEnv, state: StateDict) -> None:
     """Bring an environment of the same make into a saved state."""
-    layers = list(state["layers"])
+    layers = list(state["layers"].values())
     while isinstance(env, gymnasium.Wrapper):
         _write(env, _WRAPPER_ATTRIBUTES.get(type(env), ()), _values_of(env, layers))
         env = env.env
@@ -145,13 +148,23 @@ def _encode(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _encode(entry) for key, entry in value.items()}
     if not isinstance(value, str) and np.iterable(value):
-        return [_encode(entry) for entry in value]
+        entries = [_encode(entry) for entry in value]
+        if any(isinstance(entry, (torch.Tensor, dict)) for entry in entries):
+            return {_LIST: len(entries), **as_dict(entries)}
+        return entries
     return value
+
+
+def as_dict(entries: list[Any]) -> dict[str, Any]:
+    """``{"0": …, "1": …}``: a checkpoint keeps tensors in dicts only."""
+    return {str(i): entry for i, entry in enumerate(entries)}
 
 
 def _decode(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.numpy(force=True).copy()
+    if isinstance(value, dict) and _LIST in value:
+        return [_decode(value[str(i)]) for i in range(value[_LIST])]
     if isinstance(value, dict):
         return {key: _decode(entry) for key, entry in value.items()}
     if isinstance(value, list):

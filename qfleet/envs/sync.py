@@ -18,6 +18,7 @@ from qfleet.core import EnvSpec, StateDict, Step
 from qfleet.envs.guard import GuardedEnv, OnFault
 from qfleet.envs.registry import make_single, single_spec
 from qfleet.envs.seeding import env_seeds
+from qfleet.envs.state import as_dict
 from qfleet.errors import CheckpointError
 
 
@@ -91,15 +92,15 @@ class SyncEnvs:
             if state is None:
                 return None
             states.append(state)
-        return {"envs": states}
+        return as_dict(states)
 
     def load_state_dict(self, state: StateDict) -> None:
-        if len(state["envs"]) != self.num_envs:
+        if len(state) != self.num_envs:
             raise CheckpointError(
-                f"{len(state['envs'])} envs were saved, this run has {self.num_envs}; "
-                f"resume with --envs {len(state['envs'])}"
+                f"{len(state)} envs were saved, this run has {self.num_envs}; "
+                f"resume with --envs {len(state)}"
             )
-        for guard, env_state in zip(self._guards, state["envs"], strict=True):
+        for guard, env_state in zip(self._guards, state.values(), strict=True):
             guard.load_state_dict(env_state)
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import PrioritizedSampler, Sampler, UniformSampler
-from qfleet.memory.sizing import available_bytes, check_fits, replay_bytes
+from qfleet.memory.sizing import available_bytes, check_fits, largest_capacity, replay_bytes
 
 __all__ = [
     "PrioritizedSampler",
@@ -13,5 +13,6 @@ __all__ = [
     "UniformSampler",
     "available_bytes",
     "check_fits",
+    "largest_capacity",
     "replay_bytes",
 ]

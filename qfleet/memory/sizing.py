@@ -49,7 +49,7 @@ def check_fits(
     needed = replay_bytes(spec, num_envs, capacity, prioritized)
     if needed <= usable:
         return
-    largest = _largest_capacity(spec, num_envs, capacity, prioritized, usable)
+    largest = _largest_below(spec, num_envs, capacity, prioritized, usable)
     where = "of memory is available" if on_disk is None else f"is free for '{on_disk}'"
     mend = f"use --buffer-size {largest} or less" if largest else "no --buffer-size fits"
     if on_disk is None:
@@ -60,7 +60,16 @@ def check_fits(
     )
 
 
-def _largest_capacity(
+def largest_capacity(spec: EnvSpec, num_envs: int, prioritized: bool, available: int) -> int:
+    """The largest capacity that ``check_fits`` accepts when so many bytes are available."""
+    too_large = num_envs
+    usable = available * USABLE_PERCENT // 100
+    while replay_bytes(spec, num_envs, too_large, prioritized) <= usable:
+        too_large *= 2
+    return _largest_below(spec, num_envs, too_large, prioritized, usable)
+
+
+def _largest_below(
     spec: EnvSpec, num_envs: int, too_large: int, prioritized: bool, usable_bytes: int
 ) -> int:
     fits, refused = 0, too_large // num_envs
