@@ -1,0 +1,337 @@
+"""Every verb of the command line, in this process, on one small run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qfleet.cli.main import VERBS, main
+from qfleet.config import Config
+from qfleet.result import Result
+
+RESULT_KEYS = {field.name for field in dataclasses.fields(Result)}
+WORDS = (
+    "--steps 400 --learning-starts 50 --train-freq 4 --gradient-steps 1 --net-arch 16 "
+    "--batch-size 8 --buffer-size 500 --eval-freq 200 --n-eval-episodes 2 --max-episode-steps 50 "
+    "--log-interval 100 --no-tensorboard"
+)
+SMALL = WORDS.split()
+
+
+class Shell:
+    """Calls the command line as a terminal would; remembers what it printed."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.out = self.err = ""
+
+    def __call__(self, *argv: object) -> int:
+        self._capsys.readouterr()
+        try:
+            code = main([str(word) for word in argv])
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        self.out, self.err = self._capsys.readouterr()
+        return code
+
+    def json(self, *argv: object) -> dict[str, Any]:
+        assert self(*argv, "--json") == 0, self.err
+        assert self.err == ""
+        value: dict[str, Any] = json.loads(self.out)
+        return value
+
+
+@pytest.fixture
+def shell(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Shell:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return Shell(capsys)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, for the verbs that only read."""
+    folder = tmp_path_factory.mktemp("made") / "small"
+    assert main(["train", "CartPole-v1", *SMALL, "--run-dir", str(folder), "--quiet"]) == 0
+    return folder
+
+
+# --- help -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb_shows_an_example(verb: str, shell: Shell) -> None:
+    assert shell(verb, "--help") == 0
+    assert shell.err == ""
+    assert "xamples:" in shell.out
+    assert f"qfleet {verb} " in shell.out.split("xamples:", 1)[1]
+
+
+@pytest.mark.parametrize("argv", [(), ("--help",), ("-h",), ("help",)])
+def test_help_lists_every_verb(argv: tuple[str, ...], shell: Shell) -> None:
+    assert shell(*argv) == 0
+    assert "qfleet train CartPole-v1" in shell.out
+    for verb in VERBS:
+        assert f"\n  {verb} " in shell.out
+
+
+def test_help_of_train_lists_every_field(shell: Shell) -> None:
+    shell("train", "--help")
+    for field in dataclasses.fields(Config):
+        assert f"--{field.name.replace('_', '-')}" in shell.out, field.name
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V", "version"])
+def test_version(flag: str, shell: Shell) -> None:
+    assert shell(flag) == 0
+    assert shell.out == f"qfleet {version('qfleet')}\n"
+
+
+def test_help_answers_without_the_heavy_libraries() -> None:
+    code = (
+        "import sys; from qfleet.cli.main import main; code = main(['--help']); "
+        "print(sorted({'torch', 'gymnasium', 'matplotlib', 'ale_py'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# --- mistakes ---------------------------------------------------------------------------------
+
+MISTAKES = [
+    ("trian CartPole-v1", "unknown verb 'trian'; did you mean train"),
+    ("train", "train needs an environment: qfleet train CartPole-v1"),
+    ("train CartPol-v1", "did you mean"),
+    ("train Pendulum-v1", "action space"),
+    ("train CartPole-v1 --algo dqnn", "unknown algorithm 'dqnn'; did you mean dqn"),
+    ("train CartPole-v1 --preset cartpol", "did you mean cartpole"),
+    ("train CartPole-v1 --learnin-rate 1", "--learning-rate"),
+    ("train CartPole-v1 --steps abc", "abc"),
+    ("train CartPole-v1 --steps", "--steps"),
+    ("train CartPole-v1 --steps 0", "steps 0 must be positive"),
+    ("train CartPole-v1 --algo", "--algo needs a value"),
+    ("train CartPole-v1 --loss l1", "l1"),
+    ("train CartPole-v1 --max-wall 5parsecs", "'5parsecs' is no duration"),
+    ("train CartPole-v1 --config no.json", "cannot read configuration 'no.json'"),
+    ("train CartPole-v1 --name ../x", "path separator"),
+    ("train CartPole-v1 --name x --run-dir y", "give one of them"),
+    ("train CartPole-v1 --buffer-size 1000000000000000", "or less"),
+    ("train CartPole-v1 --device nosuch", "device 'nosuch' is not usable here"),
+    ("train CartPole-v1 --network no.such:Net", "cannot import network 'no.such:Net'"),
+    ("train CartPole-v1 --network natur", "did you mean nature"),
+    ("train no.such.module:Env", "cannot import environment"),
+    ("train CartPole-v1 --imports nosuchmodule", "cannot import 'nosuchmodule'"),
+    ("train CartPole-v1 --seeds 0", "seeds 0 must be at least 1"),
+    ("resume", "run"),
+    ("resume nosuch", "unknown run 'nosuch'"),
+    ("evaluate nosuch", "unknown run 'nosuch'"),
+    ("evaluate nosuch --episodes 0", "episodes 0 must be at least 1"),
+    ("video nosuch", "unknown run 'nosuch'"),
+    ("plot nosuch", "unknown run 'nosuch'"),
+    ("plot", "plot"),
+    ("plot nosuch --metrics x", "--metrics"),
+    ("runs --rooot x", "--rooot"),
+    ("doctor --seconds 0", "must be positive"),
+    ("doctor --env CartPol-v1", "did you mean"),
+    ("lab mazze", "unknown experiment 'mazze'; did you mean maze"),
+    ("lab maze --episodes many", "many"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), MISTAKES, ids=[line for line, _ in MISTAKES])
+def test_a_mistake_is_answered_by_one_line(line: str, words: str, shell: Shell) -> None:
+    assert shell(*line.split()) == 2
+    assert shell.err.startswith("qfleet: ")
+    assert shell.err.count("\n") == 1
+    assert words in shell.err
+    assert shell.out in ("", "preset cartpole; --preset none for plain defaults\n")
+
+
+def test_debug_shows_the_traceback(shell: Shell) -> None:
+    from qfleet.errors import UnknownNameError
+
+    with pytest.raises(UnknownNameError):
+        shell("train", "CartPole-v1", "--algo", "dqnn", "--debug")
+
+
+# --- train and resume -------------------------------------------------------------------------
+
+
+def test_json_output_is_the_result(shell: Shell, tmp_path: Path) -> None:
+    said = shell.json("train", "CartPole-v1", *SMALL, "--run-dir", "mine")
+    assert set(said) == RESULT_KEYS | {"run_dir", "curve"}
+    written = json.loads((tmp_path / "mine" / "result.json").read_text())
+    assert set(written) == RESULT_KEYS
+    assert {key: said[key] for key in RESULT_KEYS} == written
+    assert said["env_steps"] == 400
+    assert said["updates"] > 50
+    assert Path(said["curve"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_runs_config_json_starts_the_same_run(shell: Shell, run: Path) -> None:
+    shell.json("train", "--config", run / "config.json", "--run-dir", "again")
+    assert Path("again/config.json").read_bytes() == (run / "config.json").read_bytes()
+    shell.json("train", "--config", run / "config.json", "--seed", "7", "--run-dir", "seven")
+    ours, theirs = (json.loads(Path(p, "config.json").read_text()) for p in (run, "seven"))
+    assert theirs == ours | {"seed": 7}
+
+
+def test_other_libraries_names_and_underscores_are_understood(shell: Shell) -> None:
+    words = (
+        "train --env-id CartPole-v1 --total-timesteps 300 --num_envs 2 --learning_rate=0.01 "
+        "--train_frequency 8 --target-network-frequency 64 --start-e 0.9 --end_e 0.2 "
+        "--exp-name habits --batch_size 16 --algo ddqn --learning-starts 50 --net-arch 16 "
+        "--n-eval-episodes 1 --no-tensorboard"
+    )
+    said = shell.json(*words.split())
+    assert Path(said["run_dir"]) == Path("runs/habits")
+    config = json.loads(Path("runs/habits/config.json").read_text())
+    expected = {
+        "steps": 300,
+        "envs": 2,
+        "learning_rate": 0.01,
+        "train_freq": 8,
+        "target_update_interval": 64,
+        "exploration_initial_eps": 0.9,
+        "exploration_final_eps": 0.2,
+        "batch_size": 16,
+        "algo": "double-dqn",
+        "double": True,
+    }
+    assert {key: config[key] for key in expected} == expected
+
+
+def test_several_seeds_are_aggregated(shell: Shell) -> None:
+    said = shell.json("train", "CartPole-v1", *SMALL, "--seeds", "2", "--run-dir", "two")
+    assert said["seeds"] == [0, 1]
+    assert len(said["eval_return_mean"]) == 2
+    low, high = said["eval_return_iqm_ci95"]
+    assert low <= said["eval_return_iqm"] <= high
+    assert json.loads(Path("two/aggregate.json").read_text())["seeds"] == [0, 1]
+    for seed in (0, 1):
+        assert json.loads(Path(f"two/seed-{seed}/result.json").read_text())["seed"] == seed
+    assert Path(said["curve"]).exists()
+    assert shell("resume", "two") == 2
+    assert "several seeds" in shell.err
+
+
+def test_stop_after_then_resume(shell: Shell) -> None:
+    assert shell("train", "CartPole-v1", *SMALL, "--name", "half", "--stop-after", "201") == 0
+    assert "go on with: qfleet resume runs/half" in shell.out
+    assert json.loads(Path("runs/half/result.json").read_text())["stopped_by"] == "stop_after"
+    said = shell.json("resume", "half")
+    assert (said["env_steps"], said["stopped_by"]) == (400, "steps")
+    assert shell("resume", "half") == 2
+    assert "--steps N" in shell.err
+    assert shell.json("resume", "half", "--steps", "500")["env_steps"] == 500
+
+
+def test_max_wall_ends_a_sitting(shell: Shell) -> None:
+    endless = [word if word != "400" else "100000000" for word in SMALL]
+    said = shell.json("train", "CartPole-v1", *endless, "--run-dir", "wall", "--max-wall", "0.2s")
+    assert said["stopped_by"] == "max_wall"
+    assert said["wall_s"] >= 0.2
+    assert 0 < said["env_steps"] < 100_000_000
+
+
+def test_progress_goes_to_stderr_and_the_report_to_stdout(shell: Shell) -> None:
+    assert shell("train", "CartPole-v1", *SMALL, "--run-dir", "shown") == 0
+    assert shell.out.startswith("preset cartpole;")
+    assert "shown" in shell.out
+    assert "400" in shell.err
+    assert shell("train", "CartPole-v1", *SMALL, "--run-dir", "quiet", "--quiet") == 0
+    assert shell.err == ""
+
+
+def test_presets_are_listed(shell: Shell) -> None:
+    from qfleet.presets import PRESETS
+
+    assert shell("train", "--preset", "list") == 0
+    assert [line.split()[0] for line in shell.out.splitlines()] == list(PRESETS)
+
+
+# --- the verbs that read ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["best", "last"])
+def test_evaluate(which: str, shell: Shell, run: Path) -> None:
+    said = shell.json("evaluate", run, "--episodes", "3", "--which", which)
+    assert len(said["returns"]) == said["episodes"] == 3
+    assert said["return_mean"] == pytest.approx(sum(said["returns"]) / 3)
+    assert shell.json("evaluate", run, "--episodes", "3", "--which", which) == said
+    assert shell("evaluate", run, "--episodes", "3", "--which", which) == 0
+    assert "over 3 episodes" in shell.out
+
+
+def test_plot(shell: Shell, run: Path) -> None:
+    said = shell.json("plot", run, "--out", "curve.png", "--metric", "train/loss")
+    assert said["path"] == "curve.png"
+    assert Path("curve.png").read_bytes().startswith(b"\x89PNG")
+    assert shell("plot", run, "--metric", "no/metric", "--out", "x.png") == 2
+    assert shell.err.count("\n") == 1
+
+
+def test_runs(shell: Shell, run: Path) -> None:
+    assert shell("runs", "--root", run.parent, "--json") == 0
+    (row,) = json.loads(shell.out)
+    assert (row["name"], row["env"], row["env_steps"]) == ("small", "CartPole-v1", 400)
+    assert row["state"] == "finished"
+    assert shell("runs", "--root", run.parent) == 0
+    assert "CartPole-v1" in shell.out
+
+
+def test_video(shell: Shell, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pygame")
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    said = shell.json("video", run, "--out", "film.gif", "--max-frames", "8")
+    assert 1 <= said["frames"] <= 8
+    assert Path("film.gif").read_bytes().startswith(b"GIF8")
+
+
+def test_doctor(shell: Shell) -> None:
+    said = shell.json("doctor", "--envs", "1", "2", "--seconds", "0.02")
+    assert said["largest_buffer_size"] > 0
+    assert {rate["envs"] for rate in said["rates"]} == {1, 2}
+    assert all(rate["env_steps_per_s"] > 0 for rate in said["rates"])
+    assert shell("doctor", "--envs", "1", "--seconds", "0.02") == 0
+    assert "quickest" in shell.out
+
+
+def test_lab_maze(shell: Shell) -> None:
+    said = shell.json("lab", "maze", "--episodes", "300", "--out", "maze.png")
+    assert said["reached_goal"] is True
+    assert Path("maze.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- trust ------------------------------------------------------------------------------------
+
+
+def test_code_that_a_run_names_is_imported_only_with_consent(shell: Shell, tmp_path: Path) -> None:
+    source = "from gymnasium.envs.classic_control.cartpole import CartPoleEnv as MyEnv\n"
+    (tmp_path / "my_own_envs.py").write_text(source)
+    shell.json(
+        "train", "my_own_envs:MyEnv", *SMALL, "--run-dir", "own", "--stop-after", "200"
+    )  # what the user types is trusted
+    canary = tmp_path / "imported"
+    (tmp_path / "my_own_envs.py").write_text(f"open({str(canary)!r}, 'w')\n{source}")
+    sys.modules.pop("my_own_envs")
+    for verb in ("evaluate", "resume", "video"):
+        assert shell(verb, "own") == 2
+        assert shell.err.count("\n") == 1
+        assert "my_own_envs:MyEnv" in shell.err
+        assert "--trust" in shell.err
+        assert not canary.exists()
+    assert shell("evaluate", "own", "--episodes", "1", "--trust") == 0
+    assert canary.exists()
+    assert shell.json("resume", "own", "--trust")["env_steps"] == 400

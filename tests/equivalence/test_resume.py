@@ -1,0 +1,225 @@
+"""Run N, stop, resume to 2N ≡ run 2N: bit for bit, wherever and however the run was stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qfleet
+from qfleet.config import Config
+from qfleet.core import FIRST, SKIP
+from qfleet.presets import resolve
+from qfleet.run import Run, Sitting
+from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint, load_policy
+
+STEPS = 640
+
+BASE: dict[str, Any] = {
+    "steps": STEPS,
+    "learning_rate": 1e-3,
+    "batch_size": 16,
+    "buffer_size": 300,  # wraps around
+    "learning_starts": 50,
+    "train_freq": 5,
+    "gradient_steps": 2,
+    "target_update_interval": 35,
+    "exploration_fraction": 0.5,
+    "net_arch": (16,),
+    "eval_freq": 200,
+    "n_eval_episodes": 2,
+    "max_episode_steps": 40,
+    "log_interval": 90,
+    "checkpoint_freq": 10_000,
+    "lr_schedule": "linear",
+    "tensorboard": False,
+    "n_atoms": 11,
+    "n_quantiles": 8,
+    "iqn_samples": 4,
+    "iqn_act_samples": 4,
+    "iqn_embedding": 8,
+    "seed": 5,
+}
+
+
+def configure(env: str = "CartPole-v1", algo: str = "dqn", **changes: Any) -> Config:
+    return resolve(env, algo, "none", fields={**BASE, **changes})[0]
+
+
+def train(config: Config, folder: Path, stop_after: int | None = None) -> None:
+    """Not qfleet.train: the learning curve it draws would cost more than these runs."""
+    Run(config, folder, Sitting(stop_after=stop_after)).go()
+
+
+def resume(folder: Path, stop_after: int | None = None) -> None:
+    config = Config(**json.loads((folder / "config.json").read_text()))
+    checkpoint = load_checkpoint(folder / "checkpoints")
+    Run(config, folder, Sitting(stop_after=stop_after), checkpoint=checkpoint).go()
+
+
+def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from leaves(entry, f"{name}.{key}")
+    else:
+        yield name, value
+
+
+def final_state(folder: Path) -> dict[str, Any]:
+    """The last checkpoint, flat: weights, moments, replay, random streams, envs, clock, marks."""
+    state = dict(leaves(load_checkpoint(folder / "checkpoints").parts, "state"))
+    return {name: value for name, value in state.items() if not _is_time(name)}
+
+
+def _is_time(name: str) -> bool:
+    return name == "state.run.wall_s" or name.startswith("state.run.timers.")
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith("time/")}
+        for line in lines
+    ]
+
+
+def assert_equal(left: Any, right: Any, name: str) -> None:
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype, name
+        assert torch.equal(left, right), name
+    else:
+        assert left == right, name
+
+
+def assert_same_run(whole: Path, parted: Path, stops: tuple[int, ...] = ()) -> None:
+    left, right = final_state(whole), final_state(parted)
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert_equal(value, right[name], name)
+    # A sitting closes with a row of its own; all other rows are those of the whole run.
+    own = rows(whole)
+    assert [row for row in rows(parted) if row in own] == own
+    extra = [row for row in rows(parted) if row not in own]
+    assert len(extra) <= len(stops)
+    assert not any("eval/mean_reward" in row for row in extra)
+    policies = [load_policy(folder / "best") for folder in (whole, parted)]
+    best = [dict(leaves(policy.parts, "best")) for policy in policies]
+    for name, value in best[0].items():
+        assert_equal(value, best[1][name], name)
+    assert policies[0].meta == policies[1].meta
+    results = [json.loads((folder / "result.json").read_text()) for folder in (whole, parted)]
+    for key in ("env_steps", "updates", "eval_return_mean", "best_eval_return", "stopped_by"):
+        assert results[0][key] == results[1][key], key
+    assert results[0]["stopped_by"] == "steps"
+    assert results[0]["updates"] > 100
+
+
+@pytest.mark.parametrize(
+    ("config", "stops"),
+    [
+        (configure(), (137, 411)),
+        (configure(), (3,)),
+        (configure(algo="rainbow"), (271,)),
+        (configure(algo="iqn"), (322,)),
+        (configure(algo="munchausen-dqn"), (199, 201)),
+        (configure(envs=8, vectorize="native"), (333,)),
+        (configure(envs=8, algo="rainbow"), (250,)),
+        (configure(envs=3, vectorize="sync", train_freq=16, gradient_steps=6), (101,)),
+        (configure("MountainCar-v0", "prioritized-dqn", optimizer="rmsprop"), (287,)),
+        (configure("FrozenLake-v1", "double-dqn", tau=0.1), (288,)),
+        (configure(frame_stack=3, algo="n-step-dqn"), (301,)),
+        (configure(lr_plateau_patience=1, eval_freq=60), (305,)),
+    ],
+    ids=lambda value: f"{value.env}-{value.algo}-{value.envs}" if type(value) is Config else None,
+)
+def test_a_resumed_run_is_the_whole_run(
+    config: Config, stops: tuple[int, ...], tmp_path: Path
+) -> None:
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    train(config, whole)
+    train(config, parted, stop_after=stops[0])
+    for stop in (*stops[1:], None):
+        assert list_checkpoints(parted / "checkpoints")[-1] < STEPS
+        resume(parted, stop_after=stop)
+    assert_same_run(whole, parted, stops)
+
+
+def test_equal_runs_are_equal_and_seeds_matter(tmp_path: Path) -> None:
+    for name, seed in (("one", 5), ("two", 5), ("other", 6)):
+        train(configure(algo="rainbow", seed=seed), tmp_path / name)
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+    one, other = final_state(tmp_path / "one"), final_state(tmp_path / "other")
+    for name in ("learner.weights", "memory.frames", "memory.sampler.generator", "actor.obs"):
+        assert not torch.equal(one[f"state.{name}"], other[f"state.{name}"]), name
+    assert one["state.actor.random.state.state"] != other["state.actor.random.state.state"]
+
+
+def test_where_an_env_cannot_give_its_state_its_episode_is_cut_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    config = configure("stateless_envs:StatelessEnv", buffer_size=1000, max_episode_steps=0)
+    train(config, folder, stop_after=300)
+    qfleet.resume(folder, sitting=Sitting(display="plain"), trust=True)
+    assert "cannot give their state" in capsys.readouterr().err
+    memory = load_checkpoint(folder / "checkpoints", STEPS).parts["memory"]
+    flags, frames = memory["flags"], memory["frames"]
+    # Row 299 is the last one before the stop: in mid-episode, so it would lead to a wrong place.
+    assert frames[299].tolist() != [1.0, 0.0]
+    assert int(flags[299]) & SKIP
+    assert int(flags[300]) & FIRST
+    assert frames[300].tolist() == [1.0, 0.0]
+    assert not int(flags[298]) & SKIP
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["env_steps"], result["stopped_by"]) == (STEPS, "steps")
+
+
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+from qfleet.callbacks import Callback
+from qfleet.config import Config
+from qfleet.run import Run, Sitting
+from qfleet.storage import files
+
+class Die(Callback):
+    def on_log(self, run, scalars):
+        if run.parts.clock.env_steps >= 450:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def die_in_the_second_checkpoint(name):
+    if (folder / "checkpoints" / "150").exists() and name == "sync manifest.json":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+folder, where = Path(sys.argv[1]), sys.argv[2]
+if where == "in a checkpoint":
+    files.write_point = die_in_the_second_checkpoint
+Run(Config(**json.loads(sys.argv[3])), folder, Sitting(), [Die()]).go()
+"""
+
+
+@pytest.mark.parametrize("where", ["between", "in a checkpoint"])
+def test_a_killed_run_goes_on_from_its_last_whole_checkpoint(where: str, tmp_path: Path) -> None:
+    config = configure(checkpoint_freq=150)
+    train(config, tmp_path / "whole")
+    folder = tmp_path / "killed"
+    died = subprocess.run(
+        [sys.executable, "-c", KILLED, str(folder), where, config.to_json()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert not (folder / "result.json").exists()
+    kept = list_checkpoints(folder / "checkpoints")
+    assert kept == ([150] if where == "in a checkpoint" else [150, 300])
+    resume(folder)
+    assert_same_run(tmp_path / "whole", folder)
+    assert not list((folder / "checkpoints").glob(".*"))

@@ -1,0 +1,95 @@
+"""Row 40 of the fault list: Ctrl-C and SIGTERM leave a checkpoint and no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from faulty_envs import result_of
+
+import qfleet
+from qfleet.run import Sitting
+from qfleet.storage.checkpoint import list_checkpoints
+
+DEADLINE_S = 60.0
+
+
+def wait_for(what: str, condition: object) -> None:
+    """Until ``condition()`` holds; the deadline only ends a test that has failed anyway."""
+    assert callable(condition)
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come about"
+        time.sleep(0.02)
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # a zombie has ended; whoever inherited it has yet to look
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lists processes by /proc")
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
+)
+def test_a_signal_ends_a_run_in_good_order(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    # Endless but for the signal; the envs live in processes of their own.
+    command = "train CartPole-v1 --preset none --steps 100000000 --envs 2 --vectorize async"
+    command += " --net-arch 16 --log-interval 200 --no-tensorboard --buffer-size 1000"
+    run = subprocess.Popen(
+        [sys.executable, "-m", "qfleet.cli.main", *command.split(), "--run-dir", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        metrics = folder / "metrics.jsonl"
+        wait_for("a log line", lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+        children = children_of(run.pid)
+        assert len(children) >= 2
+        # To the whole group of a terminal, as Ctrl-C does: the envs' processes get it too.
+        targets = [run.pid, *children] if number == signal.SIGINT else [run.pid]
+        for pid in targets:
+            os.kill(pid, number)
+        out, err = run.communicate(timeout=DEADLINE_S)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == code, err
+    assert "Traceback" not in err
+    assert f"qfleet resume {folder}" in out
+    result = result_of(folder)
+    assert result["stopped_by"] == number.name
+    assert list_checkpoints(folder / "checkpoints") == [result["env_steps"]]
+    assert result["faults"] == {}
+    wait_for("the children's end", lambda: not any(map(is_alive, children)))
+    more = result["env_steps"] + 100
+    resumed = qfleet.resume(folder, sitting=Sitting(stop_after=more))
+    assert resumed.result.env_steps >= more
+    assert resumed.result.stopped_by == "stop_after"
+    rows = [json.loads(line)["env_steps"] for line in metrics.open()]
+    assert rows == sorted(rows)

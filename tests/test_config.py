@@ -1,0 +1,326 @@
+"""Every field of Config is documented, read, checked, and survives a trip through JSON."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import qfleet.config
+from qfleet.algorithms.table import ALGORITHMS, ALIASES, algorithm_switches
+from qfleet.config import Config, read_fields
+from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.presets import PRESETS, preset_for, resolve
+
+CONFIG_FILE = Path(qfleet.config.__file__)
+FIELDS = [field.name for field in dataclasses.fields(Config)]
+
+
+# --- documented and read ----------------------------------------------------------------------
+
+
+def read_attributes(sources: Iterable[str]) -> set[str]:
+    """Names read as ``config.name``, whatever the configuration hangs on."""
+    found: set[str] = set()
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+                continue
+            base = node.value
+            name = base.id if isinstance(base, ast.Name) else getattr(base, "attr", "")
+            if name in ("config", "_config"):
+                found.add(node.attr)
+    return found
+
+
+def test_every_field_is_read_outside_config_py() -> None:
+    files = [path for path in CONFIG_FILE.parent.rglob("*.py") if path != CONFIG_FILE]
+    read = read_attributes(path.read_text(encoding="utf-8") for path in files)
+    assert [name for name in FIELDS if name not in read] == []
+
+
+def test_the_check_for_unread_fields_finds_one() -> None:
+    source = "a = config.steps + self._config.seed\nconfig.unread = 1\nother.unread\n"
+    assert read_attributes([source]) == {"steps", "seed"}
+
+
+def test_every_field_has_a_docstring_line() -> None:
+    tree = ast.parse(CONFIG_FILE.read_text(encoding="utf-8"))
+    body = next(
+        node.body
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == Config.__name__
+    )
+    documented = {
+        field.target.id
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+        and len(text.value.value) > 5
+    }
+    assert [name for name in FIELDS if name not in documented] == []
+
+
+# --- checked ----------------------------------------------------------------------------------
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"envs": 0}, "envs 0 must be positive"),
+    ({"frame_skip": 0}, "frame_skip 0 must be positive"),
+    ({"n_steps": 0}, "n_steps 0 must be positive"),
+    ({"n_quantiles": 0}, "n_quantiles 0 must be positive"),
+    ({"iqn_samples": 0}, "iqn_samples 0 must be positive"),
+    ({"iqn_act_samples": -1}, "iqn_act_samples -1 must be positive"),
+    ({"iqn_embedding": 0}, "iqn_embedding 0 must be positive"),
+    ({"munchausen_tau": 0.0}, "munchausen_tau 0.0 must be positive"),
+    ({"batch_size": 0}, "batch_size 0 must be positive"),
+    ({"buffer_size": 0}, "buffer_size 0 must be positive"),
+    ({"train_freq": 0}, "train_freq 0 must be positive"),
+    ({"gradient_steps": 0}, "gradient_steps 0 must be positive"),
+    ({"target_update_interval": 0}, "target_update_interval 0 must be positive"),
+    ({"steps": 0}, "steps 0 must be positive"),
+    ({"learning_rate": 0.0}, "learning_rate 0.0 must be positive"),
+    ({"learning_rate": math.nan}, "learning_rate nan"),
+    ({"learning_rate": math.inf}, "learning_rate inf"),
+    ({"n_eval_episodes": 0}, "n_eval_episodes 0 must be positive"),
+    ({"log_interval": 0}, "log_interval 0 must be positive"),
+    ({"checkpoint_freq": 0}, "checkpoint_freq 0 must be positive"),
+    ({"keep_checkpoints": 0}, "keep_checkpoints 0 must be positive"),
+    ({"max_env_restarts": 0}, "max_env_restarts 0 must be positive"),
+    ({"env_timeout_s": 0.0}, "env_timeout_s 0.0 must be positive"),
+    ({"max_abs_q": 0.0}, "max_abs_q 0.0 must be positive"),
+    ({"prioritized_replay_eps": 0.0}, "prioritized_replay_eps 0.0 must be positive"),
+    ({"lr_plateau_factor": 0.0}, "lr_plateau_factor 0.0 must be positive"),
+    ({"lr_plateau_factor": 1.5}, "lr_plateau_factor 1.5 must lie in [0, 1]"),
+    ({"max_episode_steps": -1}, "max_episode_steps -1 must not be negative"),
+    ({"frame_stack": -1}, "frame_stack -1 must not be negative"),
+    ({"noop_max": -1}, "noop_max -1 must not be negative"),
+    ({"lr_plateau_patience": -1}, "lr_plateau_patience -1 must not be negative"),
+    ({"optimizer_eps": -1e-8}, "optimizer_eps -1e-08 must not be negative"),
+    ({"max_grad_norm": -1.0}, "max_grad_norm -1.0 must not be negative"),
+    ({"learning_starts": -1}, "learning_starts -1 must not be negative"),
+    ({"eval_freq": -1}, "eval_freq -1 must not be negative"),
+    ({"patience": -1}, "patience -1 must not be negative"),
+    ({"threads": -1}, "threads -1 must not be negative"),
+    ({"noisy_sigma": -0.5}, "noisy_sigma -0.5 must not be negative"),
+    ({"seed": -1}, "seed -1 must not be negative"),
+    ({"prioritized_replay_alpha": -0.1}, "prioritized_replay_alpha -0.1 must not be negative"),
+    ({"sticky_actions": 1.1}, "sticky_actions 1.1 must lie in [0, 1]"),
+    ({"gamma": 1.01}, "gamma 1.01 must lie in [0, 1]"),
+    ({"gamma": math.nan}, "gamma nan"),
+    ({"munchausen_alpha": 2.0}, "munchausen_alpha 2.0 must lie in [0, 1]"),
+    ({"prioritized_replay_beta0": -0.1}, "prioritized_replay_beta0 -0.1 must lie in [0, 1]"),
+    ({"tau": 1.5}, "tau 1.5 must lie in [0, 1]"),
+    ({"tau": 0.0}, "tau 0.0 must be above 0"),
+    ({"exploration_fraction": 1.5}, "exploration_fraction 1.5 must lie in [0, 1]"),
+    ({"exploration_initial_eps": -0.1}, "exploration_initial_eps -0.1 must lie in [0, 1]"),
+    ({"exploration_final_eps": 1.2}, "exploration_final_eps 1.2 must lie in [0, 1]"),
+    (
+        {"exploration_initial_eps": 0.1, "exploration_final_eps": 0.2},
+        "exploration_final_eps 0.2 must not exceed exploration_initial_eps 0.1",
+    ),
+    ({"eval_eps": 2.0}, "eval_eps 2.0 must lie in [0, 1]"),
+    ({"max_fault_rate": -0.1}, "max_fault_rate -0.1 must lie in [0, 1]"),
+    ({"v_min": 10.0}, "v_min 10.0 must be below v_max 10.0"),
+    ({"v_max": math.inf}, "v_max inf"),
+    ({"n_atoms": 1}, "n_atoms 1 must be at least 2"),
+    ({"munchausen_clip": 0.5}, "munchausen_clip 0.5 is at most 0"),
+    ({"net_arch": ()}, "net_arch () needs at least one layer"),
+    ({"net_arch": (64, 0)}, "net_arch (64, 0) must be positive"),
+    ({"buffer_size": 40, "envs": 8}, "buffer_size 40 is too small for 8 envs"),
+    ({"learning_starts": 100_000}, "learning_starts 100000 leaves no step to learn from"),
+    ({"patience": 3, "eval_freq": 0}, "patience 3 needs evaluations"),
+    ({"lr_plateau_patience": 3, "eval_freq": 0}, "lr_plateau_patience 3 needs evaluations"),
+    (
+        {"exploration_ladder": True, "exploration_final_eps": 0.0},
+        "exploration_final_eps 0.0 is the base of the ladder",
+    ),
+    ({"env_kwargs": "{"}, "env_kwargs '{' is not JSON"),
+    ({"env_kwargs": "[1]"}, "env_kwargs '[1]' must be a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD, ids=[str(changes) for changes, _ in BAD])
+def test_validate_refuses_a_bad_value_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(**changes).validate()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("head", "c52"), ("loss", "l1"), ("steps", 1e5), ("steps", "100"), ("engine", "warp")],
+)
+def test_a_value_of_the_wrong_kind_is_refused_however_it_got_there(field: str, value: Any) -> None:
+    """By ``replace``, and by ``validate`` for those who call the constructor."""
+    with pytest.raises(ConfigError, match=field):
+        Config().replace(**{field: value})
+    with pytest.raises(ConfigError, match=field):
+        Config(**{field: value}).validate()
+
+
+@pytest.mark.parametrize("value", [True, "8", 8.0, None])
+def test_an_integer_field_takes_integers_only(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"envs .* is not of type int"):
+        Config().replace(envs=value)
+
+
+def test_an_unknown_field_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="'learning_rates'; did you mean learning_rate"):
+        Config().replace(learning_rates=1e-3)
+    with pytest.raises(UnknownNameError, match="did you mean gradient_steps"):
+        resolve("CartPole-v1", fields={"gradient_step": 1})
+
+
+# --- JSON -------------------------------------------------------------------------------------
+
+
+def test_config_json_gives_the_same_config_back(tmp_path: Path) -> None:
+    config = Config(
+        env="ALE/Pong-v5",
+        imports=("one", "two"),
+        net_arch=(12, 7),
+        target_return=19.5,
+        env_kwargs='{"a": [1, "ü"]}',
+        learning_rate=1 / 3,
+        exploration_ladder=True,
+    )
+    path = tmp_path / "config.json"
+    path.write_text(config.to_json())
+    assert set(json.loads(path.read_text())) == set(FIELDS)
+    assert Config(**read_fields(path)) == config
+    assert resolve(file_fields=read_fields(path)) == (config, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"learning_rat": 1}', "did you mean learning_rate"),
+        ('{"steps": "many"}', "steps 'many' is not of type int"),
+        ('{"net_arch": [64, "x"]}', "net_arch"),
+        ('{"loss": "l1"}', "loss 'l1'"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises((ConfigError, UnknownNameError), match=words):
+        read_fields(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothere\.json"):
+        read_fields(tmp_path / "nothere.json")
+
+
+# --- presets, the table, and who wins ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_valid_and_names_its_source(name: str) -> None:
+    config = PRESETS[name]()
+    assert config.validate() is config
+    source = (PRESETS[name].__doc__ or "").lower()
+    known = ("rl-baselines3-zoo", "cleanrl", "nature", "1710.02298", "qfleet")
+    assert any(word in source for word in known)
+    _, switches = algorithm_switches(config.algo)
+    for field, value in switches.items():
+        assert getattr(config, field) == value
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize("env", ["CartPole-v1", "ALE/Pong-v5", "Taxi-v3"])
+def test_every_row_of_the_table_is_a_valid_config(algo: str, env: str) -> None:
+    config, _ = resolve(env, algo)
+    assert config.validate().algo == algo
+    for field, value in ALGORITHMS[algo].items():
+        assert getattr(config, field) == value
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_an_alias_means_its_row(alias: str, name: str) -> None:
+    assert resolve("CartPole-v1", alias)[0] == resolve("CartPole-v1", name)[0]
+    assert resolve("CartPole-v1", alias.upper())[0].algo == name
+
+
+@pytest.mark.parametrize(
+    ("env", "algo", "preset"),
+    [
+        ("CartPole-v1", None, "cartpole"),
+        ("CartPole-v0", "c51", "cartpole"),
+        ("Acrobot-v1", None, "acrobot"),
+        ("MountainCar-v0", None, "mountaincar"),
+        ("LunarLander-v3", None, "lunarlander"),
+        ("ALE/Breakout-v5", None, "atari-dqn"),
+        ("PongNoFrameskip-v4", "dqn", "atari-dqn"),
+        ("ALE/Pong-v5", "rainbow", "atari-rainbow"),
+        ("Taxi-v3", None, None),
+        ("my.module:Env", None, None),
+    ],
+)
+def test_the_preset_that_suits_an_env_is_used(
+    env: str, algo: str | None, preset: str | None
+) -> None:
+    assert preset_for(env, algo) == preset
+    config, used = resolve(env, algo)
+    assert used == preset
+    assert config.env == env
+    start = PRESETS[preset]() if preset else Config()
+    assert config.steps == start.steps
+
+
+def test_later_wins() -> None:
+    plain, used = resolve("CartPole-v1", preset="none")
+    assert plain == Config(env="CartPole-v1")
+    assert used == "none"
+    # The algorithm's row wins over the preset …
+    row, _ = resolve("CartPole-v1", "rainbow", "cartpole")
+    assert row.n_steps == 3
+    assert row.steps == PRESETS["cartpole"]().steps
+    # … a file over the row …
+    file_fields = {"n_steps": 5, "gamma": 0.5}
+    from_file, _ = resolve("CartPole-v1", "rainbow", "cartpole", file_fields)
+    assert (from_file.n_steps, from_file.gamma, from_file.head) == (5, 0.5, "c51")
+    # … and a single field over the file.
+    field, _ = resolve("CartPole-v1", "rainbow", "cartpole", file_fields, {"n_steps": 7})
+    assert (field.n_steps, field.gamma) == (7, 0.5)
+
+
+def test_a_file_is_whole_without_a_preset_and_may_name_the_algorithm() -> None:
+    config, used = resolve(file_fields={"env": "CartPole-v1", "algo": "rainbow"})
+    assert used is None
+    assert config == Config(env="CartPole-v1", algo="rainbow", **ALGORITHMS["rainbow"])
+
+
+@pytest.mark.parametrize(
+    ("preset", "algo"), [("atari-c51", "dqn"), ("atari-rainbow", "dqn"), ("atari-c51", "qr-dqn")]
+)
+def test_a_row_replaces_the_switches_of_the_presets_own_row(preset: str, algo: str) -> None:
+    """Otherwise a run labelled dqn would train C51."""
+    config, _ = resolve("ALE/Pong-v5", algo, preset)
+    plain = Config(algo=algo, **ALGORITHMS[algo])
+    for field in ("head", "double", "dueling", "noisy", "prioritized_replay", "n_steps"):
+        assert getattr(config, field) == getattr(plain, field), field
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("CartPole-v1", "dqnn"), "unknown algorithm 'dqnn'; did you mean dqn"),
+        (("CartPole-v1", None, "cartpol"), "unknown preset 'cartpol'; did you mean cartpole"),
+    ],
+)
+def test_unknown_names_come_with_the_nearest(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(UnknownNameError, match=words):
+        resolve(*arguments)

@@ -1,0 +1,103 @@
+"""The documentation is true where a program can tell: options, links, file names, rows, presets."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from qfleet.algorithms.table import ALGORITHMS, ALIASES
+from qfleet.config import FIELDS
+from qfleet.presets import PRESETS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+SOURCE = re.compile(r"\b(?:qfleet|tests)/[\w/]+\.py\b")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+@cache
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_options", DOCS / "generate_options.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks, where brackets are not links."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    names = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(prose(page)))
+    return {name.strip().replace(" ", "-") for name in names}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links that lead nowhere; pictures and the page of figures are made elsewhere."""
+    broken = []
+    for link in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if target.is_relative_to(DOCS / "images") or target == DOCS / "performance.md":
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+def test_options_are_up_to_date() -> None:
+    written = (DOCS / "options.md").read_text(encoding="utf-8")
+    assert written == generator().render(), "run: python docs/generate_options.py"
+
+
+def test_options_hold_every_field_once() -> None:
+    assert [option.name for option in generator().read_options()] == list(FIELDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert not broken_links(page)
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A title\n[a](gone.md) [b](#a-title) [c](#no-title) [d](page.md)\n")
+    assert broken_links(page) == ["gone.md", "#no-title"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_source_files_that_are_named_exist(page: Path) -> None:
+    named = set(SOURCE.findall(page.read_text(encoding="utf-8")))
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+@pytest.mark.parametrize("row", ALGORITHMS)
+def test_every_row_has_a_page_with_its_switches_and_its_curve(row: str) -> None:
+    page = (DOCS / "algorithms" / f"{row}.md").read_text(encoding="utf-8")
+    assert f"(`{row}`)" in page
+    assert f"../images/{row}.png" in page
+    for switch in ALGORITHMS[row]:
+        assert f"`{switch}`" in page
+    for alias in (alias for alias, name in ALIASES.items() if name == row):
+        assert f"`{alias}`" in page
+    assert f"]({row}.md)" in (DOCS / "algorithms" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_mentioned(preset: str) -> None:
+    assert f"| `{preset}` |" in (DOCS / "cli.md").read_text(encoding="utf-8")
