@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from qfleet.callbacks import Callback
 from qfleet.config import Config, read_fields
 from qfleet.errors import CheckpointError, ConfigError
-from qfleet.evaluate import Evaluation
+from qfleet.evaluation import Evaluation
 from qfleet.policy import Policy, check_trust, load_run_policy
 from qfleet.presets import resolve
 from qfleet.result import Result
@@ -75,7 +76,9 @@ def train(
     """Train one agent. ``fields`` are fields of Config by name; ``config`` sets all at once."""
     config = _configure(env, algo, preset, config, fields)
     folder = _folder(config, run_dir, name)
-    return _go(Run(config, folder, sitting or Sitting(), callbacks))
+    with _removed_if_refused(folder):
+        run = Run(config, folder, sitting or Sitting(), callbacks)
+    return _go(run)
 
 
 def train_seeds(
@@ -101,7 +104,9 @@ def train_seeds(
     runs: list[Trained] = []
     for seed in seeds:
         one = config.replace(seed=seed)
-        runs.append(_go(Run(one, folder / f"seed-{seed}", sitting or Sitting(), callbacks)))
+        with _removed_if_refused(folder):
+            run = Run(one, folder / f"seed-{seed}", sitting or Sitting(), callbacks)
+        runs.append(_go(run))
         if runs[-1].interrupted_by is not None:
             break
     return _aggregate(folder, runs)
@@ -116,9 +121,7 @@ def resume(
     trust: bool = False,
 ) -> Trained:
     """Go on from a run's newest whole checkpoint, bit for bit."""
-    folder = resolve_run(str(run), RUNS)
-    if seed_folders(folder) != [folder]:
-        raise ConfigError(f"'{folder}' holds several seeds; resume one of them: {folder}/seed-…")
+    folder = _one_run(run)
     config = Config(**read_fields(folder / "config.json"))
     check_trust(config, trust)
     if steps is not None:
@@ -144,7 +147,7 @@ def resume(
 
 def load(run: Path | str, which: Literal["best", "last"] = "best", trust: bool = False) -> Policy:
     """The policy of a run: its best evaluated one, or its newest."""
-    return load_run_policy(resolve_run(str(run), RUNS), which, trust)
+    return load_run_policy(_one_run(run), which, trust)
 
 
 def evaluate(
@@ -183,6 +186,26 @@ def _folder(config: Config, run_dir: Path | str | None, name: str | None) -> Pat
     if name is not None:
         return new_run_dir(RUNS, check_name(name), explicit=True)
     return new_run_dir(RUNS, default_name(config.env, config.algo, config.seed), explicit=False)
+
+
+@contextlib.contextmanager
+def _removed_if_refused(folder: Path) -> Iterator[None]:
+    """Leave no empty folder behind for a run that was refused before it began."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # not empty: it is not ours alone
+            folder.rmdir()
+        raise
+
+
+def _one_run(run: Path | str) -> Path:
+    """The folder of a run with one seed."""
+    folder = resolve_run(str(run), RUNS)
+    seeds = seed_folders(folder)
+    if seeds != [folder]:
+        raise ConfigError(f"'{folder}' holds several seeds; name one of them, e.g. {seeds[0]}")
+    return folder
 
 
 def _go(run: Run) -> Trained:

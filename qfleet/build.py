@@ -208,7 +208,6 @@ def set_threads(threads: int, spec: EnvSpec) -> None:
     cores = os.cpu_count() or 1
     automatic = cores if is_image(spec) else min(2, cores)
     torch.set_num_threads(threads or automatic)
-    if not is_image(spec):
-        # oneDNN's product with a transposed operand is half as slow again as the BLAS's own at
-        # these sizes (ARM: 224 against 156 µs for 64×256×256). Convolutions do want it.
-        torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+    # oneDNN's product with a transposed operand takes half as long again as the BLAS's own at the
+    # size of small MLPs (ARM: 224 against 156 µs for 64×256×256). Convolutions do want it.
+    torch.backends.mkldnn.set_flags(is_image(spec))  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qfleet.evaluate import Evaluation
+from qfleet.evaluation import Evaluation
 from qfleet.result import Result
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override what you need; a method that returns False ends the run."""
+    """Override what you need; ``False`` from any of the first three ends the run."""
 
     def on_start(self, run: Run) -> bool | None:
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass
@@ -191,7 +192,7 @@ class Config:
 
     # --- tolerance --------------------------------------------------------------------------
     max_fault_rate: float = 0.01
-    """Stop when more than this share of recent transitions or updates was bad (NaN, Inf)."""
+    """Stop when more than this share of all transitions or updates was bad (NaN, Inf)."""
     max_env_restarts: int = 10
     """Consecutive failures of one environment before the run stops."""
     env_timeout_s: float = 60.0
@@ -222,6 +223,11 @@ class Config:
 
     def validate(self) -> Config:
         """Raise ConfigError at the first value that cannot work; return self."""
+        check_fields({name: getattr(self, name) for name in FIELDS})
+        for name, kind in FIELDS.items():
+            if kind is float:
+                value = getattr(self, name)
+                _require(math.isfinite(value), name, value, "must be a finite number")
         for name in _POSITIVE:
             _require(getattr(self, name) > 0, name, getattr(self, name), "must be positive")
         for name in _NON_NEGATIVE:

@@ -73,9 +73,11 @@ class DenseGradient:
         prediction = outputs[-1].gather(1, action)
         error = prediction - target.unsqueeze(1)
         slope = error.clamp(-1.0, 1.0) if self._huber else error
+        # In autograd's order of multiplication, which matters to the last bit.
+        share: Tensor | float = 1.0 / len(batch)
         if self._weighted:
-            slope = slope * batch.weight.unsqueeze(1)
-        grad = torch.zeros_like(outputs[-1]).scatter_(1, action, slope * (1.0 / len(batch)))
+            share = batch.weight.unsqueeze(1) * share
+        grad = torch.zeros_like(outputs[-1]).scatter_(1, action, slope * share)
         dense_backward(outputs, self._layers, grad, self._layer_grads, self._bias_grads)
 
         def loss() -> Tensor:

@@ -1,11 +1,11 @@
 """The learner: batches in, gradients out, and an updater that turns them into weights.
 
-``step`` is the gradient step. ``burst`` runs the updates that the rate limiter owes.
+``step`` is the gradient step; ``batches`` draws what a burst of them learns from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -52,48 +52,48 @@ class Learner:
         self._learning_rate = config.learning_rate
         self.lr_scale = 1.0
         """Lowered on a plateau, when asked."""
-        # Between two updates of a burst neither the memory nor the target network changes, so a
-        # burst may be drawn at once, and its targets computed at once if they need nothing else.
         self._draws_at_once = not config.prioritized_replay
         self._targets_at_once = self._draws_at_once and not (config.double or config.noisy)
         self._newest: tuple[Graded, Tensor, Tensor | float] | None = None
         self._skipped: Tensor | float = 0.0
 
-    def burst(self, updates: int) -> None:
-        """Run ``updates`` gradient steps."""
+    def batches(self, updates: int) -> Iterator[tuple[Batch, Tensor | None]]:
+        """Batches for a burst of gradient steps, with their targets where those can be had early.
+
+        Within a burst neither the memory nor the target network changes, so uniform samples are
+        drawn all at once; and so are targets that need the target network alone.
+        """
         self._update_target()
         rate = schedules.learning_rate(self._config, self._clock.env_steps)
         self._learning_rate = rate * self.lr_scale
+        beta = schedules.importance_exponent(self._config, self._clock.env_steps)
         size = self._config.batch_size
-        most = max(1, BURST_SAMPLES // size) if self._draws_at_once else 1
+        at_once = max(1, BURST_SAMPLES // size) if self._draws_at_once else 1
         while updates > 0:
-            count = min(updates, most)
-            with self._copying:
-                beta = schedules.importance_exponent(self._config, self._clock.env_steps)
-                samples = self._memory.sample(count * size, beta).to(self._device)
-            with self._learning:
-                self._learn_from(samples, size)
+            count = min(updates, at_once)
             updates -= count
+            with self._copying:
+                samples = self._memory.sample(count * size, beta).to(self._device)
+            batches = samples.split(size)
+            if not self._targets_at_once:
+                yield from ((batch, None) for batch in batches)
+                continue
+            with self._learning:
+                target = self._objective.target(samples, self.online, self._target_network)
+            yield from zip(batches, torch.split(target, size), strict=True)
 
-    def _learn_from(self, samples: Batch, size: int) -> None:
-        targets: list[Tensor] | None = None
-        if self._targets_at_once:
-            target = self._objective.target(samples, self.online, self._target_network)
-            targets = list(torch.split(target, size))
-        for i, batch in enumerate(samples.split(size)):
-            self.step(batch, targets[i] if targets else None)
-
-    def step(self, batch: Batch, target: Tensor | None = None) -> None:
+    def step(self, batch: Batch, target: Tensor | None) -> None:
         """One gradient step."""
-        if self._config.noisy:
-            self.online.resample_noise(self._noise)
-            self._target_network.resample_noise(self._noise)
-        if target is None:
-            target = self._objective.target(batch, self.online, self._target_network)
-        graded = self._gradient(batch, target)
-        applied = self._updater.apply(self._learning_rate)
-        if self._config.prioritized_replay:
-            self._memory.update_priorities(batch.index, graded.priority)
+        with self._learning:
+            if self._config.noisy:
+                self.online.resample_noise(self._noise)
+                self._target_network.resample_noise(self._noise)
+            if target is None:
+                target = self._objective.target(batch, self.online, self._target_network)
+            graded = self._gradient(batch, target)
+            applied = self._updater.apply(self._learning_rate)
+            if self._config.prioritized_replay:
+                self._memory.update_priorities(batch.index, graded.priority)
         self._clock.updates += 1
         self._skipped = self._skipped + applied["skipped"]
         self._newest = (graded, target, applied["grad_norm"])

@@ -58,8 +58,9 @@ def collect(
 def learn(
     learner: Learner, limiter: RateLimiter, channel: WeightsChannel, clock: Clock
 ) -> Iterator[None]:
-    """Each turn: the updates owed, then a new version of the weights."""
+    """Each turn: the gradient steps owed, then a new version of the weights."""
     while True:
-        learner.burst(limiter.updates_owed())
+        for batch, target in learner.batches(limiter.updates_owed()):
+            learner.step(batch, target)
         channel.publish(clock.updates)
         yield

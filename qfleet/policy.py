@@ -15,7 +15,7 @@ from qfleet.config import Config, read_fields
 from qfleet.core import EnvSpec
 from qfleet.envs import make_envs
 from qfleet.errors import CheckpointError, ConfigError
-from qfleet.evaluate import Evaluation, evaluate_policy
+from qfleet.evaluation import Evaluation, evaluate_policy
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from qfleet.telemetry.faults import FaultLog
 from qfleet.weights import FlatWeights

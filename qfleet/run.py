@@ -27,7 +27,7 @@ from qfleet.core import StateDict, VectorEnv
 from qfleet.engines.serial import run_serial
 from qfleet.envs import make_envs
 from qfleet.errors import CheckpointError, DivergedError, QfleetError
-from qfleet.evaluate import Evaluation, evaluate_policy
+from qfleet.evaluation import Evaluation, evaluate_policy
 from qfleet.result import Result, peak_device_bytes, peak_rss_bytes
 from qfleet.signals import Signals
 from qfleet.storage.checkpoint import Checkpoint, list_checkpoints, save_checkpoint, save_policy
@@ -90,40 +90,44 @@ class Run:
     # --- the sitting ------------------------------------------------------------------------
 
     def go(self) -> Result:
-        """Train until something says stop; always leaves result.json and a checkpoint behind."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with RunLock(self.folder), Signals(self._interrupt):
-            resumed = self.parts.clock.env_steps
+        """Train until something says stop; leaves a result, and a checkpoint unless it failed."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with RunLock(self.folder), Signals(self._interrupt), self._progress:
+                return self._go()
+        finally:
+            self.close()
+
+    def _go(self) -> Result:
+        resumed = self.parts.clock.env_steps
+        self._writers = Writers(
+            self.folder,
+            tensorboard=self.config.tensorboard,
+            track=self.config.track,
+            config=dataclasses.asdict(self.config),
+            resume_env_steps=resumed if resumed else None,
+        )
+        try:
+            # After the writers, which may refuse: until then the folder is not a run's.
             atomic_write_text(self.folder / "config.json", self.config.to_json())
             atomic_write_text(self.folder / "seeds.json", json.dumps(self.seeds(), indent=2))
-            self._writers = Writers(
-                self.folder,
-                tensorboard=self.config.tensorboard,
-                track=self.config.track,
-                config=dataclasses.asdict(self.config),
-                resume_env_steps=resumed if resumed else None,
-            )
             self._started_s = time.monotonic()
             self._logged = (self._started_s, resumed)
-            try:
-                with self._progress:
-                    self._progress.start(resumed)
-                    self._call("on_start")
-                    try:
-                        ENGINES[self.config.engine](self.parts, self._keep_going)
-                    except QfleetError as error:
-                        self._stop = f"error: {error}"
-                        self._write_result()
-                        raise
-                    finally:
-                        self._faults.flush()
-                    self._finish()
-                result = self._write_result()
-                self._call("on_end", result)
-                return result
-            finally:
-                self._writers.close()
-                self.close()
+            self._progress.start(resumed)
+            if not self._call("on_start"):
+                self._stop = "callback"
+            ENGINES[self.config.engine](self.parts, self._keep_going)
+            self._finish()
+        except QfleetError as error:
+            self._stop = f"error: {error}"
+            self._write_result()
+            raise
+        finally:
+            self._faults.flush()
+            self._writers.close()
+        result = self._write_result()
+        self._call("on_end", result)
+        return result
 
     def close(self) -> None:
         self.parts.envs.close()
@@ -221,7 +225,7 @@ class Run:
             scalars["eval/mean_reward"] = self.evaluation.mean
         self._progress.update(clock.env_steps, scalars, shares)
         self._watch(metrics)
-        if self._call("on_log", scalars) is False:
+        if not self._call("on_log", scalars):
             self._stop = "callback"
 
     def _watch(self, metrics: dict[str, float]) -> None:
@@ -280,7 +284,7 @@ class Run:
             self._stop = "target_return"
         elif config.patience and self._evals_since_best >= config.patience:
             self._stop = "patience"
-        if self._call("on_evaluation", evaluation) is False:
+        if not self._call("on_evaluation", evaluation):
             self._stop = "callback"
 
     def _keep_best(self, evaluation: Evaluation) -> None:
@@ -327,8 +331,9 @@ class Run:
             self._faults("checkpoint", str(error))
 
     def _checkpoint(self) -> None:
-        if self._exploding:
-            return  # never overwrite a good checkpoint with a diverged one
+        metrics = self.parts.learner.read_metrics()
+        if metrics and not metrics["abs_q_max"] <= self.config.max_abs_q:
+            return  # never let a diverged checkpoint push a good one out
         try:
             save_checkpoint(
                 self.folder / "checkpoints",

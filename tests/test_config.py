@@ -284,17 +284,23 @@ def test_later_wins() -> None:
     plain, used = resolve("CartPole-v1", preset="none")
     assert plain == Config(env="CartPole-v1")
     assert used == "none"
-    # The algorithm's row wins over the preset …
-    row, _ = resolve("CartPole-v1", "rainbow", "cartpole")
-    assert row.n_steps == 3
-    assert row.steps == PRESETS["cartpole"]().steps
-    # … a file over the row …
-    file_fields = {"n_steps": 5, "gamma": 0.5}
-    from_file, _ = resolve("CartPole-v1", "rainbow", "cartpole", file_fields)
-    assert (from_file.n_steps, from_file.gamma, from_file.head) == (5, 0.5, "c51")
-    # … and a single field over the file.
+    # A file wins over the preset …
+    file_fields = {"n_steps": 4, "gamma": 0.5}
+    from_file, _ = resolve("CartPole-v1", None, "cartpole", file_fields)
+    assert (from_file.n_steps, from_file.gamma) == (4, 0.5)
+    assert from_file.steps == PRESETS["cartpole"]().steps
+    # … the row of an algorithm that was asked for by name over both …
+    row, _ = resolve("CartPole-v1", "rainbow", "cartpole", file_fields)
+    assert (row.n_steps, row.gamma, row.head) == (3, 0.5, "c51")
+    # … and a single field over everything.
     field, _ = resolve("CartPole-v1", "rainbow", "cartpole", file_fields, {"n_steps": 7})
-    assert (field.n_steps, field.gamma) == (7, 0.5)
+    assert (field.n_steps, field.gamma, field.head) == (7, 0.5, "c51")
+
+
+def test_another_algorithm_beside_a_runs_file_switches_the_old_one_off() -> None:
+    file_fields = {"env": "CartPole-v1", "algo": "rainbow", **ALGORITHMS["rainbow"]}
+    config, _ = resolve(algo="dqn", file_fields=file_fields)
+    assert config == Config(env="CartPole-v1")
 
 
 def test_a_file_is_whole_without_a_preset_and_may_name_the_algorithm() -> None:

@@ -54,6 +54,7 @@ def run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: qfleet lab EXPERIMENT …   (qfleet lab EXPERIMENT --help tells more)\n")
         print("\n".join(f"  {name:<8} {what}" for name, what in EXPERIMENTS.items()))
+        print("\nExamples:\n  qfleet lab maze\n  qfleet lab maze --episodes 2000 --seed 1")
         return 0
     if argv[0] not in EXPERIMENTS:
         raise UnknownNameError("experiment", argv[0], EXPERIMENTS)

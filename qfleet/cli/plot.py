@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from qfleet.cli.parsing import parse
 from qfleet.errors import ConfigError
 from qfleet.telemetry.runs import EVAL_RETURN, group_runs, read_run, resolve_run, seed_folders
 
@@ -66,4 +67,4 @@ def plot(
 
 
 def run(argv: list[str]) -> int:
-    return tyro.cli(plot, args=argv, prog="qfleet plot", description=_DESCRIPTION)
+    return parse(plot, argv, "plot", description=_DESCRIPTION)

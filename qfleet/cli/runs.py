@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from qfleet.cli.parsing import parse
 from qfleet.errors import ConfigError
 from qfleet.telemetry.formatting import finite, format_duration, format_rate, format_score
 from qfleet.telemetry.runs import EVAL_RETURN, RunData, find_runs, read_run, run_name
@@ -48,7 +49,7 @@ def runs(
 
 
 def run(argv: list[str]) -> int:
-    return tyro.cli(runs, args=argv, prog="qfleet runs", description=_DESCRIPTION)
+    return parse(runs, argv, "runs", description=_DESCRIPTION)
 
 
 def _changed_s(path: Path) -> float:

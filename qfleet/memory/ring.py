@@ -7,6 +7,7 @@ n-step returns, bootstrapping at truncations and frame stacks that share their f
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -16,6 +17,10 @@ from qfleet.core import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, StateDic
 from qfleet.errors import CheckpointError, ConfigError
 from qfleet.memory.columns import allocate
 from qfleet.memory.samplers import Sampler, Window, ring_segments
+from qfleet.storage.segments import Segments
+
+SEGMENT_BYTES = 64 * 2**20
+"""Size of the pieces in which frames are checkpointed."""
 
 
 class Ring:
@@ -234,12 +239,33 @@ class Ring:
         return {
             "shape": self._shape(),
             "total_rows": self._total_rows,
-            "frames": self._frames[:filled],
+            "frames": self._frame_segments(),
             "action": self._action[:filled],
             "reward": self._reward[:filled],
             "flags": self._flags[:filled],
             "sampler": self._sampler.state_dict(),
         }
+
+    def _frame_segments(self) -> Segments:
+        """The filled frames in pieces; a piece's version is the newest row written into it.
+
+        A million Atari frames are 7 GB, of which a checkpoint interval rewrites a small part.
+        """
+        frame_bytes = math.prod(self._frame_shape) * self._frames.element_size() * self.num_envs
+        rows = max(1, SEGMENT_BYTES // frame_bytes)
+        filled = min(self._total_rows, self.rows)
+        cuts = [(start, min(start + rows, filled)) for start in range(0, filled, rows)]
+        return Segments(
+            tensors=[self._frame_rows[start:stop] for start, stop in cuts],
+            versions=[self._newest_row_in(start, stop) for start, stop in cuts],
+        )
+
+    def _newest_row_in(self, start: int, stop: int) -> int:
+        """The newest row, counted from the first ever written, in ring rows start … stop − 1."""
+        newest = self._total_rows - 1
+        if start <= newest % self.rows < stop:
+            return newest
+        return newest - (newest - (stop - 1)) % self.rows
 
     def load_state_dict(self, state: StateDict) -> None:
         theirs, ours = state["shape"], self._shape()
@@ -249,7 +275,10 @@ class Ring:
             raise CheckpointError(f"the stored replay memory has {told}; resume with the same")
         self._total_rows = state["total_rows"]
         filled = len(self)
-        self._frames[:filled].copy_(state["frames"])
+        start = 0
+        for piece in state["frames"].tensors:
+            self._frame_rows[start : start + piece.shape[0]].copy_(piece)
+            start += piece.shape[0]
         self._action[:filled].copy_(state["action"])
         self._reward[:filled].copy_(state["reward"])
         self._flags[:filled].copy_(state["flags"])

@@ -1,7 +1,7 @@
 """From what the user said to one resolved Config.
 
-Later wins: the preset (named, or the one that suits the environment), the algorithm's row, a
-configuration file, single fields.
+Later wins: the preset (named, or the one that suits the environment), a configuration file, the
+row of an algorithm that was asked for by name, single fields.
 """
 
 from __future__ import annotations
@@ -54,24 +54,31 @@ def resolve(
 ) -> tuple[Config, str | None]:
     """The configuration, not yet validated, and the name of the preset that was used."""
     file_fields, fields = dict(file_fields or {}), dict(fields or {})
+    check_fields({**file_fields, **fields})
     env = env or file_fields.get("env")
-    algo = algo or file_fields.get("algo")
-    if algo is not None:
-        algo, _ = algorithm_switches(algo)
+    asked = algo or file_fields.get("algo")
     if preset is None and env is not None and not file_fields:
-        preset = preset_for(env, algo)
+        preset = preset_for(env, asked)
     if preset in (None, "none"):
         config = Config()
     elif preset in PRESETS:
         config = PRESETS[preset]()
     else:
         raise UnknownNameError("preset", preset, PRESETS)
-    if algo is not None and algo != config.algo:
-        config = config.replace(algo=algo, **algorithm_switches(algo)[1])
-    changes = {**file_fields, **fields}
-    if env is not None:
-        changes["env"] = env
+    if "algo" in file_fields:
+        config = with_algorithm(config, file_fields.pop("algo"))
+    config = config.replace(**file_fields)
     if algo is not None:
-        changes["algo"] = algo
-    check_fields(changes)
-    return config.replace(**changes), preset
+        config = with_algorithm(config, algo)
+    return config.replace(**fields, **({} if env is None else {"env": env})), preset
+
+
+def with_algorithm(config: Config, name: str) -> Config:
+    """The configuration with another row of the table: the old row's switches off, its own on."""
+    name, switches = algorithm_switches(name)
+    if name == config.algo:
+        return config
+    defaults = Config()
+    _, old = algorithm_switches(config.algo)
+    cleared = {switch: getattr(defaults, switch) for switch in old}
+    return config.replace(**{**cleared, **switches, "algo": name})

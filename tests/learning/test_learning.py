@@ -136,8 +136,9 @@ def test_stacks_returns_priorities_and_truncation_together(tmp_path: Path) -> No
     assert trained.result.eval_return_mean is not None
     assert trained.result.eval_return_mean >= 0.95 * most
     memory = load_checkpoint(trained.folder / "checkpoints").parts["memory"]
-    assert memory["frames"].dtype == torch.uint8
-    assert memory["frames"].shape[1:] == (2, Drift.WIDTH)  # one frame a row, not a stack
+    frames = torch.cat(memory["frames"].tensors)
+    assert frames.dtype == torch.uint8
+    assert frames.shape[2:] == (2, Drift.WIDTH)  # one frame a row and env, not a stack
     # Cut episodes go on being worth what they would have been: about 1 / (1 − γ) all along.
     env = Drift()
     env.place, env.direction = 2, 1

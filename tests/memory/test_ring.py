@@ -13,6 +13,7 @@ from ring_cases import CPU, Case, assert_equal, prioritized, uniform
 from qfleet.core import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, Memory
 from qfleet.errors import CheckpointError, ConfigError, MemoryRefusedError
 from qfleet.memory import Ring
+from qfleet.storage.segments import Segments
 
 VECTOR = EnvSpec("vector", (1,), "float32", 9)
 
@@ -172,7 +173,7 @@ def test_a_ring_in_files_equals_a_ring_in_memory(tmp_path: Path) -> None:
         assert_equal(in_memory.sample(50, 1.0), in_files.sample(50, 1.0))
     frames = np.fromfile(folder / "replay-frames.bin", dtype=np.float32)
     assert frames.size == (11 * 2 + 1) * 2
-    assert np.array_equal(frames[:2], in_files.state_dict()["frames"][0].numpy())
+    assert np.array_equal(frames[:2], in_files.state_dict()["frames"].tensors[0][0, 0].numpy())
     # An old ring's files are no trouble: a new ring starts empty over them.
     again = case.ring(uniform(), folder)
     assert len(again) == 0
@@ -230,7 +231,8 @@ def test_a_state_holds_only_what_was_filled_and_only_tensors_and_plain_values() 
     ring = Ring(VECTOR, 2, 2000, 1, 0.9, prioritized(1000, 2), CPU)
     ring.extend(block_of([0.0] * 3, [FIRST, 0, 0], num_envs=2))
     state = ring.state_dict()
-    assert {state[name].shape[0] for name in ("frames", "action", "reward", "flags")} == {6}
+    assert {state[name].shape[0] for name in ("action", "reward", "flags")} == {6}
+    assert [piece.shape[:2] for piece in state["frames"].tensors] == [(3, 2)]
     assert state["sampler"]["leaves"].shape[0] == 4
     assert state["sampler"]["generator"].dtype == torch.uint8
 
@@ -241,7 +243,7 @@ def test_a_state_holds_only_what_was_filled_and_only_tensors_and_plain_values() 
         elif isinstance(value, list):
             assert all(isinstance(inner, int) for inner in value)
         else:
-            assert isinstance(value, (torch.Tensor, int))
+            assert isinstance(value, (torch.Tensor, Segments, int))
 
     check(state)
 
@@ -251,3 +253,29 @@ def test_a_ring_is_a_memory() -> None:
     memory.extend(block_of([1.0, 2.0], [FIRST, 0]))
     memory.update_priorities(torch.tensor([0]), torch.tensor([1.0]))
     assert memory.sample(1, 1.0).reward.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("rows_written", [3, 10, 11, 25, 40])
+def test_a_piece_of_the_frames_has_a_new_version_exactly_when_it_was_written(
+    rows_written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 10 rows of 2 envs × 4 bytes, in pieces of 3 rows: 0-2, 3-5, 6-8, 9
+    monkeypatch.setattr("qfleet.memory.ring.SEGMENT_BYTES", 24)
+    spec = EnvSpec("toy", (1,), "float32", 2)
+    ring = Ring(spec, 2, 20, 1, 0.9, uniform(), torch.device("cpu"))
+    before: list[int] = []
+    for row in range(rows_written):
+        ring.extend(
+            Block(
+                obs=torch.full((1, 2, 1), float(row)),
+                action=torch.zeros((1, 2), dtype=torch.int64),
+                reward=torch.zeros((1, 2)),
+                flags=torch.zeros((1, 2), dtype=torch.uint8),
+            )
+        )
+        pieces = ring.state_dict()["frames"]
+        # The frame's value is the number of its row, so a piece's newest row is its largest value.
+        assert pieces.versions == [int(piece.max()) for piece in pieces.tensors]
+        changed = [i for i, v in enumerate(pieces.versions) if before[i : i + 1] != [v]]
+        assert changed == [row % 10 // 3]
+        before = pieces.versions

@@ -65,13 +65,15 @@ def evaluate_policy(
             obs = step.obs
             returns += step.reward
             lengths += 1
-            done = step.terminated | step.truncated | (lengths >= LONGEST_EPISODE)
+            endless = lengths >= LONGEST_EPISODE
+            done = step.terminated | step.truncated | endless
             for env in done.nonzero()[0]:
                 if finished[env] < share[env]:
                     results[env].append((float(returns[env]), int(lengths[env])))
                     finished[env] += 1
-            returns[step.fresh] = 0.0
-            lengths[step.fresh] = 0
+            over = step.fresh | endless
+            returns[over] = 0.0
+            lengths[over] = 0
     finally:
         network.train(was_training)
     flat = [result for env_results in results for result in env_results]
