@@ -203,6 +203,8 @@ class PrioritizedSampler:
         if index.shape[0] == 0:
             return
         self._settle()
+        # Samples may have been learnt from on another device than the one they are kept on.
+        index = index.to(self.leaves.device)
         error = priority.detach().to(device=self.leaves.device, dtype=torch.float32).abs()
         leaf = error.add_(self._eps).pow_(self._alpha)
         # A leaf that underflows would look ineligible.

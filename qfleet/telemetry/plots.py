@@ -18,6 +18,8 @@ from qfleet.telemetry.runs import EVAL_RETURN, ROLLOUT_RETURN, RunData
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 LINE_STYLES = ("-", "--", ":")
 FORMATS = (".png", ".svg", ".pdf")
+CROWD = 5
+"""More groups than this are drawn without bands, which would hide each other."""
 TEXT_COLOUR = "#333333"
 MUTED_COLOUR = "#888888"
 AXIS_NAMES = {
@@ -46,7 +48,8 @@ def learning_curve(groups: dict[str, list[RunData]], metric: str, out: Path) -> 
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     with mpl.rc_context({"font.size": 10.5, "text.color": TEXT_COLOUR, "svg.hashsalt": "qfleet"}):
-        figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
+        is_crowded = len(groups) > CROWD
+        figure = Figure(figsize=(9.2 if is_crowded else 7.2, 4.2), dpi=150, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         if _is_portrait(runs, metric):
@@ -61,7 +64,10 @@ def learning_curve(groups: dict[str, list[RunData]], metric: str, out: Path) -> 
         axes.set_ylabel(name, color=TEXT_COLOUR)
         axes.set_title(_title(groups, metric), loc="left", fontsize=12, fontweight="bold", pad=10)
         if len(axes.get_legend_handles_labels()[1]) > 1:
-            axes.legend(frameon=False, loc="best")
+            if is_crowded:
+                axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+            else:
+                axes.legend(frameon=False, loc="best")
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(out)
@@ -99,7 +105,8 @@ def _draw_groups(axes: Any, groups: dict[str, list[RunData]], metric: str) -> No
             label = f"{label} ({len(curves)} runs)"
             grid, middle, low, high = aggregate_curves(curves)
             if grid.size:
-                axes.fill_between(grid, low, high, color=colour, alpha=0.18, lw=0)
+                if len(groups) <= CROWD:
+                    axes.fill_between(grid, low, high, color=colour, alpha=0.18, lw=0)
                 curves = [(grid.tolist(), middle.tolist())]
         # Runs that share no range of steps have no mean: they are drawn one by one.
         for steps, values in curves:

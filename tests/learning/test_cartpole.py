@@ -1,0 +1,30 @@
+"""The CartPole preset learns, on nearly every seed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from qfleet.presets import PRESETS
+from qfleet.run import Run, Sitting
+
+
+def final_return(seed: int) -> float:
+    config = PRESETS["cartpole"]().replace(
+        seed=seed, eval_freq=0, n_eval_episodes=20, tensorboard=False, threads=1
+    )
+    assert config.steps == 50_000
+    with tempfile.TemporaryDirectory() as folder:
+        result = Run(config, Path(folder) / "run", Sitting()).go()
+    assert result.eval_return_mean is not None
+    return result.eval_return_mean
+
+
+@pytest.mark.slow
+def test_the_preset_reaches_475_on_at_least_9_of_10_seeds() -> None:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        returns = pool.map(final_return, range(10), chunksize=1)
+    assert sum(value >= 475 for value in returns) >= 9, returns
