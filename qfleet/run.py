@@ -28,6 +28,7 @@ from qfleet.engines.serial import run_serial
 from qfleet.envs import make_envs
 from qfleet.errors import CheckpointError, DivergedError, QfleetError
 from qfleet.evaluation import Evaluation, evaluate_policy
+from qfleet.judge import Judge
 from qfleet.result import Result, peak_device_bytes, peak_rss_bytes
 from qfleet.signals import Signals
 from qfleet.storage.checkpoint import Checkpoint, list_checkpoints, save_checkpoint, save_policy
@@ -75,9 +76,7 @@ class Run:
         self._recent: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
         self.evaluation: Evaluation | None = None
         self._evaluated_at = -1
-        self.best_return: float | None = None
-        self._evals_since_best = 0
-        self._evals_since_lr_drop = 0
+        self._judge = Judge(config)
         self._exploding = 0
         self._stop: str | None = None
         self._signal: int | None = None
@@ -279,27 +278,15 @@ class Run:
                 "eval/mean_ep_length": evaluation.mean_length,
             },
         )
-        self._keep_best(evaluation)
-        if config.target_return is not None and evaluation.mean >= config.target_return:
-            self._stop = "target_return"
-        elif config.patience and self._evals_since_best >= config.patience:
-            self._stop = "patience"
+        verdict = self._judge.weigh(evaluation.mean)
+        self._stop = verdict.stop or self._stop
+        if verdict.is_best:
+            self._save_best()
+        if verdict.lower_rate:
+            self.parts.learner.lr_scale *= config.lr_plateau_factor
+            self.alert(f"plateau: learning rate scaled to {self.parts.learner.lr_scale:g}")
         if not self._call("on_evaluation", evaluation):
             self._stop = "callback"
-
-    def _keep_best(self, evaluation: Evaluation) -> None:
-        config, learner = self.config, self.parts.learner
-        if self.best_return is None or evaluation.mean > self.best_return:
-            self.best_return = evaluation.mean
-            self._evals_since_best = self._evals_since_lr_drop = 0
-            self._save_best()
-            return
-        self._evals_since_best += 1
-        self._evals_since_lr_drop += 1
-        if config.lr_plateau_patience and self._evals_since_lr_drop >= config.lr_plateau_patience:
-            learner.lr_scale *= config.lr_plateau_factor
-            self._evals_since_lr_drop = 0
-            self._progress.message(f"plateau: learning rate scaled to {learner.lr_scale:g}")
 
     def _finish(self) -> None:
         """Last evaluation and last checkpoint. A signal wants out: it gets the checkpoint only."""
@@ -311,7 +298,7 @@ class Run:
             reason = self._stop
             self._evaluate(record=complete)
             self._stop = reason
-        if self.best_return is None and self.evaluation is not None:
+        if self._judge.best_return is None and self.evaluation is not None:
             self._save_best()
         self._checkpoint()
 
@@ -360,9 +347,7 @@ class Run:
                 "updates": parts.clock.updates,
                 "marks": self._marks,
                 "recent": [list(episode) for episode in self._recent],
-                "best_return": self.best_return,
-                "evals_since_best": self._evals_since_best,
-                "evals_since_lr_drop": self._evals_since_lr_drop,
+                "judge": self._judge.state_dict(),
                 "evaluation": None
                 if self.evaluation is None
                 else dataclasses.asdict(self.evaluation),
@@ -387,9 +372,7 @@ class Run:
         parts.channel.publish(parts.clock.updates)
         self._marks = dict(own["marks"])
         self._recent.extend((reward, length) for reward, length in own["recent"])
-        self.best_return = own["best_return"]
-        self._evals_since_best = own["evals_since_best"]
-        self._evals_since_lr_drop = own["evals_since_lr_drop"]
+        self._judge.load_state_dict(own["judge"])
         if own["evaluation"] is not None:
             self.evaluation = Evaluation(**own["evaluation"])
         self._evaluated_at = own["evaluated_at"]
@@ -416,7 +399,7 @@ class Run:
             else None,
             eval_return_mean=evaluation.mean if evaluation else None,
             eval_return_std=evaluation.std if evaluation else None,
-            best_eval_return=self.best_return,
+            best_eval_return=self._judge.best_return,
             stopped_by=self._stop or "steps",
             time_share=self.parts.timers.shares(wall_s),
             communication=dict.fromkeys(("bytes_sent", "bytes_received", "messages")),

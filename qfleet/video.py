@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,11 +33,16 @@ def film(policy: Policy, out: Path, seed: int, max_frames: int, fps: int) -> tup
     total = 0.0
     frames: list[Frame] = []
     play = _play_atari if ale_game(policy.config.env) else _play
-    for frame, reward in play(policy, seed):
-        frames.append(frame)
-        total += reward
-        if len(frames) >= max_frames:
-            break
+    try:
+        for frame, reward in play(policy, seed):
+            frames.append(frame)
+            total += reward
+            if len(frames) >= max_frames:
+                break
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ConfigError(
+            f"'{policy.config.env}' cannot draw itself ({error}); try `pip install qfleet[render]`"
+        ) from None
     out.parent.mkdir(parents=True, exist_ok=True)
     _write(frames, out, fps)
     return len(frames), total

@@ -1,4 +1,8 @@
-"""Published recipes, one function each; the docstring names the source."""
+"""Published recipes, one function each; the docstring names the source.
+
+Sources for plain DQN say nothing about distributions. The range of atoms is then ours, from the
+largest discounted return, and the number of quantiles is one that suits a small task.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,10 @@ def cartpole() -> Config:
         exploration_final_eps=0.02,
         net_arch=(128, 128),
         eval_freq=5000,
+        v_min=0.0,
+        v_max=100.0,
+        n_quantiles=25,
+        iqn_samples=16,
     )
 
 
@@ -84,6 +92,10 @@ def acrobot() -> Config:
         exploration_fraction=0.12,
         exploration_final_eps=0.1,
         net_arch=(256, 256),
+        v_min=-100.0,
+        v_max=0.0,
+        n_quantiles=25,
+        iqn_samples=16,
     )
 
 
@@ -103,26 +115,16 @@ def mountaincar() -> Config:
         exploration_fraction=0.2,
         exploration_final_eps=0.07,
         net_arch=(256, 256),
+        v_min=-50.0,
+        v_max=0.0,
+        n_quantiles=25,
+        iqn_samples=16,
     )
 
 
 def lunarlander() -> Config:
     """rl-baselines3-zoo, hyperparams/dqn.yml, LunarLander (needs `pip install qfleet[box2d]`)."""
-    return Config(
-        env="LunarLander-v3",
-        steps=100_000,
-        learning_rate=6.3e-4,
-        batch_size=128,
-        buffer_size=50_000,
-        learning_starts=0,
-        gamma=0.99,
-        target_update_interval=250,
-        train_freq=4,
-        gradient_steps=4,
-        exploration_fraction=0.12,
-        exploration_final_eps=0.1,
-        net_arch=(256, 256),
-    )
+    return acrobot().replace(env="LunarLander-v3", v_min=-300.0, v_max=300.0)
 
 
 def atari_dqn() -> Config:

@@ -1,0 +1,58 @@
+"""What evaluations decide: which policy is the best, when to stop, when to learn more slowly.
+
+In: mean returns, one after another. Out: a verdict on each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from qfleet.config import Config
+from qfleet.core import StateDict
+
+
+class Verdict(NamedTuple):
+    is_best: bool
+    stop: str | None
+    """Why the run should end, if it should."""
+    lower_rate: bool
+    """Whether the learning rate is to be lowered."""
+
+
+class Judge:
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.best_return: float | None = None
+        self._since_best = 0
+        self._since_lower_rate = 0
+
+    def weigh(self, mean_return: float) -> Verdict:
+        config = self._config
+        is_best = self.best_return is None or mean_return > self.best_return
+        if is_best:
+            self.best_return = mean_return
+            self._since_best = self._since_lower_rate = 0
+        else:
+            self._since_best += 1
+            self._since_lower_rate += 1
+        lower_rate = 0 < config.lr_plateau_patience <= self._since_lower_rate
+        if lower_rate:
+            self._since_lower_rate = 0
+        stop = None
+        if config.target_return is not None and mean_return >= config.target_return:
+            stop = "target_return"
+        elif 0 < config.patience <= self._since_best:
+            stop = "patience"
+        return Verdict(is_best, stop, lower_rate)
+
+    def state_dict(self) -> StateDict:
+        return {
+            "best_return": self.best_return,
+            "since_best": self._since_best,
+            "since_lower_rate": self._since_lower_rate,
+        }
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.best_return = state["best_return"]
+        self._since_best = state["since_best"]
+        self._since_lower_rate = state["since_lower_rate"]
