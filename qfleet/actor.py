@@ -125,7 +125,7 @@ class Actor:
         if self._ladder is not None:
             explore = chance < self._ladder
         else:
-            explore = chance < schedules.epsilon(self._config, self._clock.env_steps)
+            explore = chance < self.exploration_rate()
         if explore.all():
             return random_actions
         greedy = self._greedy(self._obs)
@@ -147,6 +147,12 @@ class Actor:
             self._lengths[fresh[row]] = 0
         self._returns += self._rewards[start:rows].sum(axis=0)
         self._lengths += rows - start
+
+    def exploration_rate(self) -> float:
+        """ε now, or the mean of the ladder's."""
+        if self._ladder is not None:
+            return float(self._ladder.mean())
+        return schedules.epsilon(self._config, self._clock.env_steps)
 
     def take_episodes(self) -> list[Episode]:
         """Episodes finished since the last call."""

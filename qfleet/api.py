@@ -98,8 +98,8 @@ def train_seeds(
     config = _configure(env, algo, preset, config, fields)
     if isinstance(seeds, int):
         seeds = range(config.seed, config.seed + seeds)
-    if not seeds:
-        raise ConfigError(f"seeds {seeds!r} names no seed; give at least 1")
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seeds {list(seeds)} must name at least one seed, and each only once")
     folder = _folder(config, run_dir, name)
     runs: list[Trained] = []
     for seed in seeds:
@@ -116,6 +116,7 @@ def resume(
     run: Path | str,
     *,
     steps: int | None = None,
+    device: str | None = None,
     sitting: Sitting | None = None,
     callbacks: Sequence[Callback] = (),
     trust: bool = False,
@@ -126,6 +127,8 @@ def resume(
     check_trust(config, trust)
     if steps is not None:
         config = config.replace(steps=steps)
+    if device is not None:
+        config = config.replace(device=device)
     alerts: list[str] = []
     checkpoint = load_checkpoint(folder / "checkpoints", None, on_alert=alerts.append)
     saved = checkpoint.meta["config"]
@@ -145,9 +148,14 @@ def resume(
     return _go(runner)
 
 
-def load(run: Path | str, which: Literal["best", "last"] = "best", trust: bool = False) -> Policy:
+def load(
+    run: Path | str,
+    which: Literal["best", "last"] = "best",
+    trust: bool = False,
+    device: str | None = None,
+) -> Policy:
     """The policy of a run: its best evaluated one, or its newest."""
-    return load_run_policy(_one_run(run), which, trust)
+    return load_run_policy(_one_run(run), which, trust, device)
 
 
 def evaluate(
@@ -158,9 +166,10 @@ def evaluate(
     epsilon: float = 0.0,
     which: Literal["best", "last"] = "best",
     trust: bool = False,
+    device: str | None = None,
 ) -> Evaluation:
     """Play episodes with a run's policy."""
-    return load(run, which, trust).evaluate(episodes, seed, epsilon)
+    return load(run, which, trust, device).evaluate(episodes, seed, epsilon)
 
 
 def _configure(
@@ -195,7 +204,9 @@ def _removed_if_refused(folder: Path) -> Iterator[None]:
         yield
     except BaseException:
         with contextlib.suppress(OSError):  # not empty: it is not ours alone
-            folder.rmdir()
+            for child in [*folder.glob("seed-*"), folder]:
+                (child / ".lock").unlink(missing_ok=True)
+                child.rmdir()
         raise
 
 

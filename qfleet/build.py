@@ -15,11 +15,13 @@ from qfleet.algorithms.objective import Objective
 from qfleet.config import Config
 from qfleet.core import Clock, EnvSpec, Memory, Updater, VectorEnv, WeightsChannel
 from qfleet.envs import make_envs
+from qfleet.envs.seeding import mix_seeds
 from qfleet.errors import ConfigError
 from qfleet.learner import Learner
 from qfleet.loop import RateLimiter, rows_per_block
 from qfleet.memory import PrioritizedSampler, Ring, Sampler, UniformSampler, check_fits
 from qfleet.networks import QNetwork, build_network
+from qfleet.networks.torsos import image_layout
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.updaters.local import LocalUpdater
@@ -66,9 +68,23 @@ class Parts:
     seeds: Seeds
 
 
-def build(config: Config, faults: FaultLog) -> Parts:
+class TorchSettings:
+    """torch's process-wide settings that a run changes, to be given back at its end."""
+
+    def __init__(self) -> None:
+        self._threads = torch.get_num_threads()
+        self._mkldnn = bool(torch.backends.mkldnn.enabled)
+
+    def restore(self) -> None:
+        torch.set_num_threads(self._threads)
+        torch.backends.mkldnn.set_flags(self._mkldnn)  # type: ignore[no-untyped-call]
+
+
+def build(config: Config, faults: FaultLog, restarted_at: int = 0) -> Parts:
+    """All parts of a run; ``restarted_at`` (env steps) gives restarted envs new episodes."""
     seeds = Seeds.of(config.seed)
-    envs = make_envs(config, config.envs, seeds.envs, training=True, on_fault=faults)
+    env_seed = seeds.envs if not restarted_at else mix_seeds(seeds.envs, restarted_at)
+    envs = make_envs(config, config.envs, env_seed, training=True, on_fault=faults)
     try:
         spec = envs.spec
         device = resolve_device(config.device, spec)
@@ -133,6 +149,7 @@ def model_transform(config: Config) -> ModelTransform:
 
     def compiled(network: QNetwork) -> QNetwork:
         network.compile()
+        network.allows_shortcuts = False
         return network
 
     return compiled if config.compile else lambda network: network
@@ -186,7 +203,7 @@ def make_updater(config: Config, weights: FlatWeights) -> Updater:
 
 
 def is_image(spec: EnvSpec) -> bool:
-    return len(spec.obs_shape) == 3
+    return image_layout(spec.obs_shape) is not None
 
 
 def resolve_device(name: str, spec: EnvSpec) -> torch.device:
@@ -206,6 +223,8 @@ def resolve_device(name: str, spec: EnvSpec) -> torch.device:
 def set_threads(threads: int, spec: EnvSpec) -> None:
     """Small networks gain nothing from more than two threads and lose on many cores."""
     cores = os.cpu_count() or 1
+    if threads > 4 * cores:
+        raise ConfigError(f"threads {threads} is far more than this machine's {cores} cores")
     automatic = cores if is_image(spec) else min(2, cores)
     torch.set_num_threads(threads or automatic)
     # oneDNN's product with a transposed operand takes half as long again as the BLAS's own at the

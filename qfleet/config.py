@@ -276,6 +276,12 @@ class Config:
             self.exploration_final_eps,
             "is the base of the ladder and must lie strictly between 0 and 1 (Ape-X: 0.4)",
         )
+        _require(
+            not (self.noisy and self.exploration_ladder),
+            "exploration_ladder",
+            self.exploration_ladder,
+            "does not go with noisy, which explores without ε; switch one of them off",
+        )
         try:
             kwargs = json.loads(self.env_kwargs)
         except json.JSONDecodeError as error:

@@ -47,6 +47,10 @@ class EnvSpec:
     """Emulator frames per env step."""
     num_obs_values: int = 0
     """Number of values of a discrete observation; 0 for boxes."""
+    first_obs_value: int = 0
+    """The environment's own number for discrete observation 0."""
+    first_action: int = 0
+    """The environment's own number for action 0."""
 
     @property
     def frame_shape(self) -> tuple[int, ...]:
@@ -186,6 +190,10 @@ class Memory(Protocol):
 
     def end_open_episodes(self) -> None:
         """Close what the newest rows left open, because their envs cannot be continued."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files; the memory is not used afterwards."""
         ...
 
     def state_dict(self) -> StateDict: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +13,8 @@ from qfleet.core import VectorEnv
 from qfleet.networks import QNetwork
 
 # An env without a time limit and a policy that never fails would otherwise play for ever.
-LONGEST_EPISODE = 108_000
+# Atari's own limit at the usual frame skip: 108,000 frames.
+LONGEST_EPISODE = 27_000
 
 
 @dataclass
@@ -40,8 +42,11 @@ def evaluate_policy(
     epsilon: float,
     device: torch.device,
     seed: int,
-) -> Evaluation:
+    give_up: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
     """Play ``episodes`` episodes from the envs' own seeds, greedily but for ``epsilon``.
+
+    None if ``give_up``, asked at every step, said yes before the end.
 
     Each env plays a fixed share, so that short episodes are not counted more often than long ones.
     """
@@ -57,6 +62,8 @@ def evaluate_policy(
     obs = envs.reset()
     try:
         while (finished < share).any():
+            if give_up():
+                return None
             actions = greedy(obs)
             if epsilon > 0:
                 explore = random.random(n) < epsilon

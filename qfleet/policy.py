@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,13 +23,16 @@ from qfleet.weights import FlatWeights
 
 
 class Policy:
-    """Observations in, actions out."""
+    """Observations in, actions out, both as the environment itself numbers them."""
 
-    def __init__(self, config: Config, spec: EnvSpec, state: dict[str, Any]) -> None:
+    def __init__(
+        self, config: Config, spec: EnvSpec, state: dict[str, Any], device: str | None = None
+    ) -> None:
         self.config, self.spec = config, spec
-        self._device = resolve_device(config.device, spec)
-        seeds = Seeds.of(config.seed)
-        self.network = make_network(config, spec, self._device, seeds.network)
+        self.device = _usable_device(config, spec, device)
+        # Not compiled: a policy that is asked a few times never earns the minutes back.
+        plain = config.replace(compile=False)
+        self.network = make_network(plain, spec, self.device, Seeds.of(config.seed).network)
         self.network.eval()
         weights = FlatWeights(self.network)
         if weights.data.shape != state["weights"].shape:
@@ -39,51 +43,90 @@ class Policy:
         weights.data.copy_(state["weights"])
         for name, buffer in self.network.named_buffers():
             buffer.copy_(state["buffers"][name])
-        self._greedy = make_greedy(self.network, self._device)
+        self.greedy = make_greedy(self.network, self.device)
+        """Batches in, actions out, both counted from 0 as inside qfleet."""
 
     def act(self, obs: Any) -> int | NDArray[np.int64]:
         """The greedy action for one observation (an int) or for a batch of them (an array)."""
-        array = np.asarray(obs, dtype=self.spec.obs_dtype)
-        if array.shape == self.spec.obs_shape:
-            return int(self._greedy(array[None])[0])
-        if array.shape[1:] != self.spec.obs_shape:
-            raise ConfigError(
-                f"observation of shape {array.shape} does not fit this policy, which takes "
-                f"{self.spec.obs_shape} or a batch of those"
-            )
-        return self._greedy(array)
+        batch, is_single = self._batch(obs)
+        actions = self.greedy(batch) + self.spec.first_action
+        return int(actions[0]) if is_single else actions
 
     def q_values(self, obs: Any) -> NDArray[np.float32]:
-        """Expected return of every action, ``[B, actions]``, for a batch of observations."""
-        array = np.asarray(obs, dtype=self.spec.obs_dtype)
+        """Expected return of every action: ``[actions]`` or, for a batch, ``[B, actions]``."""
+        batch, is_single = self._batch(obs)
         with torch.inference_mode():
-            values = self.network.q_values(torch.from_numpy(array).to(self._device))
+            values = self.network.q_values(torch.from_numpy(batch).to(self.device))
         result: NDArray[np.float32] = values.cpu().numpy()
-        return result
+        return result[0] if is_single else result
+
+    def _batch(self, obs: Any) -> tuple[NDArray[Any], bool]:
+        """A batch as the network takes it, and whether it was a single observation."""
+        shape = self.spec.obs_shape
+        array = np.asarray(obs, dtype=self.spec.obs_dtype)
+        is_single = array.shape == shape
+        if not is_single and array.shape[1:] != shape:
+            raise ConfigError(
+                f"observation of shape {array.shape} does not fit this policy, which takes "
+                f"{shape} or a batch of those"
+            )
+        batch = np.ascontiguousarray(array[None] if is_single else array)
+        if self.spec.num_obs_values:
+            batch = batch - self.spec.first_obs_value
+            if batch.size and not 0 <= batch.min() <= batch.max() < self.spec.num_obs_values:
+                last = self.spec.first_obs_value + self.spec.num_obs_values - 1
+                raise ConfigError(
+                    f"observation {obs!r} is not one of {self.spec.first_obs_value} … {last}"
+                )
+        elif batch.dtype.kind == "f" and not np.isfinite(batch).all():
+            raise ConfigError("the observation holds NaN or Inf; no action follows from it")
+        return batch, is_single
 
     def evaluate(self, episodes: int = 10, seed: int = 0, epsilon: float = 0.0) -> Evaluation:
         """Play episodes in environments of its own."""
-        faults = FaultLog()
+        if episodes < 1 or seed < 0 or not 0 <= epsilon <= 1:
+            raise ConfigError(
+                f"cannot evaluate {episodes} episodes with seed {seed} and epsilon {epsilon}; "
+                "episodes must be at least 1, the seed at least 0, epsilon in [0, 1]"
+            )
         count = min(episodes, 16)
-        envs = make_envs(self.config, count, seed, training=False, on_fault=faults)
+        envs = make_envs(self.config, count, seed, training=False, on_fault=FaultLog())
         try:
-            return evaluate_policy(self.network, envs, episodes, epsilon, self._device, seed)
+            played = evaluate_policy(self.network, envs, episodes, epsilon, self.device, seed)
         finally:
             envs.close()
+        assert played is not None  # nobody gave up
+        return played
 
 
-def load_run_policy(folder: Path, which: Literal["best", "last"], trust: bool) -> Policy:
+def _usable_device(config: Config, spec: EnvSpec, asked: str | None) -> torch.device:
+    """The device asked for; else the run's own, or whatever this machine has instead."""
+    if asked is not None:
+        return resolve_device(asked, spec)
+    try:
+        return resolve_device(config.device, spec)
+    except ConfigError:
+        return resolve_device("auto", spec)
+
+
+def load_run_policy(
+    folder: Path, which: Literal["best", "last"], trust: bool, device: str | None = None
+) -> Policy:
     config = Config(**read_fields(folder / "config.json")).validate()
     check_trust(config, trust)
     if which == "best":
         state = load_policy(folder / "best").parts["policy"]
     else:
-        checkpoint = load_checkpoint(folder / "checkpoints", None, on_alert=print)
+        checkpoint = load_checkpoint(folder / "checkpoints", None, on_alert=_say)
         state = checkpoint.parts["learner"]
     envs = make_envs(config, 1, 0, training=False, on_fault=FaultLog())
     spec = envs.spec
     envs.close()
-    return Policy(config, spec, state)
+    return Policy(config, spec, state, device)
+
+
+def _say(alert: str) -> None:
+    print(f"qfleet: {alert}", file=sys.stderr)
 
 
 def check_trust(config: Config, trust: bool) -> None:

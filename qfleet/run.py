@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from qfleet import schedules
-from qfleet.build import Parts, build
+from qfleet.build import Parts, TorchSettings, build
 from qfleet.callbacks import Callback
 from qfleet.config import Config
 from qfleet.core import StateDict, VectorEnv
@@ -31,7 +31,13 @@ from qfleet.evaluation import Evaluation, evaluate_policy
 from qfleet.judge import Judge
 from qfleet.result import Result, peak_device_bytes, peak_rss_bytes
 from qfleet.signals import Signals
-from qfleet.storage.checkpoint import Checkpoint, list_checkpoints, save_checkpoint, save_policy
+from qfleet.storage.checkpoint import (
+    Checkpoint,
+    list_checkpoints,
+    load_policy,
+    save_checkpoint,
+    save_policy,
+)
 from qfleet.storage.rundir import RunLock, atomic_write_text
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.progress import Progress
@@ -70,7 +76,20 @@ class Run:
         self._sitting, self._callbacks = sitting, callbacks
         self._progress = Progress(config.steps, mode=sitting.display)
         self._faults = FaultLog(notify=self._progress.message)
-        self.parts: Parts = build(config, self._faults)
+        # First of all: whoever runs here already must not lose a byte to us.
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = RunLock(folder)
+        self._lock.__enter__()
+        self._torch_settings = TorchSettings()
+        # Envs that cannot go on where they were must not play their first episodes again.
+        restarts = checkpoint is not None and checkpoint.parts["actor"].get("envs") is None
+        restarted_at = checkpoint.env_steps if checkpoint is not None and restarts else 0
+        try:
+            self.parts: Parts = build(config, self._faults, restarted_at)
+        except BaseException:
+            self._torch_settings.restore()
+            self._lock.close()
+            raise
         self._eval_envs: VectorEnv | None = None
         self._marks = {"log": 0, "eval": 0, "checkpoint": 0}
         self._recent: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
@@ -84,15 +103,22 @@ class Run:
         self._started_s = time.monotonic()
         self._logged: tuple[float, int] = (self._started_s, 0)
         if checkpoint is not None:
-            self._restore(checkpoint)
+            try:
+                self._restore(checkpoint)
+            except BaseException as error:
+                self.close()
+                if isinstance(error, KeyError):
+                    raise CheckpointError(
+                        f"'{checkpoint.path}' has no {error}: another qfleet wrote it"
+                    ) from None
+                raise
 
     # --- the sitting ------------------------------------------------------------------------
 
     def go(self) -> Result:
         """Train until something says stop; leaves a result, and a checkpoint unless it failed."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with RunLock(self.folder), Signals(self._interrupt), self._progress:
+            with Signals(self._interrupt), self._progress:
                 return self._go()
         finally:
             self.close()
@@ -130,8 +156,11 @@ class Run:
 
     def close(self) -> None:
         self.parts.envs.close()
+        self.parts.memory.close()
         if self._eval_envs is not None:
             self._eval_envs.close()
+        self._torch_settings.restore()
+        self._lock.close()
 
     @property
     def interrupted_by(self) -> int | None:
@@ -142,8 +171,8 @@ class Run:
         self._signal = number
 
     def alert(self, message: str) -> None:
-        """Tell whoever watches the run."""
-        self._progress.message(message)
+        """Tell whoever watches the run, and count it."""
+        self._faults("alert", message)
 
     def seeds(self) -> dict[str, Any]:
         """Every seed of the run, by consumer, and the seed of each environment."""
@@ -187,10 +216,15 @@ class Run:
             return "steps"
         if sitting.stop_after is not None and self.parts.clock.env_steps >= sitting.stop_after:
             return "stop_after"
-        elapsed_s = time.monotonic() - self._started_s
-        if sitting.max_wall_s is not None and elapsed_s >= sitting.max_wall_s:
+        if self._is_out_of_time():
             return "max_wall"
         return None
+
+    def _is_out_of_time(self) -> bool:
+        """Whether someone waits for this sitting to end: a signal or the wall clock."""
+        elapsed_s = time.monotonic() - self._started_s
+        limit_s = self._sitting.max_wall_s
+        return self._signal is not None or (limit_s is not None and elapsed_s >= limit_s)
 
     def _log(self) -> None:
         clock, config = self.parts.clock, self.config
@@ -204,7 +238,7 @@ class Run:
         scalars: dict[str, float | None] = {
             "rollout/ep_rew_mean": float(np.mean(returns)) if returns else None,
             "rollout/ep_len_mean": float(np.mean(lengths)) if lengths else None,
-            "rollout/exploration_rate": schedules.epsilon(config, clock.env_steps),
+            "rollout/exploration_rate": self.parts.actor.exploration_rate(),
             "time/fps": (clock.env_steps - steps_then) / max(now - then, 1e-9),
             "time/env_steps": clock.env_steps,
             "time/frames": clock.frames,
@@ -266,7 +300,10 @@ class Run:
             config.eval_eps,
             self.parts.device,
             self.parts.seeds.eval_envs,
+            give_up=self._is_out_of_time,
         )
+        if evaluation is None:
+            return
         self.evaluation, self._evaluated_at = evaluation, clock.env_steps
         if not record:
             return
@@ -284,7 +321,8 @@ class Run:
             self._save_best()
         if verdict.lower_rate:
             self.parts.learner.lr_scale *= config.lr_plateau_factor
-            self.alert(f"plateau: learning rate scaled to {self.parts.learner.lr_scale:g}")
+            scale = self.parts.learner.lr_scale
+            self._progress.message(f"plateau: learning rate scaled to {scale:g}")
         if not self._call("on_evaluation", evaluation):
             self._stop = "callback"
 
@@ -294,7 +332,7 @@ class Run:
         complete = self._stop not in ("stop_after", "max_wall", "SIGINT", "SIGTERM")
         if self._logged[1] != self.parts.clock.env_steps:
             self._log()
-        if self._evaluated_at != self.parts.clock.env_steps and self._signal is None:
+        if self._evaluated_at != self.parts.clock.env_steps and not self._is_out_of_time():
             reason = self._stop
             self._evaluate(record=complete)
             self._stop = reason
@@ -364,21 +402,31 @@ class Run:
         parts.clock.env_steps, parts.clock.updates = own["env_steps"], own["updates"]
         parts.learner.load_state_dict(state["learner"])
         parts.memory.load_state_dict(state["memory"])
+        self._judge.load_state_dict(own["judge"])
         if not parts.actor.load_state_dict(state["actor"]):
             parts.memory.end_open_episodes()
             self._progress.message(
                 "these environments cannot give their state: open episodes were cut and restarted"
             )
+            self._respect_best()
         parts.channel.publish(parts.clock.updates)
         self._marks = dict(own["marks"])
         self._recent.extend((reward, length) for reward, length in own["recent"])
-        self._judge.load_state_dict(own["judge"])
         if own["evaluation"] is not None:
             self.evaluation = Evaluation(**own["evaluation"])
         self._evaluated_at = own["evaluated_at"]
         self._earlier_wall_s = own["wall_s"]
         parts.timers.load_state_dict(own["timers"])
         self._faults.load_state_dict(own["faults"])
+
+    def _respect_best(self) -> None:
+        """A policy that was found after the checkpoint will not be found again: do not lose it."""
+        try:
+            kept = load_policy(self.folder / "best").meta["return"]
+        except CheckpointError:
+            return
+        if kept is not None:
+            self._judge.best_return = max(kept, self._judge.best_return or kept)
 
     def _write_result(self) -> Result:
         config, clock, wall_s = self.config, self.parts.clock, self.wall_s()

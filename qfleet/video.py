@@ -43,8 +43,11 @@ def film(policy: Policy, out: Path, seed: int, max_frames: int, fps: int) -> tup
         raise ConfigError(
             f"'{policy.config.env}' cannot draw itself ({error}); try `pip install qfleet[render]`"
         ) from None
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _write(frames, out, fps)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _write(frames, out, fps)
+    except OSError as error:
+        raise ConfigError(f"cannot write '{out}': {error.strerror or error}") from None
     return len(frames), total
 
 
@@ -55,7 +58,9 @@ def _play(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
         yield _rendered(env.render()), 0.0
         done = False
         while not done:
-            obs, reward, terminated, truncated, _ = env.step(policy.act(obs))
+            obs, reward, terminated, truncated, _ = env.step(
+                int(policy.greedy(np.asarray(obs)[None])[0])
+            )
             done = terminated or truncated
             yield _rendered(env.render()), float(reward)
     finally:
@@ -77,7 +82,7 @@ def _play_atari(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
         obs, picture = player.reset(), camera.reset()
         yield picture[0, -1].copy(), 0.0
         while True:
-            action = np.asarray(policy.act(obs), dtype=np.int64)
+            action = policy.greedy(obs)
             step, shot = player.step(action), camera.step(action)
             obs = step.obs
             yield shot.obs[0, -1].copy(), float(step.reward[0])

@@ -32,6 +32,8 @@ class EvaluateOptions:
     """Probability of a random action."""
     which: Literal["best", "last"] = "best"
     """The best evaluated policy, or the newest checkpoint's."""
+    device: str | None = None
+    """Device to use instead of the run's own: cpu, cuda …"""
     trust: bool = False
     """Import the code (module:Class, --import) that the run's configuration names."""
     json: bool = False
@@ -41,10 +43,7 @@ class EvaluateOptions:
 def run(argv: list[str]) -> int:
     options = parse(EvaluateOptions, argv, "evaluate", description=DESCRIPTION)
     from qfleet import api
-    from qfleet.errors import ConfigError
 
-    if options.episodes < 1:
-        raise ConfigError(f"episodes {options.episodes} must be at least 1")
     evaluation = api.evaluate(
         options.run,
         episodes=options.episodes,
@@ -52,6 +51,7 @@ def run(argv: list[str]) -> int:
         epsilon=options.epsilon,
         which=options.which,
         trust=options.trust,
+        device=options.device,
     )
     if options.json:
         print(

@@ -29,6 +29,8 @@ class ResumeOptions:
     sitting: Annotated[SittingOptions, tyro.conf.arg(name="")]
     steps: int | None = None
     """New total of env steps."""
+    device: str | None = None
+    """Device to use instead of the run's own: cpu, cuda …"""
     trust: bool = False
     """Import the code (module:Class, --import) that the run's configuration names."""
 
@@ -37,10 +39,12 @@ def run(argv: list[str]) -> int:
     options = parse(ResumeOptions, argv, "resume", description=DESCRIPTION)
     from qfleet import api
 
-    trained = api.resume(
-        options.run,
-        steps=options.steps,
-        sitting=options.sitting.resolve(),
-        trust=options.trust,
-    )
+    with options.sitting.quiet_stdout():
+        trained = api.resume(
+            options.run,
+            steps=options.steps,
+            device=options.device,
+            sitting=options.sitting.resolve(),
+            trust=options.trust,
+        )
     return finish(trained, options.sitting)

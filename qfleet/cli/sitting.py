@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qfleet.cli.parsing import parse_duration
+from qfleet.errors import UserError
 
 if TYPE_CHECKING:
     from qfleet.api import Trained
@@ -29,11 +31,22 @@ class SittingOptions:
         from qfleet.run import Sitting
         from qfleet.telemetry.progress import choose_mode
 
+        max_wall_s = parse_duration(self.max_wall) if self.max_wall else None
+        if self.stop_after is not None and self.stop_after <= 0:
+            raise UserError(f"--stop-after {self.stop_after} must be positive")
+        if max_wall_s is not None and max_wall_s <= 0:
+            raise UserError(f"--max-wall {self.max_wall} must be positive")
         return Sitting(
             stop_after=self.stop_after,
-            max_wall_s=parse_duration(self.max_wall) if self.max_wall else None,
+            max_wall_s=max_wall_s,
             display=choose_mode(self.quiet or self.json, sys.stdout),
         )
+
+    def quiet_stdout(self) -> contextlib.AbstractContextManager[object]:
+        """With --json, standard output is for the result alone, whatever an env prints."""
+        if self.json:
+            return contextlib.redirect_stdout(sys.stderr)
+        return contextlib.nullcontext()
 
 
 def show(trained: Trained) -> None:

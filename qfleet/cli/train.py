@@ -83,13 +83,21 @@ def _train(config: Config, options: TrainOptions, preset: str | None) -> int:
     if preset and sitting.display != "silent":
         print(f"preset {preset}; --preset none for plain defaults")
     if options.seeds == 1:
-        one = api.train(config=config, run_dir=options.run_dir, name=options.name, sitting=sitting)
+        with options.sitting.quiet_stdout():
+            one = api.train(
+                config=config, run_dir=options.run_dir, name=options.name, sitting=sitting
+            )
         return finish(one, options.sitting)
-    trained = api.train_seeds(
-        options.seeds, config=config, run_dir=options.run_dir, name=options.name, sitting=sitting
-    )
+    with options.sitting.quiet_stdout():
+        trained = api.train_seeds(
+            options.seeds,
+            config=config,
+            run_dir=options.run_dir,
+            name=options.name,
+            sitting=sitting,
+        )
     if options.sitting.json:
-        extra = {"run_dir": str(trained.folder), "curve": str(trained.curve)}
+        extra = {"run_dir": str(trained.folder), "curve": trained.curve and str(trained.curve)}
         print(json_module.dumps({**trained.aggregate, **extra}))
     else:
         for run_of_seed in trained.runs:

@@ -35,6 +35,8 @@ class VideoOptions:
     """Frames per second."""
     which: Literal["best", "last"] = "best"
     """The best evaluated policy, or the newest checkpoint's."""
+    device: str | None = None
+    """Device to use instead of the run's own: cpu, cuda …"""
     trust: bool = False
     """Import the code (module:Class, --import) that the run's configuration names."""
     json: bool = False
@@ -48,10 +50,10 @@ def run(argv: list[str]) -> int:
     from qfleet.telemetry.runs import resolve_run
     from qfleet.video import film
 
-    if options.max_frames < 1 or options.fps < 1:
-        raise ConfigError("max-frames and fps must be at least 1")
+    if options.max_frames < 1 or options.fps < 1 or options.seed < 0:
+        raise ConfigError("--max-frames and --fps must be at least 1, --seed at least 0")
     folder = resolve_run(options.run, api.RUNS)
-    policy = api.load(folder, options.which, options.trust)
+    policy = api.load(folder, options.which, options.trust, options.device)
     out = options.out or folder / "videos" / f"{options.which}-seed{options.seed}.gif"
     frames, total = film(policy, out, options.seed, options.max_frames, options.fps)
     if options.json:

@@ -37,7 +37,9 @@ def make_envs(
     """
     import_modules(config)
     game = ale_game(config.env)
-    if game is not None:
+    if game is None:
+        _refuse_atari_fields(config)
+    else:
         if config.vectorize in ("sync", "async"):
             raise ConfigError(
                 f"vectorize {config.vectorize!r} does not work with Atari game '{config.env}', "
@@ -59,6 +61,14 @@ def make_envs(
     from qfleet.envs.sync import SyncEnvs
 
     return SyncEnvs(config, num_envs, seed, on_fault)
+
+
+def _refuse_atari_fields(config: Config) -> None:
+    """A field that would do nothing is a mistake somebody wants to hear of."""
+    plain = Config()
+    for name in ("sticky_actions", "episodic_life", "full_action_space", "frame_skip", "noop_max"):
+        if getattr(config, name) != getattr(plain, name):
+            raise ConfigError(f"{name} is for Atari games and does nothing for '{config.env}'")
 
 
 def _choose(config: Config, num_envs: int) -> str:

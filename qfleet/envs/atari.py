@@ -17,15 +17,26 @@ from numpy.typing import NDArray
 
 from qfleet.config import Config
 from qfleet.core import EnvSpec, StateDict, Step
+from qfleet.envs.guard import one_line
 from qfleet.envs.registry import env_kwargs
 from qfleet.envs.seeding import env_seeds
 from qfleet.envs.spaces import describe
-from qfleet.errors import CheckpointError, UnknownNameError
+from qfleet.errors import CheckpointError, ConfigError, UnknownNameError
 
 _MAX_FRAMES = 108_000
 """Half an hour of play, as in the published results."""
 _OPTIONS = ("use_fire_reset", "maxpool", "img_height", "img_width")
 """Of the pool's arguments, those that env_kwargs may set; the others are configuration fields."""
+
+
+def _make_pool(config: Config, *arguments: Any, **options: Any) -> AtariVectorEnv:
+    try:
+        return AtariVectorEnv(*arguments, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"Atari game '{config.env}' cannot take env_kwargs {config.env_kwargs}: "
+            f"{one_line(error)}"
+        ) from None
 
 
 class AtariEnvs:
@@ -52,7 +63,8 @@ class AtariEnvs:
             if name not in _OPTIONS:
                 raise UnknownNameError("Atari env_kwargs entry", name, _OPTIONS)
         frame_stack = config.frame_stack or 4
-        self._pool = AtariVectorEnv(
+        self._pool = _make_pool(
+            config,
             game,
             num_envs,
             num_threads=min(num_envs, os.cpu_count() or 1),

@@ -6,6 +6,7 @@ Every way in which a name or its arguments can be wrong ends here, as a typed er
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -22,7 +23,7 @@ from gymnasium.wrappers import FrameStackObservation, TimeLimit
 from qfleet.config import Config
 from qfleet.core import EnvSpec
 from qfleet.envs.guard import one_line
-from qfleet.envs.spaces import AnyEnv, canonical, describe
+from qfleet.envs.spaces import AnyEnv, Canonical, canonical, describe
 from qfleet.errors import ConfigError, EnvironmentFault, UnknownNameError
 from qfleet.plugins import load_object
 
@@ -126,7 +127,15 @@ def make_single(config: Config, render_mode: str | None = None) -> AnyEnv:
 def single_spec(config: Config, env: AnyEnv) -> EnvSpec:
     """Spec of what ``make_single`` made."""
     frame_stack = max(config.frame_stack, 1)
-    return describe(config.env, env.observation_space, env.action_space, frame_stack=frame_stack)
+    spec = describe(config.env, env.observation_space, env.action_space, frame_stack=frame_stack)
+    layer = env
+    while isinstance(layer, gymnasium.Wrapper):
+        if isinstance(layer, Canonical):
+            return dataclasses.replace(
+                spec, first_action=layer.first_action, first_obs_value=layer.first_value
+            )
+        layer = layer.env
+    return spec
 
 
 def _make_raw(config: Config, render_mode: str | None) -> AnyEnv:
@@ -145,6 +154,10 @@ def _make_raw(config: Config, render_mode: str | None) -> AnyEnv:
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError(f"environment '{config.env}' lacks a package: {error}") from error
     except TypeError as error:
+        if render_mode is not None and "render_mode" in str(error):
+            raise ConfigError(
+                f"environment '{config.env}' takes no render_mode, so it cannot be filmed"
+            ) from error
         if "argument" in str(error):
             raise ConfigError(
                 f"environment '{config.env}' cannot take env_kwargs {json.dumps(kwargs)}: "

@@ -20,4 +20,9 @@ def env_seeds(seed: int, count: int) -> list[int]:
 
 def rebuilt_seed(seed: int, rebuilds: int) -> int:
     """Seed of an environment that was rebuilt; its first one would replay the same failure."""
-    return int(np.random.SeedSequence([seed, rebuilds]).generate_state(1)[0]) % _SEED_LIMIT
+    return mix_seeds(seed, rebuilds)
+
+
+def mix_seeds(seed: int, salt: int) -> int:
+    """Another seed, decided by both."""
+    return int(np.random.SeedSequence([seed, salt]).generate_state(1)[0]) % _SEED_LIMIT

@@ -31,15 +31,24 @@ def describe(
     """The spec of these spaces, or UnsupportedEnvError."""
     if not isinstance(action_space, Discrete):
         raise _unsupported(env_id, f"action space {action_space}")
-    num_actions = int(action_space.n)
+    num_actions, first_action = int(action_space.n), int(action_space.start)
     if isinstance(observation_space, Discrete):
-        num_values = int(observation_space.n)
-        return EnvSpec(env_id, (), "int64", num_actions, num_obs_values=num_values)
+        return EnvSpec(
+            env_id,
+            (),
+            "int64",
+            num_actions,
+            num_obs_values=int(observation_space.n),
+            first_obs_value=int(observation_space.start),
+            first_action=first_action,
+        )
     if not isinstance(observation_space, Box) or not observation_space.shape:
         raise _unsupported(env_id, f"observation space {observation_space}")
     dtype = "uint8" if observation_space.dtype == np.uint8 else "float32"
     shape = tuple(int(size) for size in observation_space.shape)
-    return EnvSpec(env_id, shape, dtype, num_actions, frame_stack, frame_skip)
+    return EnvSpec(
+        env_id, shape, dtype, num_actions, frame_stack, frame_skip, first_action=first_action
+    )
 
 
 def _unsupported(env_id: str, what: str) -> UnsupportedEnvError:
@@ -79,22 +88,22 @@ class Canonical(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         actions, observations = env.action_space, env.observation_space
         assert isinstance(actions, Discrete)
-        self._first_action = int(actions.start)
+        self.first_action = int(actions.start)
         self.action_space = Discrete(spec.num_actions)
         self._who = f"environment '{spec.env_id}'"
         self._shape = spec.obs_shape
         self._dtype = np.dtype(spec.obs_dtype)
         self._declared_dtype = np.dtype(observations.dtype)
-        self._first_value = 0
+        self.first_value = 0
         self._is_discrete = isinstance(observations, Discrete)
         if isinstance(observations, Discrete):
-            self._first_value = int(observations.start)
+            self.first_value = int(observations.start)
             self.observation_space = Discrete(spec.num_obs_values)
         elif self._declared_dtype != self._dtype:
             self.observation_space = Box(-np.inf, np.inf, self._shape, np.float32)
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
-        obs, reward, terminated, truncated, info = self.env.step(action + self._first_action)
+        obs, reward, terminated, truncated, info = self.env.step(action + self.first_action)
         return self._convert(obs), reward, terminated, truncated, info
 
     def reset(
@@ -105,7 +114,7 @@ class Canonical(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _convert(self, obs: Any) -> Any:
         if self._is_discrete:
-            return operator.index(obs) - self._first_value
+            return operator.index(obs) - self.first_value
         raw = np.asarray(obs)
         # Checked here and not only by the guard: a frame stack around this wrapper would meet a
         # changed shape with an error that names nothing.

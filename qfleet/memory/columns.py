@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qfleet.core import EnvSpec
 from qfleet.errors import ConfigError, MemoryRefusedError
+from qfleet.storage.rundir import RunLock
 
 
 class Columns(NamedTuple):
@@ -70,6 +71,19 @@ def allocate(spec: EnvSpec, slots: int, device: torch.device, directory: Path | 
         }
     columns["frames"][slots].zero_()
     return Columns(**columns)
+
+
+def lock_directory(directory: Path) -> RunLock:
+    """Two rings in one folder would write over each other, or cut each other's files."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MemoryRefusedError(
+            f"cannot make '{directory}': {error.strerror}; choose another --replay-dir"
+        ) from None
+    lock = RunLock(directory)
+    lock.__enter__()
+    return lock
 
 
 def _map_file(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

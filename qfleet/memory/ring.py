@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qfleet.core import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, StateDict
 from qfleet.errors import CheckpointError, ConfigError
-from qfleet.memory.columns import allocate
+from qfleet.memory.columns import allocate, lock_directory
 from qfleet.memory.samplers import Sampler, Window, ring_segments
 from qfleet.storage.segments import Segments
 
@@ -53,6 +53,7 @@ class Ring:
             )
         self._slots = self.rows * num_envs
         self._sampler = sampler
+        self._lock = None if directory is None else lock_directory(directory)
         self._frames, self._action, self._reward, self._flags = allocate(
             spec, self._slots, device, directory
         )
@@ -117,11 +118,18 @@ class Ring:
     def end_open_episodes(self) -> None:
         """Mark the newest row SKIP: its observation ends the episode, its action led nowhere.
 
+        A row that is TERMINATED has all it needs: nothing after it counts.
+
         The newest row is in no window yet, and samplers read flags when a row enters one, so they
         take the new flag into account by themselves.
         """
         if self._total_rows:
-            self._flag_rows[(self._total_rows - 1) % self.rows].bitwise_or_(SKIP)
+            newest = self._flag_rows[(self._total_rows - 1) % self.rows]
+            newest.bitwise_or_(torch.where(newest & TERMINATED != 0, 0, SKIP).to(torch.uint8))
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
     def _window(self) -> Window:
         """The rows with n rows after them and, once rows were lost, a whole stack behind them."""

@@ -41,6 +41,8 @@ class QNetwork(nn.Module):
         super().__init__()
         self.head_kind: Head = config.head
         self.num_actions = num_actions
+        self.allows_shortcuts = True
+        """Off once something was done to ``forward`` from outside, which shortcuts would miss."""
         self.torso = torso
         style = Style(config.dueling, config.noisy, hidden, config.noisy_sigma)
         self.head: nn.Module
@@ -63,7 +65,12 @@ class QNetwork(nn.Module):
 
     @property
     def is_plain_mlp(self) -> bool:
-        """Whether it is one fused stack from a vector, taken as it is, to Q-values."""
+        """Whether it is one fused stack from a vector, taken as it is, to Q-values.
+
+        Then it need not be called: shortcuts may form the same products on its weights.
+        """
+        if not self.allows_shortcuts:
+            return False
         if not isinstance(self.head, QHead) or self.head.value is not None:
             return False
         if not isinstance(self.head.advantage, Dense) or not isinstance(self.torso, MLP):

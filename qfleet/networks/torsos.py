@@ -25,6 +25,7 @@ NATURE_MIN_PIXELS = 36
 
 class ImageLayout(NamedTuple):
     channels: int
+    """Of all frames of a stack together."""
     height: int
     width: int
     channels_last: bool
@@ -33,8 +34,12 @@ class ImageLayout(NamedTuple):
 def image_layout(obs_shape: tuple[int, ...]) -> ImageLayout | None:
     """How to read an observation as an image, or None where it is none.
 
-    The shorter of the first and last axis holds the channels; frame stacks come first.
+    The shorter of the first and last axis holds the channels; frame stacks come first, of grey
+    frames (3 axes in all) or of images with channels of their own (4 axes).
     """
+    if len(obs_shape) == 4:
+        frame = image_layout(obs_shape[1:])
+        return frame and frame._replace(channels=frame.channels * obs_shape[0])
     if len(obs_shape) != 3:
         return None
     first, middle, last = obs_shape
@@ -50,7 +55,9 @@ def is_nature_image(obs_shape: tuple[int, ...]) -> bool:
 
 def _as_image(obs: Tensor, layout: ImageLayout) -> Tensor:
     scaled = obs / 255 if obs.dtype == torch.uint8 else obs
-    return scaled.movedim(-1, 1) if layout.channels_last else scaled
+    if layout.channels_last:
+        scaled = scaled.movedim(-1, -3)
+    return scaled.flatten(1, 2) if obs.dim() == 5 else scaled
 
 
 class MLP(nn.Module):

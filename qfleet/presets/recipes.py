@@ -13,6 +13,7 @@ def cartpole() -> Config:
     """qfleet's own: a random search and 10 seeds, told in docs/performance.md."""
     return Config(
         env="CartPole-v1",
+        algo="n-step-dqn",
         steps=50_000,
         envs=8,
         learning_rate=2.3e-3,

@@ -105,7 +105,7 @@ class RunLock:
             pid = os.pread(descriptor, 20, 0).decode(errors="replace") or "unknown"
             os.close(descriptor)
             raise RunBusyError(
-                f"run folder '{self.path}' is in use by process {pid}; "
+                f"folder '{self.path}' is in use by process {pid}; "
                 "wait for it, stop it, or choose another name"
             ) from None
         except OSError as error:

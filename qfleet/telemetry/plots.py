@@ -40,7 +40,11 @@ def learning_curve(groups: dict[str, list[RunData]], metric: str, out: Path) -> 
     runs = [run for members in groups.values() for run in members]
     wanted = (ROLLOUT_RETURN, EVAL_RETURN) if _is_portrait(runs, metric) else (metric,)
     if not any(run.series(name)[0] for run in runs for name in wanted):
-        raise UnknownNameError("metric", metric, {n for run in runs for n in run.metric_names()})
+        known = {name for run in runs for name in run.metric_names()}
+        if not known:
+            names = ", ".join(str(run.path) for run in runs)
+            raise ConfigError(f"nothing has been logged yet in {names}; there is nothing to plot")
+        raise UnknownNameError("metric", metric, known)
 
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg

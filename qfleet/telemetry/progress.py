@@ -115,9 +115,8 @@ class Progress:
                 self._print_line(now_s)
 
     def message(self, text: str) -> None:
-        """Say something beside the progress, such as a fault."""
-        if self._mode != "silent":
-            self._say(text)
+        """Say something beside the progress, such as a fault; a silent display says it too."""
+        self._say(text)
 
     def stop(self) -> None:
         if self._live is not None:

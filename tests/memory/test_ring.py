@@ -11,7 +11,7 @@ from episode_model import FAULT, LIFE_LOST, PLAIN, Plan, lay_out
 from ring_cases import CPU, Case, assert_equal, prioritized, uniform
 
 from qfleet.core import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, Memory
-from qfleet.errors import CheckpointError, ConfigError, MemoryRefusedError
+from qfleet.errors import CheckpointError, ConfigError, MemoryRefusedError, RunBusyError
 from qfleet.memory import Ring
 from qfleet.storage.segments import Segments
 
@@ -175,6 +175,9 @@ def test_a_ring_in_files_equals_a_ring_in_memory(tmp_path: Path) -> None:
     assert frames.size == (11 * 2 + 1) * 2
     assert np.array_equal(frames[:2], in_files.state_dict()["frames"].tensors[0][0, 0].numpy())
     # An old ring's files are no trouble: a new ring starts empty over them.
+    with pytest.raises(RunBusyError, match="in use"):
+        case.ring(uniform(), folder)
+    in_files.close()
     again = case.ring(uniform(), folder)
     assert len(again) == 0
     assert not again.can_sample()

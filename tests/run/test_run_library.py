@@ -205,8 +205,9 @@ def test_seeds_are_trained_one_after_another(tmp_path: Path) -> None:
         for run in seeds.runs
     ]
     assert not torch.equal(*weights)
-    with pytest.raises(ConfigError, match="names no seed"):
-        qfleet.train_seeds(0, "CartPole-v1", **TINY, run_dir=tmp_path / "none")
+    for bad in (0, [], [3, 3]):
+        with pytest.raises(ConfigError, match="at least one seed, and each only once"):
+            qfleet.train_seeds(bad, "CartPole-v1", **TINY, run_dir=tmp_path / "none")
 
 
 def test_a_whole_config_and_single_fields_are_not_mixed(tmp_path: Path) -> None:

@@ -113,13 +113,14 @@ def test_progress_leaves_standard_output_alone(capsys) -> None:
     assert (captured.out, captured.err) == ("", "10/100 steps  10%\n")
 
 
-def test_silent_prints_nothing(clock) -> None:
+def test_silent_prints_messages_only(clock) -> None:
     stream = io.StringIO()
     with Progress(100, Console(file=stream), "silent", clock) as progress:
         progress.start(0)
         progress.update(50, SCALARS, SHARES)
-        progress.message("hello")
-    assert stream.getvalue() == ""
+        assert stream.getvalue() == ""
+        progress.message("a checkpoint is damaged")
+    assert stream.getvalue() == "a checkpoint is damaged\n"
 
 
 def test_live_shows_the_best_evaluation_and_the_stages(clock) -> None:
