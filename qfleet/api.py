@@ -22,7 +22,14 @@ from qfleet.storage.checkpoint import diff_meta, load_checkpoint
 from qfleet.storage.rundir import atomic_write_text, check_name, default_name, new_run_dir
 from qfleet.telemetry.aggregate import bootstrap_ci, iqm
 from qfleet.telemetry.plots import learning_curve
-from qfleet.telemetry.runs import EVAL_RETURN, group_runs, read_run, resolve_run, seed_folders
+from qfleet.telemetry.runs import (
+    EVAL_RETURN,
+    ROLLOUT_RETURN,
+    group_runs,
+    read_run,
+    resolve_run,
+    seed_folders,
+)
 
 RUNS = Path("runs")
 
@@ -226,7 +233,7 @@ def _go(run: Run) -> Trained:
 
 def _curve(folder: Path) -> Path | None:
     runs = [read_run(path) for path in seed_folders(folder)]
-    if not any(run.metrics for run in runs):
+    if not any(run.series(metric)[0] for run in runs for metric in (EVAL_RETURN, ROLLOUT_RETURN)):
         return None
     return learning_curve(group_runs(runs), EVAL_RETURN, folder / "plots" / "learning_curve.png")
 

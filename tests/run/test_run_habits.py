@@ -1,0 +1,166 @@
+"""Habits of a run that a hostile user found wanting once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import qfleet
+from qfleet.build import build
+from qfleet.cli.main import main
+from qfleet.config import Config
+from qfleet.errors import ConfigError, RunBusyError
+from qfleet.networks.torsos import NatureCNN
+from qfleet.run import Run, Sitting
+from qfleet.storage.rundir import RunLock
+from qfleet.telemetry.faults import FaultLog
+
+TINY: dict[str, Any] = {
+    "steps": 300, "learning_starts": 50, "batch_size": 8, "buffer_size": 200, "net_arch": (8,),
+    "eval_freq": 0, "n_eval_episodes": 2, "tensorboard": False, "log_interval": 100,
+    "preset": "none",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def odd_envs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.bin")
+    }
+
+
+def test_a_busy_run_is_refused_before_a_byte_of_it_is_touched(tmp_path: Path) -> None:
+    replay = tmp_path / "replay"
+    qfleet.train("CartPole-v1", run_dir=tmp_path / "run", replay_dir=str(replay), **TINY)
+    for path in replay.glob("*.bin"):  # what the run that is still going has written since
+        path.write_bytes(bytes(len(path.read_bytes())))
+    before = digests(replay)
+    with RunLock(tmp_path / "run"), pytest.raises(RunBusyError, match="in use"):
+        qfleet.resume(tmp_path / "run", steps=400)
+    assert digests(replay) == before
+    # Not so once the run is free.
+    qfleet.resume(tmp_path / "run", steps=400)
+    assert digests(replay) != before
+
+
+def test_two_runs_cannot_share_a_replay_folder(tmp_path: Path) -> None:
+    config = Config(
+        steps=300, learning_starts=10, buffer_size=200, replay_dir=str(tmp_path / "replay")
+    )
+    run = Run(config, tmp_path / "first", Sitting())
+    with pytest.raises(RunBusyError, match="replay"):
+        Run(config, tmp_path / "second", Sitting())
+    run.close()
+    Run(config, tmp_path / "second", Sitting()).close()
+
+
+def test_torch_is_left_as_it_was_found(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        qfleet.train("CartPole-v1", run_dir=tmp_path / "run", threads=2, **TINY)
+        assert torch.get_num_threads() == 1
+        assert torch.backends.mkldnn.enabled
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_policy_speaks_the_environments_own_numbers(tmp_path: Path) -> None:
+    trained = qfleet.train("odd_envs:Offset", run_dir=tmp_path / "run", learning_rate=1e-2, **TINY)
+    policy = trained.policy()
+    assert policy.act(3) == 8
+    assert policy.act([3, 7, 5]).tolist() == [8, 8, 8]
+    assert policy.q_values(4).shape == (2,)
+    assert policy.q_values([4, 4, 5]).shape == (3, 2)
+    for bad in (2, 8, [3, 9]):
+        with pytest.raises(ConfigError, match="is not one of 3 … 7"):
+            policy.act(bad)
+
+
+def test_a_policy_takes_no_nan(tmp_path: Path) -> None:
+    policy = qfleet.train("CartPole-v1", run_dir=tmp_path / "run", **TINY).policy()
+    with pytest.raises(ConfigError, match="NaN"):
+        policy.act([0.0, np.nan, 0.0, 0.0])
+    for arguments in ({"episodes": 0}, {"seed": -1}, {"epsilon": 7.0}):
+        with pytest.raises(ConfigError, match="cannot evaluate"):
+            policy.evaluate(**arguments)
+
+
+def test_a_run_made_for_another_device_can_still_be_used(tmp_path: Path) -> None:
+    folder = qfleet.train("CartPole-v1", run_dir=tmp_path / "run", **TINY).folder
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "device": "xpu:7"}))
+    assert qfleet.load(folder).device.type == "cpu"
+    with pytest.raises(ConfigError, match="device 'xpu:7' is not usable"):
+        qfleet.resume(folder, steps=400)
+    assert qfleet.resume(folder, steps=400, device="cpu").result.env_steps == 400
+
+
+def test_an_evaluation_gives_way_to_the_wall_clock(tmp_path: Path) -> None:
+    fields = {**TINY, "steps": 10**6, "eval_freq": 60, "n_eval_episodes": 1}
+    trained = qfleet.train(
+        "odd_envs:Endless", run_dir=tmp_path / "run", sitting=Sitting(max_wall_s=0.5), **fields
+    )
+    assert trained.result.stopped_by == "max_wall"
+    assert trained.result.eval_return_mean is None
+
+
+def test_json_output_is_json_whatever_an_environment_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = "--steps 200 --learning-starts 50 --net-arch 8 --buffer-size 200 --no-tensorboard"
+    command = f"train odd_envs:Chatty {options} --n-eval-episodes 1 --eval-freq 0 --run-dir r"
+    assert main([*command.split(), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["env_steps"] == 200
+    assert "chat" in captured.err
+
+
+def test_a_damaged_checkpoint_is_told_and_counted_even_in_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {**TINY, "checkpoint_freq": 100}
+    folder = qfleet.train("CartPole-v1", run_dir=tmp_path / "run", **fields).folder
+    damaged = folder / "checkpoints" / "300" / "learner.safetensors"
+    contents = damaged.read_bytes()
+    damaged.write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
+    result = qfleet.resume(folder, steps=400).result
+    assert result.faults["alert"] == 1
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_frames_with_channels_are_stacked_into_an_image(tmp_path: Path) -> None:
+    config = Config(env="odd_envs:Colour", frame_stack=4, steps=60, learning_starts=20,
+                    buffer_size=100, batch_size=4, eval_freq=0, n_eval_episodes=1,
+                    tensorboard=False)  # fmt: skip
+    parts = build(config, FaultLog())
+    assert parts.spec.obs_shape == (4, 40, 40, 3)
+    torso = parts.learner.online.torso
+    assert isinstance(torso, NatureCNN)
+    assert torso.layout.channels == 12
+    frames = torch.randint(0, 255, (2, 4, 40, 40, 3), dtype=torch.uint8)
+    by_hand = torch.cat([frames[:, k].permute(0, 3, 1, 2) for k in range(4)], dim=1) / 255
+    assert torch.equal(torso(frames), torso.convolutions(by_hand))
+    parts.envs.close()
+    assert qfleet.train(config=config, run_dir=tmp_path / "run").result.updates == 10
+
+
+def test_compiling_switches_the_hand_written_shortcuts_off() -> None:
+    from qfleet.build import make_network
+    from qfleet.core import EnvSpec
+
+    spec = EnvSpec("x", (4,), "float32", 2)
+    for compiled in (False, True):
+        network = make_network(Config(compile=compiled), spec, torch.device("cpu"), 0)
+        assert network.is_plain_mlp is not compiled
