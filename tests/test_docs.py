@@ -46,15 +46,13 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken_links(page: Path) -> list[str]:
-    """Relative links that lead nowhere; pictures and the page of figures are made elsewhere."""
+    """Relative links that lead nowhere."""
     broken = []
     for link in LINK.findall(prose(page)):
         if re.match(r"[a-z]+:", link):
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if target.is_relative_to(DOCS / "images") or target == DOCS / "performance.md":
-            continue
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     return broken
@@ -101,3 +99,13 @@ def test_every_row_has_a_page_with_its_switches_and_its_curve(row: str) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_is_mentioned(preset: str) -> None:
     assert f"| `{preset}` |" in (DOCS / "cli.md").read_text(encoding="utf-8")
+
+
+def test_the_tree_in_the_readme_is_the_tree() -> None:
+    """Every module and folder of the package is named there, and nothing that is gone."""
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tree")[1].split("```")[1]
+    named = set(re.findall(r"^  (\w+(?:\.py|/))", tree, re.MULTILINE))
+    package = ROOT / "qfleet"
+    there = {path.name for path in package.glob("*.py")}
+    there |= {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    assert named == there
