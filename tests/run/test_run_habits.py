@@ -64,15 +64,13 @@ def test_two_runs_cannot_share_a_replay_folder(tmp_path: Path) -> None:
     Run(config, tmp_path / "second", Sitting()).close()
 
 
-def test_torch_is_left_as_it_was_found(tmp_path: Path) -> None:
-    threads = torch.get_num_threads()
+@pytest.mark.parametrize("mkldnn", [True, False])
+def test_torch_is_left_as_it_was_found(mkldnn: bool, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    try:
-        qfleet.train("CartPole-v1", run_dir=tmp_path / "run", threads=2, **TINY)
-        assert torch.get_num_threads() == 1
-        assert torch.backends.mkldnn.enabled
-    finally:
-        torch.set_num_threads(threads)
+    torch.backends.mkldnn.set_flags(mkldnn)
+    qfleet.train("CartPole-v1", run_dir=tmp_path / "run", threads=2, **TINY)
+    assert torch.get_num_threads() == 1
+    assert torch.backends.mkldnn.enabled is mkldnn
 
 
 def test_a_policy_speaks_the_environments_own_numbers(tmp_path: Path) -> None:
@@ -164,3 +162,39 @@ def test_compiling_switches_the_hand_written_shortcuts_off() -> None:
     for compiled in (False, True):
         network = make_network(Config(compile=compiled), spec, torch.device("cpu"), 0)
         assert network.is_plain_mlp is not compiled
+
+
+def test_an_atari_film_is_in_colour_and_shows_the_game_that_is_played(tmp_path: Path) -> None:
+    from PIL import Image
+
+    from qfleet.envs.atari import AtariEnvs
+    from qfleet.video import film
+
+    fields = {
+        **TINY, "steps": 40, "learning_starts": 16, "buffer_size": 64, "batch_size": 2,
+        "max_episode_steps": 30, "n_eval_episodes": 1, "network": "mlp",
+    }  # fmt: skip
+    trained = qfleet.train("ALE/Breakout-v5", run_dir=tmp_path / "run", **fields)
+    out = tmp_path / "film.gif"
+    frames, _ = film(trained.policy(), out, seed=3, max_frames=12, fps=30)
+    with Image.open(out) as picture:
+        assert picture.size == (160, 210)
+        assert frames == 12
+    with pytest.raises(ConfigError, match=r"ends in \.gif or \.mp4"):
+        film(trained.policy(), tmp_path / "film.avi", seed=3, max_frames=2, fps=30)
+    # The camera's pool plays the same game as the policy's.
+    config = trained.config.replace(max_episode_steps=0)
+    pools = [AtariEnvs(config, "breakout", 1, 3, training=False, colour=c) for c in (False, True)]
+    for pool in pools:
+        pool.reset()
+    random = np.random.default_rng(0)
+    total = 0.0
+    for _ in range(400):
+        action = random.integers(4, size=1)
+        grey, colour = (pool.step(action) for pool in pools)
+        assert grey.reward == colour.reward
+        assert grey.terminated == colour.terminated
+        total += float(grey.reward[0])
+    assert total > 0
+    for pool in pools:
+        pool.close()
