@@ -13,6 +13,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import queue
 import tempfile
 import time
 from pathlib import Path
@@ -62,7 +63,7 @@ def worker(jobs: Any, data: Path, fields: dict[str, Any], deadline: float) -> No
     while time.time() < deadline:
         try:
             algo, seed = jobs.get(timeout=1)
-        except Exception:
+        except queue.Empty:
             return
         line = json.dumps(train(algo, seed, fields)) + "\n"
         # One write of one line, appended: workers need no lock.
