@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from qfleet.callbacks import Callback
 from qfleet.config import Config, read_fields
-from qfleet.errors import CheckpointError, ConfigError
+from qfleet.errors import CheckpointError, ConfigError, RunBusyError
 from qfleet.evaluation import Evaluation
 from qfleet.policy import Policy, check_trust, load_run_policy
 from qfleet.presets import resolve
@@ -209,10 +209,13 @@ def _removed_if_refused(folder: Path) -> Iterator[None]:
     """Leave no empty folder behind for a run that was refused before it began."""
     try:
         yield
+    except RunBusyError:
+        raise  # somebody else's folder, and their lock in it
     except BaseException:
         with contextlib.suppress(OSError):  # not empty: it is not ours alone
             for child in [*folder.glob("seed-*"), folder]:
-                (child / ".lock").unlink(missing_ok=True)
+                if [path.name for path in child.iterdir()] == [".lock"]:
+                    (child / ".lock").unlink()
                 child.rmdir()
         raise
 

@@ -85,6 +85,7 @@ def build(config: Config, faults: FaultLog, restarted_at: int = 0) -> Parts:
     seeds = Seeds.of(config.seed)
     env_seed = seeds.envs if not restarted_at else mix_seeds(seeds.envs, restarted_at)
     envs = make_envs(config, config.envs, env_seed, training=True, on_fault=faults)
+    memory: Ring | None = None
     try:
         spec = envs.spec
         device = resolve_device(config.device, spec)
@@ -118,6 +119,8 @@ def build(config: Config, faults: FaultLog, restarted_at: int = 0) -> Parts:
         )
     except BaseException:
         envs.close()
+        if memory is not None:
+            memory.close()
         raise
     return Parts(
         config=config,

@@ -53,6 +53,23 @@ def test_a_busy_run_is_refused_before_a_byte_of_it_is_touched(tmp_path: Path) ->
     assert digests(replay) != before
 
 
+def test_a_refused_run_leaves_nothing_of_its_own_and_everything_of_others(tmp_path: Path) -> None:
+    folder, replay = tmp_path / "run", tmp_path / "replay"
+    folder.mkdir()
+    # Another process has just begun here: its lock is all there is.
+    with RunLock(folder), pytest.raises(RunBusyError, match="in use"):
+        qfleet.train("CartPole-v1", run_dir=folder, **TINY)
+    assert (folder / ".lock").exists()
+    # Refused for a reason of its own, after its replay memory was made.
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="nosuchmodule"):
+            qfleet.train(
+                "CartPole-v1", run_dir=tmp_path / "new", replay_dir=str(replay),
+                network="nosuchmodule:Torso", **TINY,
+            )  # fmt: skip
+        assert not (tmp_path / "new").exists()
+
+
 def test_two_runs_cannot_share_a_replay_folder(tmp_path: Path) -> None:
     config = Config(
         steps=300, learning_starts=10, buffer_size=200, replay_dir=str(tmp_path / "replay")
