@@ -1,21 +1,98 @@
 """Greedy actions: a batch of observations in, the best action of each out.
 
 Everyone who acts — actors, evaluation, policies read back from disk — comes through here, so all of
-them see the same Q-values to the last bit.
+them see the same Q-values to the last bit. An ``Inference`` is how an actor asks; the one here
+takes whole observations, the one in ``qfleet/accelerator/inference.py`` keeps the stacks on the
+device and is sent only the newest frames.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from qfleet.core import Block
 from qfleet.networks import QNetwork
 
 Greedy: TypeAlias = Callable[[NDArray[Any]], NDArray[np.int64]]
+
+
+class Inference(Protocol):
+    """What an actor needs to choose actions for its groups of environments."""
+
+    def host_frames(self, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Memory ``[blocks, rows, envs, *frame]`` into which the actor writes newest frames."""
+        ...
+
+    def begin_block(self) -> None:
+        """New weights may be in place, and new noise is due."""
+        ...
+
+    def choose(
+        self,
+        group: int,
+        block: int,
+        row: int,
+        columns: slice,
+        obs: NDArray[Any],
+        opened: NDArray[np.bool_],
+        needed: bool,
+    ) -> NDArray[np.int64] | None:
+        """Greedy actions of a group; ``needed`` False says that all will explore.
+
+        The newest frames are in ``host_frames[block, row, columns]``, whole observations in
+        ``obs``; ``opened`` marks those that open an episode.
+        """
+        ...
+
+    def deliver(self, number: int, block: Block) -> Block:
+        """A finished block, given on the host, where it is wanted; ``number`` is its place."""
+        ...
+
+    def noise_state(self) -> Tensor: ...
+
+    def load_noise_state(self, state: Tensor) -> None: ...
+
+
+class HostInference:
+    """The network is handed whole observations, and only when their actions matter."""
+
+    def __init__(self, network: QNetwork, device: torch.device, dtype: str, seed: int) -> None:
+        self._network, self._dtype = network, dtype
+        self._greedy = make_greedy(network, device)
+        self._noise = torch.Generator(device=device).manual_seed(seed)
+
+    def host_frames(self, shape: tuple[int, ...]) -> NDArray[Any]:
+        return np.zeros(shape, dtype=self._dtype)
+
+    def begin_block(self) -> None:
+        self._network.resample_noise(self._noise)
+
+    def choose(
+        self,
+        _group: int,
+        _block: int,
+        _row: int,
+        _columns: slice,
+        obs: NDArray[Any],
+        _opened: NDArray[np.bool_],
+        needed: bool,
+    ) -> NDArray[np.int64] | None:
+        return self._greedy(obs) if needed else None
+
+    def deliver(self, _number: int, block: Block) -> Block:
+        return block
+
+    def noise_state(self) -> Tensor:
+        return self._noise.get_state()
+
+    def load_noise_state(self, state: Tensor) -> None:
+        self._noise.set_state(state)
 
 
 def make_greedy(network: QNetwork, device: torch.device) -> Greedy:

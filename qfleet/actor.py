@@ -1,11 +1,15 @@
 """The actor: chooses actions, steps the environments, and hands over blocks of rows.
 
-In: a vector environment and a network. Out: ``Block`` (what to learn from) and finished episodes
-(what to report). It knows nothing of memories, learners or processes.
+In: one or more groups of environments and an inference. Out: ``Block`` (what to learn from) and
+finished episodes (what to report). It knows nothing of memories, learners, processes or devices.
+
+Several groups take turns: while one is being inferred, the others step. They then stay *in flight*
+from one block to the next: whatever is received is answered with new actions at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet import schedules
-from qfleet.acting import make_greedy
+from qfleet.acting import Inference
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.config import Config
 from qfleet.core import (
@@ -21,122 +25,166 @@ from qfleet.core import (
     SKIP,
     TERMINATED,
     Block,
-    Clock,
     Episode,
     StateDict,
+    Step,
     VectorEnv,
-    WeightsChannel,
 )
-from qfleet.networks import QNetwork
+from qfleet.envs.state import as_dict
 from qfleet.telemetry.timers import Timers
+
+
+class Rows:
+    """The columns of one block while it is being filled."""
+
+    def __init__(self, rows: int, num_envs: int, frames: NDArray[Any]) -> None:
+        shape = (rows, num_envs)
+        self.frames = frames
+        self.actions = np.zeros(shape, dtype=np.int64)
+        self.rewards = np.zeros(shape, dtype=np.float64)
+        self.terminated = np.zeros(shape, dtype=np.bool_)
+        self.truncated = np.zeros(shape, dtype=np.bool_)
+        self.invalid = np.zeros(shape, dtype=np.bool_)
+        self.fresh = np.zeros(shape, dtype=np.bool_)
+        self.life_lost = np.zeros(shape, dtype=np.bool_)
+
+    def record(self, row: int, envs: slice, step: Step) -> None:
+        self.rewards[row, envs] = step.reward
+        self.terminated[row, envs] = step.terminated
+        self.truncated[row, envs] = step.truncated
+        self.invalid[row, envs] = step.invalid
+        self.fresh[row, envs] = step.fresh
+        if step.life_lost is not None:
+            self.life_lost[row, envs] = step.life_lost
 
 
 class Actor:
     def __init__(
         self,
-        envs: VectorEnv,
-        network: QNetwork,
-        channel: WeightsChannel,
+        groups: Sequence[VectorEnv],
+        inference: Inference,
         config: Config,
-        clock: Clock,
         timers: Timers,
-        device: torch.device,
         max_rows: int,
         seed: int,
+        blocks: int = 1,
     ) -> None:
-        self._envs, self._network, self._channel = envs, network, channel
-        self._config, self._clock = config, clock
-        self._greedy = make_greedy(network, device)
+        """``blocks`` are filled in turn: so many collects later, a block is overwritten."""
+        self._groups, self._inference, self._config = groups, inference, config
         self._acting, self._stepping = timers.span("act"), timers.span("env")
         self._random = np.random.default_rng(seed)
-        self._noise = torch.Generator(device=device).manual_seed(seed)
-        spec, n = envs.spec, envs.num_envs
-        self._stacked = spec.frame_stack > 1
+        self.spec = groups[0].spec
+        self.num_envs = n = sum(group.num_envs for group in groups)
+        ends = np.cumsum([group.num_envs for group in groups]).tolist()
+        self._columns = [slice(end - g.num_envs, end) for g, end in zip(groups, ends, strict=True)]
+        self._keeps_in_flight = len(groups) > 1
+        self._in_flight = False
+        self._stacked = self.spec.frame_stack > 1
         self._ladder = (
             epsilon_ladder(n, config.exploration_final_eps).numpy()
             if config.exploration_ladder
             else None
         )
-        # One block, reused: whoever receives it copies it before the next is collected.
-        self._frames = np.zeros((max_rows, n, *spec.frame_shape), dtype=spec.obs_dtype)
-        self._actions = np.zeros((max_rows, n), dtype=np.int64)
-        self._rewards = np.zeros((max_rows, n), dtype=np.float64)
-        self._terminated = np.zeros((max_rows, n), dtype=np.bool_)
-        self._truncated = np.zeros((max_rows, n), dtype=np.bool_)
-        self._invalid = np.zeros((max_rows, n), dtype=np.bool_)
-        self._fresh = np.zeros((max_rows, n), dtype=np.bool_)
-        self._life_lost = np.zeros((max_rows, n), dtype=np.bool_)
-        self._obs: NDArray[Any] = np.array(envs.reset())
+        frames = inference.host_frames((blocks, max_rows, n, *self.spec.frame_shape))
+        self._blocks = [Rows(max_rows, n, frames[i]) for i in range(blocks)]
+        self._newest = 0
+        self._obs: list[NDArray[Any]] = [np.array(group.reset()) for group in groups]
         self._first = np.ones(n, dtype=np.bool_)
+        """Whether the newest observation of each env opens an episode."""
         self._returns = np.zeros(n, dtype=np.float64)
         self._lengths = np.zeros(n, dtype=np.int64)
         self._episodes: list[Episode] = []
+        self.env_steps = 0
+        """Steps taken so far; the clock counts them when their block enters the memory."""
 
-    def collect(self, rows: int) -> Block:
-        """Step every env ``rows`` times with the newest weights."""
-        version = self._channel.refresh()
-        n = self._envs.num_envs
-        if self._config.noisy:
-            self._network.resample_noise(self._noise)
+    def collect(self, rows: int, version: int) -> Block:
+        """Step every env ``rows`` times; ``version`` is that of the weights in use."""
+        n = self.num_envs
+        self._inference.begin_block()
         # Drawn for the whole block at once: the draws cost more than their use.
         chance = self._random.random((rows, n))
-        random_actions = self._random.integers(self._envs.spec.num_actions, size=(rows, n))
-        for row in range(rows):
-            with self._acting:
-                actions = self._choose(chance[row], random_actions[row])
-            # Before the step: envs may overwrite what they returned last time.
-            self._frames[row] = self._obs[:, -1] if self._stacked else self._obs
-            self._actions[row] = actions
-            with self._stepping:
-                step = self._envs.step(actions)
-            self._rewards[row] = step.reward
-            self._terminated[row] = step.terminated
-            self._truncated[row] = step.truncated
-            self._invalid[row] = step.invalid
-            self._fresh[row] = step.fresh
-            if step.life_lost is not None:
-                self._life_lost[row] = step.life_lost
-            self._obs = step.obs
-            self._clock.env_steps += n
-        return self._block(rows, version)
+        random_actions = self._random.integers(self.spec.num_actions, size=(rows, n))
+        number, then = self._newest, (self._newest + 1) % len(self._blocks)
+        opening = self._first.copy()
+        if self._keeps_in_flight and not self._in_flight:
+            # The very first row: explore, as every run does at its start.
+            start = self._random.integers(self.spec.num_actions, size=n)
+            for group in range(len(self._groups)):
+                self._send(group, number, 0, np.ones(n), start)
+        if not self._keeps_in_flight:
+            for row in range(rows):
+                self._send(0, number, row, chance[row], random_actions[row])
+                self._receive(0, number, row)
+                self.env_steps += n
+        else:
+            for row in range(rows):
+                at = (number, row + 1) if row + 1 < rows else (then, 0)
+                for group in range(len(self._groups)):
+                    self._receive(group, number, row)
+                    self._send(group, *at, chance[row], random_actions[row])
+                self.env_steps += n
+            self._in_flight = True
+        self._newest = then
+        return self._block(number, rows, opening, version)
 
-    def _block(self, rows: int, version: int) -> Block:
+    def _send(
+        self,
+        group: int,
+        block: int,
+        row: int,
+        chance: NDArray[np.float64],
+        random_actions: NDArray[np.int64],
+    ) -> None:
+        """Choose the actions of this row and set the group's envs going."""
+        envs, obs, columns = self._groups[group], self._obs[group], self._columns[group]
+        filling = self._blocks[block]
+        with self._acting:
+            # Before the step: envs may overwrite what they returned last time.
+            filling.frames[row, columns] = obs[:, -1] if self._stacked else obs
+            rate = self.exploration_rate() if self._ladder is None else self._ladder[columns]
+            explore = chance[columns] < rate
+            greedy = self._inference.choose(
+                group, block, row, columns, obs, self._first[columns], needed=not explore.all()
+            )
+            actions = random_actions[columns]
+            if greedy is not None:
+                actions = np.where(explore, actions, greedy) if explore.any() else greedy
+            filling.actions[row, columns] = actions
+        with self._stepping:
+            envs.send(actions)
+
+    def _receive(self, group: int, block: int, row: int) -> None:
+        columns = self._columns[group]
+        with self._stepping:
+            step = self._groups[group].recv()
+        self._blocks[block].record(row, columns, step)
+        self._obs[group] = step.obs
+        self._first[columns] = step.fresh
+
+    def _block(self, number: int, rows: int, opening: NDArray[np.bool_], version: int) -> Block:
         """The rows just collected: what can be worked out once per block is not done per row."""
-        self._count_episodes(rows)
-        ended = self._terminated[:rows] | self._life_lost[:rows]
-        first = np.concatenate((self._first[None], self._fresh[: rows - 1]))
-        flags = ended * np.uint8(TERMINATED)
-        flags += self._invalid[:rows] * np.uint8(SKIP)
-        flags += first * np.uint8(FIRST)
-        self._first = self._fresh[rows - 1].copy()
-        rewards = self._rewards[:rows]
+        filled = self._blocks[number]
+        self._count_episodes(filled, rows)
+        flags = (filled.terminated[:rows] | filled.life_lost[:rows]) * np.uint8(TERMINATED)
+        flags += filled.invalid[:rows] * np.uint8(SKIP)
+        flags += np.concatenate((opening[None], filled.fresh[: rows - 1])) * np.uint8(FIRST)
+        rewards = filled.rewards[:rows]
         rewards = np.sign(rewards) if self._config.clip_rewards else rewards
-        return Block(
-            obs=torch.from_numpy(self._frames[:rows]),
-            action=torch.from_numpy(self._actions[:rows]),
+        block = Block(
+            obs=torch.from_numpy(filled.frames[:rows]),
+            action=torch.from_numpy(filled.actions[:rows]),
             reward=torch.from_numpy(rewards.astype(np.float32)),
             flags=torch.from_numpy(flags),
             version=version,
         )
+        return self._inference.deliver(number, block)
 
-    def _choose(
-        self, chance: NDArray[np.float64], random_actions: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        if self._ladder is not None:
-            explore = chance < self._ladder
-        else:
-            explore = chance < self.exploration_rate()
-        if explore.all():
-            return random_actions
-        greedy = self._greedy(self._obs)
-        return np.where(explore, random_actions, greedy) if explore.any() else greedy
-
-    def _count_episodes(self, rows: int) -> None:
-        done = self._terminated[:rows] | self._truncated[:rows]
-        fresh = self._fresh[:rows]
+    def _count_episodes(self, filled: Rows, rows: int) -> None:
+        done = filled.terminated[:rows] | filled.truncated[:rows]
+        fresh = filled.fresh[:rows]
         start = 0
         for row in np.flatnonzero((done | fresh).any(axis=1)).tolist():
-            self._returns += self._rewards[start : row + 1].sum(axis=0)
+            self._returns += filled.rewards[start : row + 1].sum(axis=0)
             self._lengths += row + 1 - start
             start = row + 1
             for env in np.flatnonzero(done[row]).tolist():
@@ -145,14 +193,14 @@ class Actor:
                 )
             self._returns[fresh[row]] = 0.0
             self._lengths[fresh[row]] = 0
-        self._returns += self._rewards[start:rows].sum(axis=0)
+        self._returns += filled.rewards[start:rows].sum(axis=0)
         self._lengths += rows - start
 
     def exploration_rate(self) -> float:
         """ε now, or the mean of the ladder's."""
         if self._ladder is not None:
             return float(self._ladder.mean())
-        return schedules.epsilon(self._config, self._clock.env_steps)
+        return schedules.epsilon(self._config, self.env_steps)
 
     def take_episodes(self) -> list[Episode]:
         """Episodes finished since the last call."""
@@ -160,26 +208,32 @@ class Actor:
         return episodes
 
     def state_dict(self) -> StateDict:
+        states = None
+        if not self._in_flight:
+            given = [group.state_dict() for group in self._groups]
+            states = None if None in given else as_dict([s for s in given if s is not None])
         return {
             "random": self._random.bit_generator.state,
-            "noise": self._noise.get_state(),
-            "envs": self._envs.state_dict(),
-            "obs": torch.from_numpy(np.array(self._obs)),
+            "noise": self._inference.noise_state(),
+            "envs": states,
+            "obs": as_dict([torch.from_numpy(np.array(obs)) for obs in self._obs]),
             "first": self._first.tolist(),
             "returns": self._returns.tolist(),
             "lengths": self._lengths.tolist(),
             "episodes": [[e.env, e.reward, e.length] for e in self._episodes],
         }
 
-    def load_state_dict(self, state: StateDict) -> bool:
+    def load_state_dict(self, state: StateDict, env_steps: int) -> bool:
         """Restore everything; False if the envs had to start new episodes instead."""
+        self.env_steps = env_steps
         self._random.bit_generator.state = state["random"]
-        self._noise.set_state(state["noise"])
+        self._inference.load_noise_state(state["noise"])
         self._episodes = [Episode(*fields) for fields in state["episodes"]]
         if state["envs"] is None:
             return False
-        self._envs.load_state_dict(state["envs"])
-        self._obs = state["obs"].numpy()
+        for group, saved in zip(self._groups, state["envs"].values(), strict=True):
+            group.load_state_dict(saved)
+        self._obs = [obs.numpy() for obs in state["obs"].values()]
         self._first = np.array(state["first"], dtype=np.bool_)
         self._returns = np.array(state["returns"], dtype=np.float64)
         self._lengths = np.array(state["lengths"], dtype=np.int64)

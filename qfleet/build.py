@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +13,24 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from qfleet.accelerator.graphs import seconds_per_call, why_no_graphs
+from qfleet.accelerator.inference import Traffic
+from qfleet.accelerator.tuning import (
+    TIMED_CALLS,
+    Choice,
+    Tuning,
+    apply_choice,
+    candidates,
+    copy_state,
+    tune,
+    tuning_key,
+)
+from qfleet.acting import HostInference
 from qfleet.actor import Actor
 from qfleet.algorithms.objective import Objective
+from qfleet.collectors import Ahead, Inline
 from qfleet.config import Config
-from qfleet.core import Clock, EnvSpec, Memory, Updater, VectorEnv, WeightsChannel
+from qfleet.core import Batch, Clock, EnvSpec, Memory, Updater, VectorEnv
 from qfleet.envs import make_envs
 from qfleet.envs.seeding import mix_seeds
 from qfleet.errors import ConfigError
@@ -21,13 +38,18 @@ from qfleet.learner import Learner
 from qfleet.loop import RateLimiter, rows_per_block
 from qfleet.memory import PrioritizedSampler, Ring, Sampler, UniformSampler, check_fits
 from qfleet.networks import QNetwork, build_network
-from qfleet.networks.torsos import image_layout
+from qfleet.placement import Placement, free_device_bytes, is_image, place_inference
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
+from qfleet.telemetry.trace import Trace
 from qfleet.updaters.local import LocalUpdater
 from qfleet.updaters.optimisers import make_optimiser
-from qfleet.weights import FlatWeights, SameWeights
+from qfleet.weights import FlatWeights, Mailbox, SameWeights
 
+BLOCKS_AHEAD = 4
+"""Blocks an actor in a thread fills in turn: one under way, the others on their way to the ring."""
+RECORDED_UPDATES = 32
+"""Most updates in one launch: enough to hide the launch, few enough to record in a second."""
 ModelTransform = Callable[[QNetwork], QNetwork]
 
 
@@ -51,21 +73,37 @@ class Seeds:
 
 @dataclass
 class Parts:
-    """The parts of one run, placed by no engine yet."""
+    """The parts of one run, where its engine wants them."""
 
     config: Config
     spec: EnvSpec
     device: torch.device
-    envs: VectorEnv
-    actor: Actor
+    envs: list[VectorEnv]
+    """One or more groups."""
     memory: Memory
     learner: Learner
-    channel: WeightsChannel
     limiter: RateLimiter
     clock: Clock
-    timers: Timers
+    timers: list[Timers]
+    """One per thread; the first is the learner's."""
     faults: FaultLog
     seeds: Seeds
+    collector: Inline | Ahead = dataclasses.field(init=False)
+    channel: SameWeights | Mailbox = dataclasses.field(init=False)
+    traffic: Traffic | None = None
+    """What crossed to the device, where actions are chosen there."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """What was chosen for this machine, and why, for whoever watches."""
+    tuning: Tuning | None = None
+    """What was tried on the accelerator, and chosen."""
+    only: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    """Rates of single stages, as measured at the start."""
+
+    def close(self) -> None:
+        self.collector.close()
+        for group in self.envs:
+            group.close()
+        self.memory.close()
 
 
 class TorchSettings:
@@ -74,69 +112,192 @@ class TorchSettings:
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
         self._mkldnn = bool(torch.backends.mkldnn.enabled)
+        self._precision = torch.get_float32_matmul_precision()
+        self._cudnn = (torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark)
 
     def restore(self) -> None:
         torch.set_num_threads(self._threads)
         torch.backends.mkldnn.set_flags(self._mkldnn)  # type: ignore[no-untyped-call]
+        torch.set_float32_matmul_precision(self._precision)
+        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = self._cudnn
 
 
-def build(config: Config, faults: FaultLog, restarted_at: int = 0) -> Parts:
+def build(
+    config: Config, faults: FaultLog, restarted_at: int = 0, trace: Trace | None = None
+) -> Parts:
     """All parts of a run; ``restarted_at`` (env steps) gives restarted envs new episodes."""
     seeds = Seeds.of(config.seed)
     env_seed = seeds.envs if not restarted_at else mix_seeds(seeds.envs, restarted_at)
-    envs = make_envs(config, config.envs, env_seed, training=True, on_fault=faults)
-    memory: Ring | None = None
-    try:
-        spec = envs.spec
-        device = resolve_device(config.device, spec)
+    with contextlib.ExitStack() as made:
+        envs = make_groups(config, env_seed, faults)
+        for group in envs:
+            made.callback(group.close)
+        spec = envs[0].spec
+        place = Placement.of(config, spec, envs[0].in_background)
         set_threads(config.threads, spec)
-        memory = make_memory(config, spec, torch.device("cpu"), seeds.memory)
-        network = make_network(config, spec, device, seeds.network)
-        target = make_network(config, spec, device, seeds.network)
-        clock, timers, channel = Clock(frame_skip=spec.frame_skip), Timers(), SameWeights()
+        memory = make_memory(config, spec, place, seeds.memory)
+        made.callback(memory.close)
+        clock = Clock(frame_skip=spec.frame_skip)
+        timers = [Timers(trace and trace.lane("learner"))]
         learner = Learner(
             config=config,
-            online=network,
-            target=target,
+            online=make_network(config, spec, place.device, seeds.network),
+            target=make_network(config, spec, place.device, seeds.network),
             memory=memory,
-            objective=make_objective(config, device, seeds.objective),
+            objective=make_objective(config, place.device, seeds.objective),
             make_updater=lambda weights: make_updater(config, weights),
             clock=clock,
-            timers=timers,
-            device=device,
+            timers=timers[0],
+            device=place.device,
             seed=seeds.learner,
+            unasked=place.unasked,
         )
-        actor = Actor(
-            envs=envs,
-            network=network,
-            channel=channel,
+        parts = Parts(
             config=config,
+            spec=spec,
+            device=place.device,
+            envs=envs,
+            memory=memory,
+            learner=learner,
+            limiter=RateLimiter(config, clock, memory),
             clock=clock,
             timers=timers,
-            device=device,
-            max_rows=rows_per_block(config),
-            seed=seeds.actor,
+            faults=faults,
+            seeds=seeds,
+            notes=list(place.notes),
         )
-    except BaseException:
-        envs.close()
-        if memory is not None:
-            memory.close()
-        raise
-    return Parts(
-        config=config,
-        spec=spec,
-        device=device,
-        envs=envs,
-        actor=actor,
-        memory=memory,
-        learner=learner,
-        channel=channel,
-        limiter=RateLimiter(config, clock, memory),
-        clock=clock,
-        timers=timers,
-        faults=faults,
-        seeds=seeds,
+        choice = prepare_learner(parts, memory) if place.unasked else Choice("fp32", False)
+        if place.ahead or (config.engine == "pipeline" and config.lockstep):
+            _act_in_a_thread(parts, place, choice, trace)
+        else:
+            _act_in_turn(parts)
+        made.pop_all()
+    return parts
+
+
+def _act_in_turn(parts: Parts) -> None:
+    """The learner's network acts, in the learner's thread."""
+    config, seed = parts.config, parts.seeds.actor
+    inference = HostInference(parts.learner.online, parts.device, parts.spec.obs_dtype, seed)
+    actor = Actor(parts.envs, inference, config, parts.timers[0], rows_per_block(config), seed)
+    parts.channel = SameWeights()
+    parts.collector = Inline(actor, parts.channel)
+
+
+def _act_in_a_thread(
+    parts: Parts, place: Placement, choice: Choice, trace: Trace | None
+) -> None:
+    """A network of the actor's own acts, in a thread, while the learner learns."""
+    config, seeds = parts.config, parts.seeds
+
+    def network_on(device: torch.device) -> QNetwork:
+        network = make_network(config, parts.spec, device, seeds.network)
+        if device.type != "cpu":
+            apply_choice(choice, [network], [])
+        return network
+
+    acting = place_inference(
+        config,
+        parts.spec,
+        [group.num_envs for group in parts.envs],
+        place,
+        parts.learner.weights,
+        network_on,
+        choice.compiled,
+        seeds.actor,
     )
+    timers = Timers(trace and trace.lane("collector"))
+    parts.timers.append(timers)
+    parts.channel, parts.traffic = acting.channel, acting.traffic
+    parts.notes.append(acting.note)
+    parts.only["inference_only"] = acting.env_steps_per_s
+    actor = Actor(
+        parts.envs,
+        acting.inference,
+        config,
+        timers,
+        rows_per_block(config),
+        seeds.actor,
+        blocks=BLOCKS_AHEAD,
+    )
+    parts.collector = Ahead(
+        actor,
+        acting.channel,
+        config,
+        parts.clock,
+        parts.timers[0],
+        lockstep=config.lockstep,
+        block_ready=acting.block_ready,
+    )
+
+
+def prepare_learner(parts: Parts, memory: Ring) -> Choice:
+    """Tune the learner for its device and record its bursts; its state is as before."""
+    config, learner, device = parts.config, parts.learner, parts.device
+    saved = copy_state({"learner": learner.state_dict(), "memory": memory.state_dict()})
+    at_once = updates_at_once(config, learner.most_at_once)
+    samples = None
+    if memory.device.type != device.type:
+        samples = blank_batch(parts.spec, at_once * config.batch_size, device)
+    compilables = learner.compilables() + (memory.compilables() if samples is None else [])
+    record_them = config.graphs and why_no_graphs(device) is None
+
+    def put_in_force(choice: Choice) -> None:
+        apply_choice(choice, learner.networks, compilables)
+        if record_them:
+            learner.record(at_once, samples)
+
+    def time_update(choice: Choice) -> float:
+        put_in_force(choice)
+        learner.burst(at_once)
+        return seconds_per_call(lambda: learner.burst(at_once), device, TIMED_CALLS) / at_once
+
+    started_s = time.monotonic()
+    key = tuning_key(config, device, learner.weights.describe(), at_once)
+    tuning = tune(candidates(config, device), time_update, key)
+    update_s = time_update(tuning.choice)
+    learner.load_state_dict(saved["learner"])
+    memory.load_state_dict(saved["memory"])
+    parts.tuning = tuning
+    parts.only["learner_only"] = 1 / update_s / config.updates_per_env_step
+    how = "known" if tuning.from_cache else "tuned" if tuning.update_s else "asked for"
+    recorded = f"{at_once} updates a launch" if record_them else "not recorded"
+    parts.notes.append(
+        f"updates on {device}: {tuning.choice}, {recorded}, {update_s * 1e6:.0f} µs each "
+        f"({how}, {time.monotonic() - started_s:.0f} s)"
+    )
+    return tuning.choice
+
+
+def updates_at_once(config: Config, most: int) -> int:
+    """Updates in a recorded burst: an even share of those that a block brings."""
+    owed = max(1, rows_per_block(config) * config.envs * config.gradient_steps // config.train_freq)
+    launches = -(-owed // min(most, RECORDED_UPDATES))
+    return owed // launches
+
+
+def blank_batch(spec: EnvSpec, size: int, device: torch.device) -> Batch:
+    """Where a burst's samples are copied to, for recorded updates."""
+    obs = torch.zeros((size, *spec.obs_shape), dtype=spec.torch_dtype, device=device)
+    number = torch.zeros(size, dtype=torch.int64, device=device)
+    real = torch.zeros(size, device=device)
+    return Batch(obs, number, real, real.clone(), obs.clone(), real.clone(), number.clone())
+
+
+def make_groups(config: Config, seed: int, faults: FaultLog) -> list[VectorEnv]:
+    """The environments, in groups of (almost) equal size."""
+    groups = max(1, config.env_groups)
+    envs: list[VectorEnv] = []
+    try:
+        for group in range(groups):
+            size = config.envs // groups + (group < config.envs % groups)
+            group_seed = mix_seeds(seed, group) if group else seed
+            envs.append(make_envs(config, size, group_seed, training=True, on_fault=faults))
+    except BaseException:
+        for made in envs:
+            made.close()
+        raise
+    return envs
 
 
 def make_network(config: Config, spec: EnvSpec, device: torch.device, seed: int) -> QNetwork:
@@ -155,13 +316,25 @@ def model_transform(config: Config) -> ModelTransform:
         network.allows_shortcuts = False
         return network
 
-    return compiled if config.compile else lambda network: network
+    # The pipeline compiles whole updates, in which the network is one part.
+    in_itself = config.compile == "on" and config.engine != "pipeline"
+    return compiled if in_itself else lambda network: network
 
 
-def make_memory(config: Config, spec: EnvSpec, device: torch.device, seed: int) -> Ring:
+def make_memory(config: Config, spec: EnvSpec, place: Placement, seed: int) -> Ring:
     directory = Path(config.replay_dir) if config.replay_dir else None
-    check_fits(spec, config.envs, config.buffer_size, config.prioritized_replay, on_disk=directory)
+    device = place.replay
+    check_fits(
+        spec,
+        config.envs,
+        config.buffer_size,
+        config.prioritized_replay,
+        budget_bytes=None if device.type == "cpu" else free_device_bytes(device),
+        on_disk=directory,
+        compression=config.replay_compression,
+    )
     generator = torch.Generator(device=device).manual_seed(seed)
+    unasked = place.unasked and device.type == place.device.type
     sampler: Sampler
     if config.prioritized_replay:
         sampler = PrioritizedSampler(
@@ -171,9 +344,10 @@ def make_memory(config: Config, spec: EnvSpec, device: torch.device, seed: int) 
             config.prioritized_replay_eps,
             device,
             generator,
+            unasked,
         )
     else:
-        sampler = UniformSampler(generator)
+        sampler = UniformSampler(generator, unasked)
     return Ring(
         spec,
         config.envs,
@@ -183,6 +357,8 @@ def make_memory(config: Config, spec: EnvSpec, device: torch.device, seed: int) 
         sampler,
         device,
         directory,
+        config.replay_compression,
+        unasked,
     )
 
 
@@ -203,24 +379,6 @@ def make_objective(config: Config, device: torch.device, seed: int) -> Objective
 def make_updater(config: Config, weights: FlatWeights) -> Updater:
     optimiser = make_optimiser(config.optimizer, weights.data, config.optimizer_eps)
     return LocalUpdater(weights, optimiser, config.max_grad_norm)
-
-
-def is_image(spec: EnvSpec) -> bool:
-    return image_layout(spec.obs_shape) is not None
-
-
-def resolve_device(name: str, spec: EnvSpec) -> torch.device:
-    """``auto``: the accelerator for images; small vectors are quicker on the CPU."""
-    if name == "auto":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return accelerator if accelerator is not None and is_image(spec) else torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device '{name}' is not usable here ({reason}); try cpu") from None
-    return device
 
 
 def set_threads(threads: int, spec: EnvSpec) -> None:

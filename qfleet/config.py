@@ -32,9 +32,10 @@ class Config:
     env_kwargs: str = "{}"
     """Keyword arguments of the environment, as JSON."""
     envs: int = 1
-    """Number of environments stepped together."""
-    vectorize: Literal["auto", "native", "sync", "async"] = "auto"
-    """How envs are stepped: their own vector entry point, one after another, or in processes."""
+    """Number of environments stepped together; 0: as many as suit the engine and the machine."""
+    vectorize: Literal["auto", "native", "sync", "async", "envpool"] = "auto"
+    """How envs are stepped: their own vector entry point, one after another, in processes, or (for
+    Atari, where it is installed) by EnvPool."""
     max_episode_steps: int = 0
     """Truncate episodes after this many env steps; 0 keeps the environment's own limit."""
     frame_stack: int = 0
@@ -109,8 +110,10 @@ class Config:
     """Hidden layers of the MLP."""
     layer_norm: bool = False
     """Layer normalisation after every hidden layer of the MLP."""
-    compile: bool = False
-    """Pass the network through torch.compile (minutes of start-up on a CPU)."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile: auto tries it on accelerators and keeps it where it pays."""
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    """Of products and convolutions; auto is fp32 on a CPU and measured on accelerators."""
 
     # --- learning ---------------------------------------------------------------------------
     learning_rate: float = 1e-4
@@ -155,6 +158,10 @@ class Config:
     # --- replay storage ---------------------------------------------------------------------
     replay_dir: str = ""
     """Keep the replay memory in memory-mapped files in this folder instead of RAM."""
+    replay_device: str = "auto"
+    """Where the replay memory lives: cpu, cuda …; auto: beside the learner if it fits there."""
+    replay_compression: Literal["none", "lz4"] = "none"
+    """Keep frames compressed, without loss, in a replay memory in RAM."""
 
     # --- evaluation and stopping ------------------------------------------------------------
     steps: int = 100_000
@@ -171,8 +178,20 @@ class Config:
     """Stop after this many evaluations without a new best; 0: never."""
 
     # --- run --------------------------------------------------------------------------------
-    engine: Literal["serial"] = "serial"
-    """Who advances the loop and where each part lives."""
+    engine: Literal["auto", "serial", "pipeline"] = "auto"
+    """Who advances the loop and where each part lives; auto measures and says what it chose."""
+    env_groups: int = 0
+    """Pipeline: groups of envs that step in turn, one while another is inferred; 0 picks."""
+    block_rows: int = 0
+    """Steps of every env that are collected at once; 0 picks (one train_freq on serial)."""
+    replay_slack: int = 0
+    """Updates that collecting may run ahead of the exact replay ratio; 0 holds it exactly."""
+    inference_device: str = "auto"
+    """Pipeline: where actions are chosen: cpu, cuda …; auto measures both."""
+    graphs: bool = True
+    """Pipeline: record bursts of updates as graphs, where the device can."""
+    lockstep: bool = False
+    """Pipeline: collect and learn in turn, which gives the very numbers of serial."""
     seed: int = 0
     """Seed of everything random."""
     device: str = "auto"
@@ -253,6 +272,18 @@ class Config:
             f"is too small for {self.envs} envs and batches of {self.batch_size}",
         )
         _require(
+            not self.lockstep or self.env_groups <= 1,
+            "env_groups",
+            self.env_groups,
+            "does not go with lockstep, where one group steps at a time",
+        )
+        _require(
+            self.env_groups <= max(self.envs, 1) or self.envs == 0,
+            "env_groups",
+            self.env_groups,
+            f"is more than there are envs ({self.envs})",
+        )
+        _require(
             self.learning_starts < self.steps,
             "learning_starts",
             self.learning_starts,
@@ -292,14 +323,14 @@ class Config:
 
 # fmt: off
 _POSITIVE = (
-    "envs", "frame_skip", "n_steps", "n_quantiles", "iqn_samples", "iqn_act_samples",
+    "frame_skip", "n_steps", "n_quantiles", "iqn_samples", "iqn_act_samples",
     "iqn_embedding", "munchausen_tau", "batch_size", "buffer_size", "train_freq",
     "gradient_steps", "target_update_interval", "steps", "learning_rate", "n_eval_episodes",
     "log_interval", "checkpoint_freq", "keep_checkpoints", "max_env_restarts", "env_timeout_s",
     "max_abs_q", "prioritized_replay_eps", "lr_plateau_factor",
 )
 _NON_NEGATIVE = (
-    "max_episode_steps", "frame_stack", "noop_max", "lr_plateau_patience", "optimizer_eps",
+    "envs", "env_groups", "block_rows", "replay_slack", "max_episode_steps", "frame_stack", "noop_max", "lr_plateau_patience", "optimizer_eps",
     "max_grad_norm", "learning_starts", "eval_freq", "patience", "threads", "noisy_sigma", "seed",
     "prioritized_replay_alpha",
 )

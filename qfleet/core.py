@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qfleet.accelerator.compiling import Compilable
+
 # Row flags, one byte a row. They are all a memory needs to know about episodes.
 TERMINATED = 1
 """The action ended the task: nothing is worth anything afterwards, so do not bootstrap."""
@@ -90,11 +92,27 @@ class VectorEnv(Protocol):
     spec: EnvSpec
     num_envs: int
     seeds: list[int]
+    in_background: bool
+    """Whether a step goes on by itself between ``send`` and ``recv``."""
 
     def reset(self) -> NDArray[Any]: ...
 
     def step(self, actions: NDArray[np.int64]) -> Step:
-        """Step all envs. The returned arrays may be overwritten by the next call."""
+        """``send``, then ``recv``."""
+        ...
+
+    def send(self, actions: NDArray[np.int64]) -> None:
+        """Start a step of all envs without waiting for it. ``actions`` may be changed afterwards.
+
+        One step can be in flight. Until its ``recv``, nothing but ``close`` may be called.
+        """
+        ...
+
+    def recv(self) -> Step:
+        """Wait for the step that ``send`` has started.
+
+        The returned arrays may be overwritten from the next call on, be it ``send`` or ``reset``.
+        """
         ...
 
     def state_dict(self) -> StateDict | None:
@@ -168,6 +186,11 @@ class Batch:
         columns = zip(*(getattr(self, name).split(size) for name in BATCH_FIELDS), strict=True)
         return [Batch(*column) for column in columns]
 
+    def copy_(self, other: Batch) -> None:
+        """Take over another batch's values, in place."""
+        for name in BATCH_FIELDS:
+            getattr(self, name).copy_(getattr(other, name))
+
     def to(self, device: torch.device) -> Batch:
         return Batch(*(getattr(self, name).to(device) for name in BATCH_FIELDS))
 
@@ -182,11 +205,19 @@ class Memory(Protocol):
 
     def can_sample(self) -> bool: ...
 
-    def sample(self, count: int, beta: float) -> Batch:
+    def sample(self, count: int, beta: float | Tensor) -> Batch:
         """Draw ``count`` transitions; ``beta`` is the importance-weight exponent."""
         ...
 
     def update_priorities(self, index: Tensor, priority: Tensor) -> None: ...
+
+    def generators(self) -> list[torch.Generator]:
+        """What samples are drawn from."""
+        ...
+
+    def compilables(self) -> list[Compilable]:
+        """What torch.compile may be switched on for."""
+        ...
 
     def end_open_episodes(self) -> None:
         """Close what the newest rows left open, because their envs cannot be continued."""
@@ -204,11 +235,15 @@ class Memory(Protocol):
 class Updater(Protocol):
     """How gradients become new weights. It owns the optimiser."""
 
-    def apply(self, learning_rate: float) -> Mapping[str, Tensor | float]:
+    def apply(self, learning_rate: float | Tensor) -> Mapping[str, Tensor | float]:
         """Turn the gradient in the flat weights' buffer into new weights; return metrics.
 
         A non-finite gradient changes nothing at all and sets metric ``skipped`` to 1.
         """
+        ...
+
+    def compilables(self) -> list[Compilable]:
+        """What torch.compile may be switched on for."""
         ...
 
     def state_dict(self) -> StateDict: ...
@@ -224,7 +259,11 @@ class WeightsChannel(Protocol):
         ...
 
     def refresh(self) -> int:
-        """Called by an actor before it acts; returns the version it now acts with."""
+        """Called before a block is collected; returns the version that then acts."""
+        ...
+
+    def record_lag(self, updates: int) -> None:
+        """A block enters the memory whose weights were so many updates behind the newest."""
         ...
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from qfleet.accelerator.compiling import Compilable
 from qfleet.algorithms import losses
 from qfleet.algorithms.objective import Objective
 from qfleet.core import Batch
@@ -36,6 +37,10 @@ class Graded(NamedTuple):
 class Gradient(Protocol):
     def __call__(self, batch: Batch, target: Tensor) -> Graded: ...
 
+    def compilables(self) -> list[Compilable]:
+        """What torch.compile may be switched on for."""
+        ...
+
 
 class AutogradGradient:
     """Any network, any objective."""
@@ -45,13 +50,24 @@ class AutogradGradient:
     ) -> None:
         self._network, self._objective, self._weights = network, objective, weights
         self._weighted = weighted
+        self._forward = Compilable(self._loss)
 
     def __call__(self, batch: Batch, target: Tensor) -> Graded:
-        loss = self._objective.loss(batch, self._network, target)
-        per_sample = loss.per_sample * batch.weight if self._weighted else loss.per_sample
-        mean = per_sample.mean()
+        mean, priority, prediction = self._forward(batch.obs, batch.action, batch.weight, target)
         self._weights.set_grad(torch.autograd.grad(mean, self._weights.parameters))
-        return Graded(mean.detach, loss.priority, loss.prediction)
+        detached = mean.detach()  # the graph behind the loss must not outlive this call
+        return Graded(lambda: detached, priority, prediction)
+
+    def _loss(
+        self, obs: Tensor, action: Tensor, weight: Tensor, target: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        loss = self._objective.loss(obs, action, self._network, target)
+        per_sample = loss.per_sample * weight if self._weighted else loss.per_sample
+        return per_sample.mean(), loss.priority, loss.prediction
+
+    def compilables(self) -> list[Compilable]:
+        # IQN draws quantile fractions in its loss, from a generator that the compiler does not take.
+        return [] if self._objective.head == "iqn" else [self._forward]
 
 
 class DenseGradient:
@@ -86,6 +102,9 @@ class DenseGradient:
             return (per_sample * batch.weight).mean()
 
         return Graded(loss, error.squeeze(1), prediction.squeeze(1))
+
+    def compilables(self) -> list[Compilable]:
+        return []
 
 
 def make_gradient(

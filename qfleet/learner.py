@@ -1,16 +1,21 @@
 """The learner: batches in, gradients out, and an updater that turns them into weights.
 
-``step`` is the gradient step; ``batches`` draws what a burst of them learns from.
+``learn`` is asked for so many gradient steps; ``_draw`` and ``_train`` make bursts of them;
+``step`` is the gradient step. With ``unasked`` nothing in a burst ever asks the host for a value, so
+that an accelerator can run ahead of it, and ``record`` turns whole bursts into single launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from qfleet import schedules
+from qfleet.accelerator.compiling import Compilable
+from qfleet.accelerator.graphs import record
 from qfleet.algorithms.objective import Objective
 from qfleet.config import Config
 from qfleet.core import Batch, Clock, Memory, StateDict, Updater
@@ -21,6 +26,8 @@ from qfleet.weights import FlatWeights
 
 # Samples drawn at once for a burst: enough to hide per-draw overhead, little enough for the cache.
 BURST_SAMPLES = 8192
+# Prioritised batches drawn at once: their priorities are then at most so many updates old.
+PRIORITIZED_AT_ONCE = 8
 
 
 class Learner:
@@ -36,6 +43,8 @@ class Learner:
         timers: Timers,
         device: torch.device,
         seed: int,
+        *,
+        unasked: bool = False,
     ) -> None:
         self._config, self._clock, self._device = config, clock, device
         self._copying, self._learning = timers.span("copy"), timers.span("learn")
@@ -49,38 +58,101 @@ class Learner:
         self._updater = make_updater(self.weights)
         self._noise = torch.Generator(device=device).manual_seed(seed)
         self._target_updates = 0
-        self._learning_rate = config.learning_rate
         self.lr_scale = 1.0
         """Lowered on a plateau, when asked."""
-        self._draws_at_once = not config.prioritized_replay
-        self._targets_at_once = self._draws_at_once and not (config.double or config.noisy)
-        self._newest: tuple[Graded, Tensor, Tensor | float] | None = None
+        at_once = PRIORITIZED_AT_ONCE if config.prioritized_replay else BURST_SAMPLES
+        self._at_once = max(1, min(BURST_SAMPLES // config.batch_size, at_once))
+        self._targets_at_once = not (config.double or config.noisy)
+        self._find_target = Compilable(self._target_of)
+        self._unasked = unasked
+        # What a burst reads besides its batches. On an accelerator they are tensors, so that a
+        # recorded burst sees new values.
+        self._learning_rate: Tensor | float = config.learning_rate
+        self._beta: Tensor | float = config.prioritized_replay_beta0
+        self._target_move: Tensor | float = 0.0
         self._skipped: Tensor | float = 0.0
+        if unasked:
+            self._learning_rate = torch.zeros((), device=device)
+            self._beta = torch.zeros((), device=device)
+            self._target_move = torch.zeros((), device=device)
+            self._skipped = torch.zeros((), device=device)
+        self._newest: tuple[Graded, Tensor, Tensor | float] | None = None
+        self._recorded: dict[int, Callable[[], None]] = {}
+        self._newest_of: dict[int, tuple[Graded, Tensor, Tensor | float] | None] = {}
 
-    def batches(self, updates: int) -> Iterator[tuple[Batch, Tensor | None]]:
-        """Batches for a burst of gradient steps, with their targets where those can be had early.
-
-        Within a burst neither the memory nor the target network changes, so uniform samples are
-        drawn all at once; and so are targets that need the target network alone.
-        """
-        self._update_target()
-        rate = schedules.learning_rate(self._config, self._clock.env_steps)
-        self._learning_rate = rate * self.lr_scale
-        beta = schedules.importance_exponent(self._config, self._clock.env_steps)
-        size = self._config.batch_size
-        at_once = max(1, BURST_SAMPLES // size) if self._draws_at_once else 1
+    def learn(self, updates: int) -> None:
+        """Take so many gradient steps."""
+        self._read_schedules()
         while updates > 0:
-            count = min(updates, at_once)
+            count = self._chunk(updates)
+            self.burst(count)
+            self._clock.updates += count
             updates -= count
-            with self._copying:
-                samples = self._memory.sample(count * size, beta).to(self._device)
-            batches = samples.split(size)
-            if not self._targets_at_once:
-                yield from ((batch, None) for batch in batches)
-                continue
-            with self._learning:
-                target = self._objective.target(samples, self.online, self._target_network)
-            yield from zip(batches, torch.split(target, size), strict=True)
+
+    def burst(self, count: int) -> None:
+        """Gradient steps on samples drawn together, by one launch where that was recorded."""
+        recorded = self._recorded.get(count)
+        if recorded is None:
+            self._train(self._draw(count))
+        else:
+            recorded()
+
+    def _chunk(self, updates: int) -> int:
+        """How many of these updates to make at once; recorded bursts come in two sizes."""
+        if not self._unasked:
+            return min(updates, self._at_once)
+        return self._at_once if updates >= self._at_once else 1
+
+    def _read_schedules(self) -> None:
+        """Bring what depends on the clock up to now."""
+        env_steps = self._clock.env_steps
+        rate = schedules.learning_rate(self._config, env_steps) * self.lr_scale
+        beta = schedules.importance_exponent(self._config, env_steps)
+        move = self._target_move_due()
+        if self._unasked:
+            # Kernel arguments, not copies from host memory that could change before they happen.
+            assert isinstance(self._learning_rate, Tensor)
+            assert isinstance(self._beta, Tensor)
+            assert isinstance(self._target_move, Tensor)
+            self._learning_rate.fill_(rate)
+            self._beta.fill_(beta)
+            if move:
+                self._target_move.fill_(move)
+        else:
+            self._learning_rate, self._beta, self._target_move = rate, beta, move
+
+    def _target_move_due(self) -> float:
+        """How far the target network moves now, its interval having passed k times on the clock.
+
+        k moves towards the same weights by τ are one move by 1 − (1 − τ)^k.
+        """
+        due = self._clock.env_steps // self._config.target_update_interval - self._target_updates
+        self._target_updates += max(due, 0)
+        return 1.0 - (1.0 - self._config.tau) ** max(due, 0)
+
+    def _draw(self, count: int) -> Batch:
+        """Samples for so many gradient steps: within a burst the memory does not change."""
+        with self._copying:
+            return self._memory.sample(count * self._config.batch_size, self._beta)
+
+    def _train(self, samples: Batch) -> None:
+        """A burst of gradient steps on samples that were drawn together.
+
+        Nor does the target network change, so targets that need it alone are found all at once.
+        """
+        self._move_target()
+        size = self._config.batch_size
+        with self._copying:
+            samples = samples.to(self._device)
+        batches = samples.split(size)
+        if not self._targets_at_once:
+            for batch in batches:
+                self.step(batch, None)
+            return
+        with self._learning:
+            targets = torch.split(self._target(samples), size)
+        for batch, target in zip(batches, targets, strict=True):
+            self.step(batch, target)
 
     def step(self, batch: Batch, target: Tensor | None) -> None:
         """One gradient step."""
@@ -89,29 +161,85 @@ class Learner:
                 self.online.resample_noise(self._noise)
                 self._target_network.resample_noise(self._noise)
             if target is None:
-                target = self._objective.target(batch, self.online, self._target_network)
+                target = self._target(batch)
             graded = self._gradient(batch, target)
             applied = self._updater.apply(self._learning_rate)
             if self._config.prioritized_replay:
                 self._memory.update_priorities(batch.index, graded.priority)
-        self._clock.updates += 1
-        self._skipped = self._skipped + applied["skipped"]
+        self._skipped += applied["skipped"]
         self._newest = (graded, target, applied["grad_norm"])
 
-    def _update_target(self) -> None:
-        """Move the target network as often as its interval has passed on the clock.
-
-        k moves towards the same weights by τ are one move by 1 − (1 − τ)^k.
-        """
-        due = self._clock.env_steps // self._config.target_update_interval - self._target_updates
-        if due <= 0:
-            return
-        self._target_updates += due
-        if self._config.tau == 1.0:
+    def _move_target(self) -> None:
+        if isinstance(self._target_move, Tensor):
+            # Exact at both ends: a weight of 0 keeps, a weight of 1 copies.
+            self._target_weights.data.lerp_(self.weights.data, self._target_move)
+            self._target_move.zero_()
+        elif self._target_move == 1.0:
             self._target_weights.data.copy_(self.weights.data)
-        else:
-            move = 1.0 - (1.0 - self._config.tau) ** due
-            self._target_weights.data.lerp_(self.weights.data, move)
+        elif self._target_move > 0:
+            self._target_weights.data.lerp_(self.weights.data, self._target_move)
+        if not self._unasked:
+            self._target_move = 0.0
+
+    def _target(self, batch: Batch) -> Tensor:
+        target: Tensor = self._find_target(
+            batch.obs, batch.action, batch.reward, batch.discount, batch.next_obs
+        )
+        return target
+
+    def _target_of(
+        self, obs: Tensor, action: Tensor, reward: Tensor, discount: Tensor, next_obs: Tensor
+    ) -> Tensor:
+        samples = Batch(obs, action, reward, discount, next_obs, reward, action)
+        return self._objective.target(samples, self.online, self._target_network)
+
+    # --- recording --------------------------------------------------------------------------
+
+    @property
+    def networks(self) -> list[QNetwork]:
+        return [self.online, self._target_network]
+
+    @property
+    def most_at_once(self) -> int:
+        """Gradient steps that one burst may make."""
+        return self._at_once
+
+    def compilables(self) -> list[Compilable]:
+        """What torch.compile may be switched on for."""
+        ours = [] if self._objective.head == "iqn" else [self._find_target]
+        return [*ours, *self._gradient.compilables(), *self._updater.compilables()]
+
+    def record(self, updates_at_once: int, samples: Batch | None = None) -> None:
+        """Turn bursts into single launches. The bursts run a few times here: restore the state.
+
+        ``samples``, where the memory is on the host, is a burst's worth of them on the device: only
+        learning from them is recorded, and every burst's samples are copied there first.
+        """
+        assert self._unasked, "only a learner that never asks the host can be recorded"
+        drawn_from = [self._noise, self._objective.generator]
+        drawn_from += self._memory.generators() if samples is None else []
+        self._at_once = updates_at_once
+        self._recorded.clear()
+        for count in sorted({updates_at_once, 1}):
+            part = samples and samples.split(count * self._config.batch_size)[0]
+            launch = record(functools.partial(self._replayed, count, part), self._device, drawn_from)
+            self._recorded[count] = functools.partial(self._launch, count, part, launch)
+            self._newest_of[count] = self._newest
+        self._newest = None
+
+    def _replayed(self, count: int, samples: Batch | None) -> None:
+        self._train(self._draw(count) if samples is None else samples)
+
+    def _launch(self, count: int, samples: Batch | None, launch: Callable[[], None]) -> None:
+        if samples is not None:
+            drawn = self._draw(count)
+            with self._copying:
+                samples.copy_(drawn)
+        self._newest = None
+        with self._learning:
+            launch()
+        if self._newest is None:  # a replay runs no Python: its numbers are where they were recorded
+            self._newest = self._newest_of[count]
 
     def read_metrics(self) -> dict[str, float]:
         """Numbers of the newest update; the only place where the host waits for them."""
@@ -139,6 +267,7 @@ class Learner:
             "noise": self._noise.get_state(),
             "objective": self._objective.generator.get_state(),
             "target_updates": self._target_updates,
+            "target_move": float(self._target_move),
             "lr_scale": self.lr_scale,
             "skipped": float(self._skipped),
         }
@@ -154,7 +283,12 @@ class Learner:
         self._objective.generator.set_state(state["objective"])
         self._target_updates = state["target_updates"]
         self.lr_scale = state["lr_scale"]
-        self._skipped = state["skipped"]
+        for name in ("target_move", "skipped"):
+            held = getattr(self, f"_{name}")
+            if isinstance(held, Tensor):
+                held.fill_(state[name])
+            else:
+                setattr(self, f"_{name}", state[name])
 
 
 def _flat_names(network: QNetwork) -> list[tuple[str, Tensor]]:

@@ -6,10 +6,10 @@ Engines decide who advances these two generators and where; nothing in here know
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
-from qfleet.actor import Actor
 from qfleet.config import Config
-from qfleet.core import Clock, Memory, WeightsChannel
+from qfleet.core import Block, Clock, Memory, WeightsChannel
 from qfleet.learner import Learner
 from qfleet.telemetry.timers import Timers
 
@@ -17,14 +17,11 @@ from qfleet.telemetry.timers import Timers
 class RateLimiter:
     """Holds the replay ratio: ``gradient_steps`` updates per ``train_freq`` env steps.
 
-    ``slack_updates`` is the width of the band: how many owed updates collecting may run ahead.
+    ``replay_slack`` is the width of the band: how many owed updates collecting may run ahead.
     """
 
-    def __init__(
-        self, config: Config, clock: Clock, memory: Memory, slack_updates: int = 0
-    ) -> None:
+    def __init__(self, config: Config, clock: Clock, memory: Memory) -> None:
         self._config, self._clock, self._memory = config, clock, memory
-        self._slack = slack_updates
 
     def updates_owed(self) -> int:
         learnable = self._clock.env_steps - self._config.learning_starts
@@ -34,24 +31,45 @@ class RateLimiter:
         return bursts * self._config.gradient_steps - self._clock.updates
 
     def may_collect(self) -> bool:
-        return self.updates_owed() <= self._slack or not self._memory.can_sample()
+        return self.updates_owed() <= self._config.replay_slack or not self._memory.can_sample()
+
+
+class Collector(Protocol):
+    """Whoever gives blocks: an actor asked on the spot, or one that works ahead in a thread."""
+
+    def collect(self, rows: int) -> Block:
+        """A block of ``rows`` rows."""
+        ...
 
 
 def rows_per_block(config: Config) -> int:
     """Rows collected between two looks at the limiter: one train_freq, over all envs."""
-    return max(1, min(config.train_freq // config.envs, 1024, config.buffer_size // config.envs))
+    rows = config.block_rows or config.train_freq // config.envs
+    return max(1, min(rows, 1024, config.buffer_size // config.envs))
+
+
+def next_rows(config: Config, env_steps: int) -> int:
+    """Rows of the block that starts at ``env_steps``; 0 once the run is complete."""
+    rows_left = -(-(config.steps - env_steps) // config.envs)
+    return max(0, min(rows_per_block(config), rows_left))
 
 
 def collect(
-    actor: Actor, memory: Memory, config: Config, clock: Clock, timers: Timers
+    collector: Collector,
+    memory: Memory,
+    channel: WeightsChannel,
+    config: Config,
+    clock: Clock,
+    timers: Timers,
 ) -> Iterator[None]:
     """Each turn: one block from the environments into the memory."""
     copying = timers.span("copy")
     while True:
-        rows_left = -(-(config.steps - clock.env_steps) // config.envs)
-        block = actor.collect(min(rows_per_block(config), rows_left))
+        block = collector.collect(next_rows(config, clock.env_steps))
+        channel.record_lag(clock.updates - block.version)
         with copying:
             memory.extend(block)
+        clock.env_steps += block.rows * config.envs
         yield
 
 
@@ -60,7 +78,6 @@ def learn(
 ) -> Iterator[None]:
     """Each turn: the gradient steps owed, then a new version of the weights."""
     while True:
-        for batch, target in learner.batches(limiter.updates_owed()):
-            learner.step(batch, target)
+        learner.learn(limiter.updates_owed())
         channel.publish(clock.updates)
         yield

@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.acting import make_greedy
-from qfleet.build import Seeds, make_network, resolve_device
+from qfleet.build import Seeds, make_network
 from qfleet.config import Config, read_fields
 from qfleet.core import EnvSpec
 from qfleet.envs import make_envs
 from qfleet.errors import CheckpointError, ConfigError
 from qfleet.evaluation import Evaluation, evaluate_policy
+from qfleet.placement import resolve_device
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from qfleet.telemetry.faults import FaultLog
 from qfleet.weights import FlatWeights
@@ -31,7 +32,7 @@ class Policy:
         self.config, self.spec = config, spec
         self.device = _usable_device(config, spec, device)
         # Not compiled: a policy that is asked a few times never earns the minutes back.
-        plain = config.replace(compile=False)
+        plain = config.replace(compile="off")
         self.network = make_network(plain, spec, self.device, Seeds.of(config.seed).network)
         self.network.eval()
         weights = FlatWeights(self.network)

@@ -24,11 +24,12 @@ from qfleet.build import Parts, TorchSettings, build
 from qfleet.callbacks import Callback
 from qfleet.config import Config
 from qfleet.core import StateDict, VectorEnv
-from qfleet.engines.serial import run_serial
+from qfleet.engines import ENGINES
 from qfleet.envs import make_envs
 from qfleet.errors import CheckpointError, DivergedError, QfleetError
 from qfleet.evaluation import Evaluation, evaluate_policy
 from qfleet.judge import Judge
+from qfleet.plan import settle
 from qfleet.result import Result, peak_device_bytes, peak_rss_bytes
 from qfleet.signals import Signals
 from qfleet.storage.checkpoint import (
@@ -41,9 +42,9 @@ from qfleet.storage.checkpoint import (
 from qfleet.storage.rundir import RunLock, atomic_write_text
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.progress import Progress
+from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.writers import Writers
 
-ENGINES = {"serial": run_serial}
 EPISODE_WINDOW = 100
 EXPLODING_LOGS = 3
 """Consecutive log intervals of exploding Q-values after which the run stops."""
@@ -72,7 +73,8 @@ class Run:
         callbacks: Sequence[Callback] = (),
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        self.config, self.folder = config.validate(), folder
+        config, self._chosen = settle(config.validate())
+        self.config, self.folder = config, folder
         self._sitting, self._callbacks = sitting, callbacks
         self._progress = Progress(config.steps, mode=sitting.display)
         self._faults = FaultLog(notify=self._progress.message)
@@ -138,6 +140,10 @@ class Run:
             atomic_write_text(self.folder / "seeds.json", json.dumps(self.seeds(), indent=2))
             self._started_s = time.monotonic()
             self._logged = (self._started_s, resumed)
+            if self._sitting.display != "silent":
+                for note in [self._chosen, *self.parts.notes]:
+                    if note:
+                        self._progress.message(note)
             self._progress.start(resumed)
             if not self._call("on_start"):
                 self._stop = "callback"
@@ -155,8 +161,7 @@ class Run:
         return result
 
     def close(self) -> None:
-        self.parts.envs.close()
-        self.parts.memory.close()
+        self.parts.close()
         if self._eval_envs is not None:
             self._eval_envs.close()
         self._torch_settings.restore()
@@ -179,7 +184,7 @@ class Run:
         return {
             "run": self.config.seed,
             **dataclasses.asdict(self.parts.seeds),
-            "each_env": self.parts.envs.seeds,
+            "each_env": [seed for group in self.parts.envs for seed in group.seeds],
         }
 
     def wall_s(self) -> float:
@@ -228,7 +233,7 @@ class Run:
 
     def _log(self) -> None:
         clock, config = self.parts.clock, self.config
-        for episode in self.parts.actor.take_episodes():
+        for episode in self.parts.collector.take_episodes():
             self._recent.append((episode.reward, episode.length))
         now = time.monotonic()
         then, steps_then = self._logged
@@ -238,7 +243,7 @@ class Run:
         scalars: dict[str, float | None] = {
             "rollout/ep_rew_mean": float(np.mean(returns)) if returns else None,
             "rollout/ep_len_mean": float(np.mean(lengths)) if lengths else None,
-            "rollout/exploration_rate": self.parts.actor.exploration_rate(),
+            "rollout/exploration_rate": self.parts.collector.exploration_rate(),
             "time/fps": (clock.env_steps - steps_then) / max(now - then, 1e-9),
             "time/env_steps": clock.env_steps,
             "time/frames": clock.frames,
@@ -251,7 +256,7 @@ class Run:
             "train/q_mean": metrics.get("q_mean"),
             "train/abs_q_max": metrics.get("abs_q_max"),
         }
-        shares = self.parts.timers.shares(self.wall_s())
+        shares = Timers.merged(self.parts.timers).shares(self.wall_s())
         scalars |= {f"time/share_{stage}": share for stage, share in shares.items()}
         self._writers.write(clock.env_steps, scalars)
         if self.evaluation is not None:
@@ -379,7 +384,7 @@ class Run:
         return {
             "learner": parts.learner.state_dict(),
             "memory": parts.memory.state_dict(),
-            "actor": parts.actor.state_dict(),
+            "actor": parts.collector.state_dict(),
             "run": {
                 "env_steps": parts.clock.env_steps,
                 "updates": parts.clock.updates,
@@ -391,7 +396,7 @@ class Run:
                 else dataclasses.asdict(self.evaluation),
                 "evaluated_at": self._evaluated_at,
                 "wall_s": self.wall_s(),
-                "timers": parts.timers.state_dict(),
+                "timers": Timers.merged(parts.timers).state_dict(),
                 "faults": self._faults.state_dict(),
             },
         }
@@ -403,7 +408,7 @@ class Run:
         parts.learner.load_state_dict(state["learner"])
         parts.memory.load_state_dict(state["memory"])
         self._judge.load_state_dict(own["judge"])
-        if not parts.actor.load_state_dict(state["actor"]):
+        if not parts.collector.load_state_dict(state["actor"], parts.clock.env_steps):
             parts.memory.end_open_episodes()
             self._progress.message(
                 "these environments cannot give their state: open episodes were cut and restarted"
@@ -416,7 +421,7 @@ class Run:
             self.evaluation = Evaluation(**own["evaluation"])
         self._evaluated_at = own["evaluated_at"]
         self._earlier_wall_s = own["wall_s"]
-        parts.timers.load_state_dict(own["timers"])
+        parts.timers[0].load_state_dict(own["timers"])
         self._faults.load_state_dict(own["faults"])
 
     def _respect_best(self) -> None:
@@ -449,7 +454,7 @@ class Run:
             eval_return_std=evaluation.std if evaluation else None,
             best_eval_return=self._judge.best_return,
             stopped_by=self._stop or "steps",
-            time_share=self.parts.timers.shares(wall_s),
+            time_share=Timers.merged(self.parts.timers).shares(wall_s),
             communication=dict.fromkeys(("bytes_sent", "bytes_received", "messages")),
             faults=self._faults.counts,
             peak_rss_bytes=peak_rss_bytes(),

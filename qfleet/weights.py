@@ -47,14 +47,74 @@ class FlatWeights:
         return [[name, list(shape)] for name, shape in self.layout]
 
 
+class Lag:
+    """By how many updates the weights that acted were behind those that learnt."""
+
+    def __init__(self) -> None:
+        self.largest = 0
+        self._sum = self._blocks = 0
+
+    def record(self, updates: int) -> None:
+        self.largest = max(self.largest, updates)
+        self._sum += updates
+        self._blocks += 1
+
+    @property
+    def mean(self) -> float | None:
+        return self._sum / self._blocks if self._blocks else None
+
+
 class SameWeights:
     """The weights channel of engines whose actor and learner share one network."""
 
     def __init__(self) -> None:
         self._version = 0
+        self.lag = Lag()
 
     def publish(self, version: int) -> None:
         self._version = version
 
     def refresh(self) -> int:
         return self._version
+
+    def record_lag(self, updates: int) -> None:
+        self.lag.record(updates)
+
+
+class Mailbox:
+    """The weights channel to an actor with a network of its own, beside the learner's.
+
+    ``refresh`` is called while nobody acts (``collectors.Ahead`` sees to that) and copies what was
+    published since. ``reader_stream`` is where the actor's kernels run, if they run on a device.
+    """
+
+    def __init__(
+        self, source: FlatWeights, reader: FlatWeights, reader_stream: torch.Stream | None = None
+    ) -> None:
+        self._source, self._reader, self._stream = source, reader, reader_stream
+        self._published, self._read = 0, -1
+        self.lag = Lag()
+
+    def publish(self, version: int) -> None:
+        self._published = version
+
+    def refresh(self) -> int:
+        if self._stream is not None:
+            # The learner's kernels so far come first: they make these weights, and they read the
+            # frames whose place the actor is about to fill again.
+            self._stream.wait_stream(torch.accelerator.current_stream(self._source.data.device))
+            with self._stream:
+                self._copy()
+            # …and nothing later may change the weights while they are being read.
+            torch.accelerator.current_stream(self._source.data.device).wait_stream(self._stream)
+        else:
+            self._copy()
+        return self._read
+
+    def _copy(self) -> None:
+        if self._read != self._published:
+            self._reader.data.copy_(self._source.data, non_blocking=self._stream is not None)
+            self._read = self._published
+
+    def record_lag(self, updates: int) -> None:
+        self.lag.record(updates)

@@ -98,7 +98,7 @@ def test_atari_trains_on_the_device(algo: str, tmp_path: Path) -> None:
 
 
 def test_device_auto_takes_the_accelerator_for_images_only() -> None:
-    from qfleet.build import resolve_device
+    from qfleet.placement import resolve_device
 
     assert resolve_device("auto", EnvSpec("x", (4, 84, 84), "uint8", 2)).type == "cuda"
     assert resolve_device("auto", EnvSpec("x", (4,), "float32", 2)).type == "cpu"

@@ -99,9 +99,9 @@ class Objective:
         ).view(samples, actions, atoms)
         return (policy.unsqueeze(-1) * projected).sum(dim=1)
 
-    def loss(self, batch: Samples, online: ValueNetwork, target: Tensor) -> Loss:
-        fractions = self._fractions(batch.obs)
-        output = targets.take(online(batch.obs, fractions), batch.action)
+    def loss(self, obs: Tensor, action: Tensor, online: ValueNetwork, target: Tensor) -> Loss:
+        fractions = self._fractions(obs)
+        output = targets.take(online(obs, fractions), action)
         if self.head == "q":
             td = target - output
             per_sample = losses.huber(td) if self.loss_kind == "huber" else losses.squared(td)

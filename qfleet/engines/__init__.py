@@ -1,0 +1,8 @@
+"""Who advances the loop. An engine takes the parts of a run and a question asked between turns."""
+
+from __future__ import annotations
+
+from qfleet.engines.pipeline import run_pipeline
+from qfleet.engines.serial import run_serial
+
+ENGINES = {"serial": run_serial, "pipeline": run_pipeline}

@@ -13,7 +13,9 @@ from qfleet.loop import collect, learn
 
 def run_serial(parts: Parts, keep_going: Callable[[], bool]) -> None:
     """Advance the loop until ``keep_going`` says no; it is asked when no update is owed."""
-    collecting = collect(parts.actor, parts.memory, parts.config, parts.clock, parts.timers)
+    collecting = collect(
+        parts.collector, parts.memory, parts.channel, parts.config, parts.clock, parts.timers[0]
+    )
     learning = learn(parts.learner, parts.limiter, parts.channel, parts.clock)
     while True:
         if not parts.limiter.may_collect():

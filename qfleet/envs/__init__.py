@@ -4,7 +4,8 @@ registry   what a name means: Atari, a Gymnasium id, a class of the user's
 spaces     which spaces are supported, and their canonical form
 guard      one environment whose faults stay inside
 sync       N guarded ones, one after another
-processes  N guarded ones, each in its own process
+processes  N guarded ones, in processes that are replaced when they die or hang
+worker     what runs inside such a process
 native     Gymnasium's own vector environments
 atari      ale-py's C++ pool
 seeding    one seed to many
@@ -20,7 +21,14 @@ from qfleet.envs.registry import ale_game, close_names, env_kwargs, import_modul
 from qfleet.envs.registry import has_vector_entry_point as _has_vector_entry_point
 from qfleet.errors import ConfigError
 
-__all__ = ["OnFault", "ale_game", "close_names", "make_envs", "make_single"]
+__all__ = [
+    "OnFault",
+    "ale_game",
+    "close_names",
+    "make_envs",
+    "make_single",
+    "steps_in_background",
+]
 
 _NATIVE_MIN_ENVS = 8
 """With few envs numpy's cost per call makes a vectorised CartPole slower than plain ones: with one,
@@ -45,10 +53,16 @@ def make_envs(
                 f"vectorize {config.vectorize!r} does not work with Atari game '{config.env}', "
                 "which has a pool of its own; use auto"
             )
+        if config.vectorize == "envpool":
+            from qfleet.envs.envpool import EnvPoolEnvs
+
+            return EnvPoolEnvs(config, game, num_envs, seed, training=training)
         # Imported when needed: ale-py takes a fifth of a second that others need not pay.
         from qfleet.envs.atari import AtariEnvs
 
         return AtariEnvs(config, game, num_envs, seed, training=training)
+    if config.vectorize == "envpool":
+        raise ConfigError(f"vectorize 'envpool' is for Atari games, not for '{config.env}'")
     mode = _choose(config, num_envs) if config.vectorize == "auto" else config.vectorize
     if mode == "native":
         from qfleet.envs.native import NativeEnvs
@@ -61,6 +75,11 @@ def make_envs(
     from qfleet.envs.sync import SyncEnvs
 
     return SyncEnvs(config, num_envs, seed, on_fault)
+
+
+def steps_in_background(config: Config) -> bool:
+    """Whether these envs step outside this process's Python, in threads or processes."""
+    return ale_game(config.env) is not None or config.vectorize == "async"
 
 
 def _refuse_atari_fields(config: Config) -> None:

@@ -45,6 +45,7 @@ class AtariEnvs:
     spec: EnvSpec
     num_envs: int
     seeds: list[int]
+    in_background = True
 
     def __init__(
         self,
@@ -94,6 +95,7 @@ class AtariEnvs:
         self._reports_lives = config.episodic_life and training
         self._lives = np.zeros(num_envs, dtype=np.int32)
         self._is_over = np.zeros(num_envs, dtype=np.bool_)
+        self._is_in_flight = False
 
     def reset(self) -> NDArray[Any]:
         """Start all games anew from their seeds: two resets give the same episodes."""
@@ -103,7 +105,21 @@ class AtariEnvs:
         return np.asarray(obs)
 
     def step(self, actions: NDArray[np.int64]) -> Step:
-        obs, reward, terminated, truncated, info = self._pool.step(actions)
+        self.send(actions)
+        return self.recv()
+
+    def send(self, actions: NDArray[np.int64]) -> None:
+        """Wake the pool's threads; they step the games while this one does something else."""
+        assert not self._is_in_flight, "send() before the recv() of the step before"
+        self._is_in_flight = True
+        self._pool.send(actions)
+
+    def recv(self) -> Step:
+        """Wait for the pool. It allocates what it returns anew: no later call overwrites it."""
+        # The pool itself would wait for ever.
+        assert self._is_in_flight, "recv() without a send() before it"
+        self._is_in_flight = False
+        obs, reward, terminated, truncated, info = self._pool.recv()
         opened = self._is_over
         self._is_over = terminated | truncated
         life_lost = None

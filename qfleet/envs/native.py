@@ -30,6 +30,7 @@ class NativeEnvs:
     spec: EnvSpec
     num_envs: int
     seeds: list[int]
+    in_background = False
 
     def __init__(self, config: Config, num_envs: int, seed: int) -> None:
         self._envs = _make(config, num_envs)
@@ -49,6 +50,7 @@ class NativeEnvs:
         self._first_value = int(observations.start) if isinstance(observations, Discrete) else 0
         self._is_float = self.spec.obs_dtype == "float32"
         self._is_over = np.zeros(num_envs, dtype=np.bool_)
+        self._sent: NDArray[np.int64] | None = None
 
     def reset(self) -> NDArray[Any]:
         """Start all envs anew from the pool's seed: two resets give the same episodes."""
@@ -57,8 +59,17 @@ class NativeEnvs:
         return self._canonical(obs)
 
     def step(self, actions: NDArray[np.int64]) -> Step:
-        if self._first_action:
-            actions = actions + self._first_action
+        self.send(actions)
+        return self.recv()
+
+    def send(self, actions: NDArray[np.int64]) -> None:
+        """Keep the actions: the work is done in ``recv``, for it is done in this thread anyway."""
+        assert self._sent is None, "send() before the recv() of the step before"
+        self._sent = actions + self._first_action
+
+    def recv(self) -> Step:
+        actions, self._sent = self._sent, None
+        assert actions is not None, "recv() without a send() before it"
         raw_obs, reward, terminated, truncated, _ = self._envs.step(actions)
         obs = self._canonical(raw_obs)
         if not all_finite(reward):

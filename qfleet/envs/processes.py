@@ -1,126 +1,153 @@
-"""N environments, each in a process of its own: for slow ones, and for ones that may crash hard.
+"""N environments in processes of their own: for slow ones, and for ones that may crash hard.
 
-Actions go in, a ``core.Step`` comes out. Every environment is guarded inside its worker, and what
-the guard reports comes back in the info of Gymnasium's AsyncVectorEnv. Every wait has a deadline,
-and ``close`` leaves no worker behind. Workers come from a fork server: forking this process, with
-its threads and perhaps a GPU, is unsafe, and importing everything anew for each of them is slow.
+Actions go in, a ``core.Step`` comes out. There are as many processes as cores, at most one per
+environment, and each steps its share of the environments one after another (``worker.py``). Every
+environment is guarded inside its worker. Workers come from a fork server: forking this process,
+with its threads and perhaps a GPU, is unsafe, and importing everything anew for each of them is
+slow.
+
+A worker that dies is replaced, and one that does not answer in time is killed and replaced: in that
+step its environments' rows are invalid and open new episodes. More than ``max_env_restarts`` such
+failures without a completed step in between are an EnvironmentFault. Every wait has a deadline, and
+``close`` leaves no process behind.
 """
 
 from __future__ import annotations
 
-import functools
-import json
+import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
+import socket
+import struct
 import time
-from dataclasses import dataclass
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
 
-import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Discrete
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from numpy.typing import NDArray
 
 from qfleet.config import Config
 from qfleet.core import EnvSpec, StateDict, Step
-from qfleet.envs.guard import GuardedEnv, OnFault
+from qfleet.envs.guard import OnFault, one_line
 from qfleet.envs.registry import make_single, single_spec
-from qfleet.envs.seeding import env_seeds
-from qfleet.errors import CheckpointError, EnvironmentFault, QfleetError
+from qfleet.envs.seeding import env_seeds, rebuilt_seed
+from qfleet.envs.state import as_dict
+from qfleet.envs.worker import CLOSE_S, Command, Share, Slab, pack, serve, unpack
+from qfleet.errors import CheckpointError, EnvironmentFault
 
-_INVALID, _FRESH, _FAULTS, _FATAL = (
-    f"qfleet_{name}" for name in ("invalid", "fresh", "faults", "fatal")
-)
-_CLOSE_S = 5.0
-"""How long workers may take to close their environments before they are killed."""
-
-
-@dataclass(frozen=True)
-class WorkerFactory:
-    """Makes the guarded environment of one worker, inside that worker."""
-
-    config: Config
-    spec: EnvSpec
-    index: int
-    seed: int
-    parent_pid: int
-
-    def __call__(self) -> WorkerEnv:
-        if os.getpid() != self.parent_pid:
-            # Ctrl-C reaches the whole process group; the parent alone decides when to stop.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        return WorkerEnv(self)
+_BOOT_S = 60.0
+"""How long a new process may take to come up; ``env_timeout_s`` is for what the environments do."""
+_RESTARTS = "process_restarts"
+"""Key beside a guard's own in an environment's state."""
 
 
-class WorkerEnv(gymnasium.Env[Any, Any]):
-    """A guarded environment as AsyncVectorEnv wants it; faults leave it through ``info``."""
+class _Loss(NamedTuple):
+    """How a worker was lost: the kind of fault, what happened, what may be done about it."""
 
-    def __init__(self, factory: WorkerFactory) -> None:
-        spec = factory.spec
-        if spec.num_obs_values:
-            self.observation_space = Discrete(spec.num_obs_values)
-        elif spec.obs_dtype == "uint8":
-            self.observation_space = Box(0, 255, spec.obs_shape, np.uint8)
-        else:
-            self.observation_space = Box(-np.inf, np.inf, spec.obs_shape, np.float32)
-        self.action_space = Discrete(spec.num_actions)
-        self._faults: list[tuple[str, str]] = []
-        self._row: NDArray[Any] = np.zeros(spec.obs_shape, dtype=spec.obs_dtype)
-        self._guard = GuardedEnv(
-            functools.partial(make_single, factory.config),
-            spec,
-            index=factory.index,
-            seed=factory.seed,
-            max_restarts=factory.config.max_env_restarts,
-            on_fault=lambda kind, message: self._faults.append((kind, message)),
-        )
+    kind: str
+    text: str
+    mend: str
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: dict[str, Any] | None = None,  # noqa: ARG002 (Gymnasium's signature)
-    ) -> tuple[NDArray[Any], dict[str, Any]]:
-        info: dict[str, Any] = {}
+
+class _Worker:
+    """One process and the pipe to it. ``loss`` says why it does not answer any more."""
+
+    def __init__(self, context: Any, share: Share) -> None:
+        self._context, self._share = context, share
+        self._timeout_s = _timeout_s(share.config)
+        self.envs = share.envs
+        first, last = share.envs[0], share.envs[-1]
+        numbers = f"env {first}" if first == last else f"envs {first}-{last}"
+        self.name = f"{numbers} of '{share.spec.env_id}'"
+        self.failures = 0
+        self.spawn()
+
+    def spawn(self) -> None:
+        """Start the process; it says so when it is up."""
+        self.loss: _Loss | None = None
+        self.is_up = False
+        self._process: BaseProcess | None = None
+        self._pipe: Connection
+        self._pipe, theirs = self._context.Pipe()
+        _set_deadline(self._pipe, self._timeout_s)
+        process = self._context.Process(target=serve, args=(self._share, theirs), daemon=True)
         try:
-            if seed is None:
-                self._guard.reset(self._row)
-            else:
-                self._guard.start(self._row)
-        except QfleetError as error:
-            info[_FATAL] = str(error)
-        return self._row, self._with_faults(info)
+            process.start()
+            self._process = process
+        except (OSError, EOFError) as error:
+            text = f"the process of {self.name} could not be started: {one_line(error)}"
+            self.loss = _Loss("env_process", text, "use fewer envs")
+        finally:
+            # Ours would keep the pipe open when the worker dies.
+            theirs.close()
 
-    def step(self, action: Any) -> tuple[NDArray[Any], float, bool, bool, dict[str, Any]]:
-        try:
-            outcome = self._guard.step(int(action), self._row)
-        except QfleetError as error:
-            return self._row, 0.0, False, False, self._with_faults({_FATAL: str(error)})
-        info = {
-            name: True
-            for name, is_set in zip((_INVALID, _FRESH), outcome[3:], strict=True)
-            if is_set
-        }
-        return self._row, *outcome[:3], self._with_faults(info)
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
 
-    def _with_faults(self, info: dict[str, Any]) -> dict[str, Any]:
-        if self._faults:
-            info[_FAULTS] = json.dumps(self._faults)
-            self._faults.clear()
-        return info
+    def tell(self, command: bytes) -> None:
+        if self.loss is None:
+            try:
+                self._pipe.send_bytes(command)
+            except OSError as error:
+                self.loss = self._find_loss(error)
 
-    def close(self) -> None:
-        self._guard.close()
+    def hear(self, deadline_s: float) -> bytes | None:
+        """The reply to what it was told last; None if it is lost."""
+        if self.loss is not None:
+            return None
+        assert self._process is not None
+        # The sentinel too: something that the environment has started may hold the pipe open.
+        ready = wait((self._pipe, self._process.sentinel), max(0.0, deadline_s - time.monotonic()))
+        error: OSError | EOFError = EOFError() if ready else BlockingIOError()
+        if self._pipe in ready:
+            try:
+                reply = self._pipe.recv_bytes()
+                self.is_up = True
+                return reply
+            except (OSError, EOFError) as caught:
+                error = caught
+        self.loss = self._find_loss(error)
+        return None
+
+    def _find_loss(self, error: OSError | EOFError) -> _Loss:
+        assert self._process is not None
+        if isinstance(error, BlockingIOError):
+            if not self.is_up:
+                text = f"the process of {self.name} did not come up within {_BOOT_S:g} s"
+                return _Loss("env_timeout", text, "use fewer envs")
+            text = f"{self.name} did not answer within env_timeout_s {self._timeout_s:g}"
+            return _Loss("env_timeout", text, "mend the environment, raise env_timeout_s")
+        # The pipe breaks a moment before the exit code is known.
+        self._process.join(CLOSE_S)
+        text = f"the process of {self.name} died (exit code {self._process.exitcode})"
+        return _Loss("env_process", text, "run it with --vectorize sync to see why")
+
+    def end(self, grace_s: float) -> None:
+        """Wait for the process to end, and kill it if it does not; a lost one never would."""
+        if self._process is None or self._process.pid is None:
+            return
+        self._process.join(grace_s if self.loss is None else 0.0)
+        # The worker leads a group: what its environments have started goes with it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        # It may have been too young to lead one.
+        self._process.kill()
+        self._process.join(CLOSE_S)
+        self._pipe.close()
+        self._process = None
 
 
 class ProcessEnvs:
-    """A ``core.VectorEnv``."""
+    """A ``core.VectorEnv``. All arrays stay valid for one more call than the protocol asks."""
 
     spec: EnvSpec
     num_envs: int
     seeds: list[int]
+    in_background = True
 
     def __init__(self, config: Config, num_envs: int, seed: int, on_fault: OnFault) -> None:
         probe = make_single(config)
@@ -129,118 +156,192 @@ class ProcessEnvs:
         self.num_envs = num_envs
         self.seeds = env_seeds(seed, num_envs)
         self._on_fault = on_fault
-        self._timeout_s = config.env_timeout_s
-        self._is_over = np.zeros(num_envs, dtype=np.bool_)
-        context = "spawn"
-        if "forkserver" in multiprocessing.get_all_start_methods():
-            context = "forkserver"
-            multiprocessing.get_context(context).set_forkserver_preload(["__main__", __name__])
-        self._envs: AsyncVectorEnv[Any, Any] = AsyncVectorEnv(
-            [
-                WorkerFactory(config, self.spec, index, env_seed, os.getpid())
-                for index, env_seed in enumerate(self.seeds)
-            ],
-            context=context,
-            autoreset_mode=AutoresetMode.NEXT_STEP,
-        )
+        self._max_restarts = config.max_env_restarts
+        self._timeout_s = _timeout_s(config)
+        self._restarts = [0] * num_envs
+        self._is_in_flight = False
+        self._side = 0
+        context = _context()
+        raw = context.RawArray("b", Slab.size_bytes(self.spec, num_envs))
+        self._slab = Slab(raw, self.spec, num_envs)
+        sides = zip(self._slab.obs, self._slab.reward, self._slab.flags, strict=True)
+        self._steps = [Step(obs, reward, *flags) for obs, reward, flags in sides]
+        count = min(num_envs, os.cpu_count() or 1)
+        cuts = [num_envs * i // count for i in range(count + 1)]
+        self._workers = [
+            _Worker(context, Share(config, self.spec, num_envs, range(start, stop), raw))
+            for start, stop in itertools.pairwise(cuts)
+        ]
 
     def reset(self) -> NDArray[Any]:
         """Start all envs anew from their seeds: two resets give the same episodes."""
-        try:
-            self._envs.reset_async(seed=list(self.seeds))
-            obs, info = self._envs.reset_wait(self._timeout_s)
-        except (multiprocessing.TimeoutError, EOFError, OSError) as error:
-            raise self._lost("reset", error) from error
-        self._is_over = np.zeros(self.num_envs, dtype=np.bool_)
-        self._report(info)
-        return np.asarray(obs)
+        self._side ^= 1
+        self._restarts = [0] * self.num_envs
+        self._start(self._workers)
+        self._replace_lost()
+        return self._steps[self._side].obs
 
     def step(self, actions: NDArray[np.int64]) -> Step:
-        try:
-            self._envs.step_async(actions)
-            obs, reward, terminated, truncated, info = self._envs.step_wait(self._timeout_s)
-        except (multiprocessing.TimeoutError, EOFError, OSError) as error:
-            raise self._lost("step", error) from error
-        self._report(info)
-        opened = self._is_over
-        self._is_over = terminated | truncated
-        invalid = opened | info[_INVALID] if _INVALID in info else opened
-        fresh = opened | info[_FRESH] if _FRESH in info else opened
-        return Step(obs, reward, terminated, truncated, invalid, fresh)
+        self.send(actions)
+        return self.recv()
 
-    def _report(self, info: dict[str, Any]) -> None:
-        if _FAULTS in info:
-            for faults in info[_FAULTS]:
-                for kind, message in json.loads(faults or "[]"):
-                    self._on_fault(kind, message)
-        if _FATAL in info:
+    def send(self, actions: NDArray[np.int64]) -> None:
+        assert not self._is_in_flight, "send() before the recv() of the step before"
+        self._is_in_flight = True
+        self._side ^= 1
+        self._slab.action[:] = actions
+        for worker in self._workers:
+            worker.tell(Command.STEP + bytes([self._side]))
+
+    def recv(self) -> Step:
+        assert self._is_in_flight, "recv() without a send() before it"
+        self._is_in_flight = False
+        replies = self._gather(self._workers, self._timeout_s)
+        self._end_on_error(replies)
+        for worker, _ in replies:
+            worker.failures = 0
+        self._replace_lost()
+        return self._steps[self._side]
+
+    # --- workers ----------------------------------------------------------------------------
+
+    def _start(self, workers: list[_Worker]) -> None:
+        """Let the envs of these workers begin episodes; who cannot is marked as lost."""
+        self._wait_until_up(workers)
+        for worker in workers:
+            message = {"side": self._side, "seeds": self._worker_seeds(worker)}
+            worker.tell(Command.START + pack(message))
+        self._end_on_error(self._gather(workers, self._timeout_s))
+
+    def _wait_until_up(self, workers: list[_Worker]) -> None:
+        assert not self._is_in_flight, "call recv() first: a step is in flight"
+        self._gather([worker for worker in workers if not worker.is_up], _BOOT_S)
+
+    def _worker_seeds(self, worker: _Worker) -> list[int]:
+        return [
+            # Guards number the rebuilds of their own from 1, so 0 leads to seeds that none uses.
+            rebuilt_seed(rebuilt_seed(self.seeds[i], 0), self._restarts[i])
+            if self._restarts[i]
+            else self.seeds[i]
+            for i in worker.envs
+        ]
+
+    def _gather(
+        self, workers: list[_Worker], timeout_s: float
+    ) -> list[tuple[_Worker, dict[str, Any]]]:
+        """What each worker replies within the time; the others are marked as lost."""
+        deadline_s = time.monotonic() + timeout_s
+        replies: list[tuple[_Worker, dict[str, Any]]] = []
+        for worker in workers:
+            data = worker.hear(deadline_s)
+            if data is not None:
+                replies.append((worker, unpack(data) if data else {}))
+        for _, reply in replies:
+            for kind, message in reply.get("faults", ()):
+                self._on_fault(kind, message)
+        return replies
+
+    def _end_on_error(self, replies: list[tuple[_Worker, dict[str, Any]]]) -> None:
+        error = _first_error(replies)
+        if error is not None:
             self.close()
-            raise EnvironmentFault(next(message for message in info[_FATAL] if message))
+            raise EnvironmentFault(error)
 
-    def _lost(self, call: str, error: Exception) -> EnvironmentFault:
-        """End what is left, and say which environment hung or died."""
-        name = f"of '{self.spec.env_id}'"
-        if isinstance(error, multiprocessing.TimeoutError):
-            silent = [
-                index for index, pipe in enumerate(self._envs.parent_pipes) if not pipe.poll(0)
-            ]
-            self._end_workers(grace_s=0.0)
-            return EnvironmentFault(
-                f"env {_listed(silent)} {name} did not answer a {call} within env_timeout_s "
-                f"{self._timeout_s:g}; mend the environment or raise env_timeout_s"
+    def _replace_lost(self) -> None:
+        """Put new processes in the place of lost ones; their rows open new episodes."""
+        step = self._steps[self._side]
+        while lost := [worker for worker in self._workers if worker.loss is not None]:
+            for worker in lost:
+                self._count_failure(worker)
+                worker.end(0.0)
+                worker.spawn()
+                for i in worker.envs:
+                    self._restarts[i] += 1
+                    step.reward[i] = 0.0
+                    step.terminated[i] = step.truncated[i] = False
+                    step.invalid[i] = step.fresh[i] = True
+            self._start(lost)
+
+    def _count_failure(self, worker: _Worker) -> None:
+        assert worker.loss is not None
+        kind, text, mend = worker.loss
+        worker.failures += 1
+        if worker.failures > self._max_restarts:
+            self._on_fault(kind, text)
+            self.close()
+            raise EnvironmentFault(
+                f"{text} (failure {worker.failures} in a row, more than max_env_restarts "
+                f"{self._max_restarts}); {mend} or raise max_env_restarts"
             )
-        for process in self._envs.processes:
-            process.join(_CLOSE_S / self.num_envs)
-            if process.exitcode is not None:
-                break
-        dead = {
-            index: process.exitcode
-            for index, process in enumerate(self._envs.processes)
-            if process.exitcode is not None
-        }
-        self.close()
-        codes = sorted({str(code) for code in dead.values()})
-        return EnvironmentFault(
-            f"the process of env {_listed(list(dead))} {name} died in a {call} (exit code "
-            f"{', '.join(codes) or 'unknown'}); run it with --vectorize sync to see why"
-        )
+        remedy = "killed and restarted" if kind == "env_timeout" else "restarted"
+        self._on_fault(kind, f"{text}, {remedy}")
+
+    # --- state ------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict | None:
-        """None: the state is in other processes, and AsyncVectorEnv does not bring it back."""
-        return None
+        """As of ``SyncEnvs``; None also when a worker is lost: the next step replaces it."""
+        self._wait_until_up(self._workers)
+        for worker in self._workers:
+            worker.tell(Command.SAVE)
+        replies = self._gather(self._workers, self._timeout_s)
+        if error := _first_error(replies):
+            raise CheckpointError(error)
+        shares = [reply["state"] for _, reply in replies]
+        if len(shares) < len(self._workers) or None in shares:
+            return None
+        states = itertools.chain.from_iterable(shares)
+        numbered = zip(states, self._restarts, strict=True)
+        return as_dict([{**state, _RESTARTS: restarts} for state, restarts in numbered])
 
     def load_state_dict(self, state: StateDict) -> None:
-        raise CheckpointError(
-            f"environments in processes cannot be resumed from a state ({len(state)} entries)"
-        )
+        if len(state) != self.num_envs:
+            raise CheckpointError(
+                f"{len(state)} envs were saved, this run has {self.num_envs}; "
+                f"resume with --envs {len(state)}"
+            )
+        states = list(state.values())
+        self._restarts = [entry.get(_RESTARTS, 0) for entry in states]
+        self._wait_until_up(self._workers)
+        for worker in self._workers:
+            share = states[worker.envs.start : worker.envs.stop]
+            worker.tell(Command.LOAD + pack({"seeds": self._worker_seeds(worker), "states": share}))
+        error = _first_error(self._gather(self._workers, self._timeout_s))
+        losses = [worker.loss.text for worker in self._workers if worker.loss is not None]
+        if error or losses:
+            raise CheckpointError(error or f"{losses[0]} while its state was loaded; try again")
 
     def close(self) -> None:
         """Let the workers close their environments, and kill those that take too long."""
-        self._end_workers(_CLOSE_S)
-
-    def _end_workers(self, grace_s: float) -> None:
-        # Not AsyncVectorEnv.close: it waits without a deadline, and trips over dead workers.
-        if self._envs.closed:
-            return
-        self._envs.closed = True
-        for pipe in self._envs.parent_pipes:
-            try:
-                pipe.send(("close", None))
-            except (OSError, AttributeError):
-                continue  # its worker is gone, or Gymnasium has already dropped the pipe
-        deadline_s = time.monotonic() + grace_s
-        for process in self._envs.processes:
-            process.join(max(0.0, deadline_s - time.monotonic()))
-        for process in self._envs.processes:
-            if process.is_alive():
-                process.kill()
-                process.join(_CLOSE_S)
-        self._envs.error_queue.cancel_join_thread()
-        self._envs.error_queue.close()
-        for pipe in self._envs.parent_pipes:
-            if pipe is not None:
-                pipe.close()
+        for worker in self._workers:
+            if worker.pid is not None:
+                worker.tell(Command.CLOSE)
+        deadline_s = time.monotonic() + CLOSE_S
+        for worker in self._workers:
+            worker.end(max(0.0, deadline_s - time.monotonic()))
 
 
-def _listed(indices: list[int]) -> str:
-    return ", ".join(map(str, indices)) or "?"
+def _context() -> Any:
+    """Where processes come from. Its types differ from system to system, hence Any."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", __name__])
+    return context
+
+
+def _timeout_s(config: Config) -> float:
+    """The operating system's waits take no more than 24 days."""
+    return min(config.env_timeout_s, 1e6)
+
+
+def _set_deadline(pipe: Connection, timeout_s: float) -> None:
+    """Let no read or write of this end last longer: a stopped worker would block it for ever."""
+    whole_s = int(timeout_s)
+    timeval = struct.pack("ll", whole_s, int((timeout_s - whole_s) * 1e6))
+    with socket.socket(fileno=os.dup(pipe.fileno())) as half:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            half.setsockopt(socket.SOL_SOCKET, option, timeval)
+
+
+def _first_error(replies: list[tuple[_Worker, dict[str, Any]]]) -> str | None:
+    return next((reply["error"] for _, reply in replies if "error" in reply), None)

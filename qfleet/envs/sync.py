@@ -28,6 +28,7 @@ class SyncEnvs:
     spec: EnvSpec
     num_envs: int
     seeds: list[int]
+    in_background = False
 
     def __init__(self, config: Config, num_envs: int, seed: int, on_fault: OnFault) -> None:
         make = functools.partial(make_single, config)
@@ -55,6 +56,7 @@ class SyncEnvs:
             [obs[index, ...] for index in range(num_envs)] for obs in self._obs
         ]
         self._side = 0
+        self._sent: list[int] | None = None
         self._reward = np.zeros(num_envs, dtype=np.float64)
         self._terminated = np.zeros(num_envs, dtype=np.bool_)
         self._truncated = np.zeros(num_envs, dtype=np.bool_)
@@ -73,9 +75,20 @@ class SyncEnvs:
         return self._obs[self._side]
 
     def step(self, actions: NDArray[np.int64]) -> Step:
+        self.send(actions)
+        return self.recv()
+
+    def send(self, actions: NDArray[np.int64]) -> None:
+        """Keep the actions: the work is done in ``recv``, for it is done in this thread anyway."""
+        assert self._sent is None, "send() before the recv() of the step before"
+        self._sent = actions.tolist()
+
+    def recv(self) -> Step:
+        actions, self._sent = self._sent, None
+        assert actions is not None, "recv() without a send() before it"
         self._side ^= 1
         rows = self._rows[self._side]
-        for index, action in enumerate(actions.tolist()):
+        for index, action in enumerate(actions):
             (
                 self._reward[index],
                 self._terminated[index],

@@ -1,7 +1,8 @@
 """The columns of a replay memory: how wide each is, and where its bytes live.
 
-In: an environment's spec, a number of slots (rows × envs), a device and perhaps a folder.
-Out: one flat tensor per column, in RAM, on the device, or mapped from a file in that folder.
+In: an environment's spec, rows × envs, a device and perhaps a folder.
+Out: one flat tensor per column, in RAM, on the device, or mapped from a file in that folder; the
+frames behind a few operations, because they may be compressed instead.
 """
 
 from __future__ import annotations
@@ -9,23 +10,71 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from qfleet.core import EnvSpec
 from qfleet.errors import ConfigError, MemoryRefusedError
+from qfleet.memory.compression import CompressedFrames, Compression, compressed_bytes
 from qfleet.storage.rundir import RunLock
 
 
-class Columns(NamedTuple):
-    """One entry per slot; ``frames`` has one more at its end, which is always blank."""
+class FrameColumn(Protocol):
+    """Slots + 1 frames, of which the last is always blank.
 
-    frames: Tensor
-    """``[slots + 1, *frame_shape]``; stacks point at the blank frame before an episode's start."""
+    Stacks point at the blank frame before an episode's start.
+    """
+
+    def write(self, row: int, frames: Tensor) -> None:
+        """Rows from ``row`` on become ``frames`` ``[rows, num_envs, *frame_shape]``."""
+        ...
+
+    def index_select(self, slot: Tensor) -> Tensor:
+        """``[len(slot), *frame_shape]``, a copy."""
+        ...
+
+    def pieces(self, cuts: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+        """Rows start … stop − 1 of each cut, as frames ``[rows, num_envs, *frame_shape]``.
+
+        To be read before the next write.
+        """
+        ...
+
+    def nbytes(self) -> int:
+        """What the frames take at this moment."""
+        ...
+
+
+class PlainFrames:
+    """A ``FrameColumn`` that is one tensor."""
+
+    def __init__(self, frames: Tensor, rows: int, num_envs: int) -> None:
+        """``frames`` is ``[rows * num_envs + 1, *frame_shape]`` with undefined contents."""
+        self._frames = frames
+        self._rows = frames[:-1].view(rows, num_envs, *frames.shape[1:])
+        frames[-1].zero_()
+
+    def write(self, row: int, frames: Tensor) -> None:
+        self._rows[row : row + frames.shape[0]].copy_(frames)
+
+    def index_select(self, slot: Tensor) -> Tensor:
+        return self._frames.index_select(0, slot)
+
+    def pieces(self, cuts: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+        return [self._rows[start:stop] for start, stop in cuts]
+
+    def nbytes(self) -> int:
+        return self._frames.nbytes
+
+
+class Columns(NamedTuple):
+    """One entry per slot, and the blank frame."""
+
+    frames: FrameColumn
     action: Tensor
     reward: Tensor
     flags: Tensor
@@ -41,19 +90,31 @@ def column_layout(spec: EnvSpec, slots: int) -> Mapping[str, tuple[tuple[int, ..
     }
 
 
-def column_bytes(spec: EnvSpec, slots: int) -> int:
-    """Bytes of all columns together."""
-    layout = column_layout(spec, slots).values()
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout)
+def column_bytes(spec: EnvSpec, slots: int, compression: Compression) -> int:
+    """Bytes of all columns together; of compressed frames, what they are assumed to take."""
+    layout = column_layout(spec, slots)
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in layout.items()}
+    if compression == "lz4":
+        sizes["frames"] = compressed_bytes(spec, slots)
+    return sum(sizes.values())
 
 
 def column_path(directory: Path, name: str) -> Path:
     return directory / f"replay-{name}.bin"
 
 
-def allocate(spec: EnvSpec, slots: int, device: torch.device, directory: Path | None) -> Columns:
+def allocate(
+    spec: EnvSpec,
+    rows: int,
+    num_envs: int,
+    device: torch.device,
+    directory: Path | None,
+    compression: Compression,
+) -> Columns:
     """Columns with undefined contents (what was never written is never read)."""
-    layout = column_layout(spec, slots)
+    layout = dict(column_layout(spec, rows * num_envs))
+    if compression == "lz4":
+        del layout["frames"]
     if directory is None:
         columns = {
             name: torch.empty(shape, dtype=dtype, device=device)
@@ -69,8 +130,12 @@ def allocate(spec: EnvSpec, slots: int, device: torch.device, directory: Path | 
             name: _map_file(column_path(directory, name), shape, dtype)
             for name, (shape, dtype) in layout.items()
         }
-    columns["frames"][slots].zero_()
-    return Columns(**columns)
+    frames: FrameColumn
+    if compression == "lz4":
+        frames = CompressedFrames(spec, rows, num_envs)
+    else:
+        frames = PlainFrames(columns["frames"], rows, num_envs)
+    return Columns(frames, columns["action"], columns["reward"], columns["flags"])
 
 
 def lock_directory(directory: Path) -> RunLock:

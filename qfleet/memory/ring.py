@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qfleet.accelerator.compiling import Compilable
 from qfleet.core import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, StateDict
 from qfleet.errors import CheckpointError, ConfigError
 from qfleet.memory.columns import allocate, lock_directory
+from qfleet.memory.compression import Compression, check_compressible
 from qfleet.memory.samplers import Sampler, Window, ring_segments
 from qfleet.storage.segments import Segments
 
@@ -36,8 +38,13 @@ class Ring:
         sampler: Sampler,
         device: torch.device,
         directory: Path | None = None,
+        compression: Compression = "none",
+        unasked: bool = False,
     ) -> None:
         """``capacity`` counts transitions over all envs; ``directory`` keeps them in files there.
+
+        ``unasked``: ``sample`` never asks the host, so whoever samples has asked ``can_sample``; the
+        sampler must be made so too.
 
         The sampler's generator must live on ``device``.
         """
@@ -51,18 +58,28 @@ class Ring:
                 f"buffer_size {capacity} is too small for {num_envs} envs, {n_steps}-step returns "
                 f"and stacks of {spec.frame_stack}; use at least {least}"
             )
+        if compression != "none":
+            check_compressible(spec, device, directory)
         self._slots = self.rows * num_envs
+        self._row_bytes = num_envs * math.prod(spec.frame_shape) * spec.torch_dtype.itemsize
         self._sampler = sampler
         self._lock = None if directory is None else lock_directory(directory)
         self._frames, self._action, self._reward, self._flags = allocate(
-            spec, self._slots, device, directory
+            spec, self.rows, num_envs, device, directory, compression
         )
+        self.device = device
+        self._unasked = unasked
+        if unasked:
+            # Bursts are recorded while the ring is empty; what they read must make sense as indices.
+            for column in (self._action, self._reward, self._flags):
+                column.zero_()
+        self._gather_columns = Compilable(self._columns_at)
         per_row = (self.rows, num_envs)
-        self._frame_rows = self._frames[: self._slots].view(*per_row, *spec.frame_shape)
         self._action_rows = self._action.view(per_row)
         self._reward_rows = self._reward.view(per_row)
         self._flag_rows = self._flags.view(per_row)
         self._total_rows = 0
+        sampler.move(Window(0, 0), self._flag_rows)
         self._witness_row = -1
         """A row known to hold a start that is not SKIP, counted like a Window's."""
 
@@ -110,7 +127,7 @@ class Ring:
 
     def _write(self, row: int, block: Block, start: int, stop: int) -> None:
         into, source = slice(row, row + stop - start), slice(start, stop)
-        self._frame_rows[into].copy_(block.obs[source])
+        self._frames.write(row, block.obs[source])
         self._action_rows[into].copy_(block.action[source])
         self._reward_rows[into].copy_(block.reward[source])
         self._flag_rows[into].copy_(block.flags[source])
@@ -126,6 +143,10 @@ class Ring:
         if self._total_rows:
             newest = self._flag_rows[(self._total_rows - 1) % self.rows]
             newest.bitwise_or_(torch.where(newest & TERMINATED != 0, 0, SKIP).to(torch.uint8))
+
+    def frame_bytes(self) -> int:
+        """What the frames take at this moment; compressed ones vary with what they show."""
+        return self._frames.nbytes()
 
     def close(self) -> None:
         if self._lock is not None:
@@ -160,8 +181,8 @@ class Ring:
             stop -= end - start
         return -1
 
-    def sample(self, count: int, beta: float) -> Batch:
-        if not self.can_sample():
+    def sample(self, count: int, beta: float | Tensor) -> Batch:
+        if not self._unasked and not self.can_sample():
             raise ValueError(f"nothing to sample among {len(self)} transitions; ask can_sample()")
         index, weight = self._sampler.draw(count, beta)
         return self._gather(index, weight)
@@ -178,17 +199,22 @@ class Ring:
         self._sampler.update(index, priority)
 
     def _gather(self, index: Tensor, weight: Tensor) -> Batch:
+        obs, action, reward, discount, next_obs = self._gather_columns(index)
+        return Batch(obs, action, reward, discount, next_obs, weight, index)
+
+    def _columns_at(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         walk = self._walk_one if self._n_steps == 1 else self._walk
         reward, discount, next_index = walk(index)
-        return Batch(
-            obs=self._observe(index),
-            action=self._action.index_select(0, index),
-            reward=reward,
-            discount=discount,
-            next_obs=self._observe(next_index),
-            weight=weight,
-            index=index,
-        )
+        action = self._action.index_select(0, index)
+        return self._observe(index), action, reward, discount, self._observe(next_index)
+
+    def generators(self) -> list[torch.Generator]:
+        """What samples are drawn from."""
+        return self._sampler.generators()
+
+    def compilables(self) -> list[Compilable]:
+        """What torch.compile may be switched on for."""
+        return [self._gather_columns, *self._sampler.compilables()]
 
     def _walk_one(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``_walk`` for n = 1, which meets no SKIP on its way."""
@@ -220,14 +246,14 @@ class Ring:
     def _observe(self, index: Tensor) -> Tensor:
         """Observations at these slots, stacked from frames where the env stacks them."""
         if self._stack == 1:
-            return self._frames.index_select(0, index)
+            return self._frames.index_select(index)
         at = (index.unsqueeze(1) + self._stack_offsets).remainder_(self._slots)
         later = at[:, 1:].reshape(-1)
         opens = (self._flags.index_select(0, later) & FIRST).view(-1, self._stack - 1)
         # A frame is from before the episode if any later row of the stack opens one.
         before = opens.flip(1).cumsum(1).flip(1) != 0
         at[:, :-1].masked_fill_(before, self._slots)
-        frames = self._frames.index_select(0, at.view(-1))
+        frames = self._frames.index_select(at.view(-1))
         return frames.view(-1, self._stack, *self._frame_shape)
 
     # --- checkpoints --------------------------------------------------------------------------
@@ -259,12 +285,12 @@ class Ring:
 
         A million Atari frames are 7 GB, of which a checkpoint interval rewrites a small part.
         """
-        frame_bytes = math.prod(self._frame_shape) * self._frames.element_size() * self.num_envs
-        rows = max(1, SEGMENT_BYTES // frame_bytes)
+        rows = max(1, SEGMENT_BYTES // self._row_bytes)
         filled = min(self._total_rows, self.rows)
         cuts = [(start, min(start + rows, filled)) for start in range(0, filled, rows)]
         return Segments(
-            tensors=[self._frame_rows[start:stop] for start, stop in cuts],
+            # Compressed frames must not all be unpacked at once: theirs is a lazy sequence.
+            tensors=self._frames.pieces(cuts),  # type: ignore[arg-type]
             versions=[self._newest_row_in(start, stop) for start, stop in cuts],
         )
 
@@ -285,7 +311,7 @@ class Ring:
         filled = len(self)
         start = 0
         for piece in state["frames"].tensors:
-            self._frame_rows[start : start + piece.shape[0]].copy_(piece)
+            self._frames.write(start, piece)
             start += piece.shape[0]
         self._action[:filled].copy_(state["action"])
         self._reward[:filled].copy_(state["reward"])

@@ -3,6 +3,9 @@
 In: the window of rows whose starts are old enough (and not too old) to sample, the flags that rule
 some of them out, and, when prioritised, the last error of each sample.
 Out: flat indices (row × envs + env) and importance weights.
+
+A sampler made ``unasked`` draws without ever asking the host for a value, so that its draws can be
+recorded into a graph; what depends on the window is then kept in tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from qfleet.accelerator.compiling import Compilable
 from qfleet.core import SKIP, StateDict
 
 
@@ -46,7 +50,7 @@ class Sampler(Protocol):
         """
         ...
 
-    def draw(self, count: int, beta: float, /) -> tuple[Tensor, Tensor]:
+    def draw(self, count: int, beta: float | Tensor, /) -> tuple[Tensor, Tensor]:
         """``count`` flat indices and their importance weights of exponent ``beta``.
 
         The window must hold at least one start that is not SKIP.
@@ -57,34 +61,54 @@ class Sampler(Protocol):
         """Tell the errors that the samples at ``index`` turned out to have."""
         ...
 
+    def generators(self) -> list[torch.Generator]:
+        """What draws come from."""
+        ...
+
+    def compilables(self) -> list[Compilable]:
+        """What torch.compile may be switched on for."""
+        ...
+
     def state_dict(self) -> StateDict: ...
 
     def load_state_dict(self, state: StateDict) -> None: ...
 
 
+CANDIDATES = 16
+"""Draws per sample that an unasked sampler makes at once, to take the first that is no SKIP."""
+
+
 class UniformSampler:
     """Every eligible start is equally likely: draw from the window, redraw what is SKIP."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: torch.Generator, unasked: bool = False) -> None:
         """``generator`` must live on the device of the ring."""
-        self._generator = generator
+        self._generator, self._unasked = generator, unasked
         # As a tensor: wrapping a Python number costs more than the operation on it.
         self._skip = torch.tensor(SKIP, dtype=torch.uint8, device=generator.device)
         self._window = Window(0, 0)
         self._flags = torch.empty((1, 1), dtype=torch.uint8)
+        self._start = torch.zeros((), dtype=torch.int64, device=generator.device)
+        self._size = torch.ones((), dtype=torch.int64, device=generator.device)
+        self._choose = Compilable(self._first_usable)
 
     def move(self, window: Window, flags: Tensor, /) -> None:
         self._window, self._flags = window, flags
+        if self._unasked:
+            rows, num_envs = flags.shape
+            self._start.fill_(window.first % rows * num_envs)
+            self._size.fill_(max(1, (window.stop - window.first) * num_envs))
 
-    def draw(self, count: int, _beta: float, /) -> tuple[Tensor, Tensor]:
-        flags = self._flags.view(-1)
-        index = self._draw_from_window(count)
-        while True:
-            refused = flags.index_select(0, index).bitwise_and_(self._skip)
-            if not refused.any():
-                return index, torch.ones(count, dtype=torch.float32, device=index.device)
-            # Drawing a whole batch for the few that need it beats picking those out.
-            index = torch.where(refused.bool(), self._draw_from_window(count), index)
+    def draw(self, count: int, _beta: float | Tensor, /) -> tuple[Tensor, Tensor]:
+        if self._unasked:
+            index = self._draw_unasked(count)
+        else:
+            index = self._draw_from_window(count)
+            flags = self._flags.view(-1)
+            while (refused := flags.index_select(0, index).bitwise_and_(self._skip)).any():
+                # Drawing a whole batch for the few that need it beats picking those out.
+                index = torch.where(refused.bool(), self._draw_from_window(count), index)
+        return index, torch.ones(count, dtype=torch.float32, device=index.device)
 
     def _draw_from_window(self, count: int) -> Tensor:
         rows, num_envs = self._flags.shape
@@ -97,8 +121,40 @@ class UniformSampler:
         )
         return index.add_(first % rows * num_envs).remainder_(rows * num_envs)
 
+    def _draw_unasked(self, count: int) -> Tensor:
+        # 53 bits, so that every slot of the largest ring is as likely as the next.
+        uniform = torch.rand(
+            (CANDIDATES, count),
+            generator=self._generator,
+            device=self._flags.device,
+            dtype=torch.float64,
+        )
+        index: Tensor = self._choose(uniform)
+        return index
+
+    def _first_usable(self, uniform: Tensor) -> Tensor:
+        """The first candidate of each sample that is no SKIP.
+
+        Where all of a sample's are (for one row in two SKIP, once in 65,536), it shares the usable
+        candidate of another: still uniform, only drawn twice.
+        """
+        slots = self._flags.numel()
+        index = (uniform * self._size).long() + self._start
+        index = index.clamp(max=2 * slots - 1).remainder(slots)
+        usable = (self._flags.view(-1)[index] & self._skip) == 0
+        chosen = index.gather(0, usable.to(torch.uint8).argmax(0, keepdim=True)).squeeze(0)
+        anywhere = usable.view(-1).to(torch.uint8).argmax(0, keepdim=True)
+        spare = index.view(-1).gather(0, anywhere)
+        return torch.where(usable.any(0), chosen, spare)
+
     def update(self, _index: Tensor, _priority: Tensor, /) -> None:
         """Errors do not matter here."""
+
+    def generators(self) -> list[torch.Generator]:
+        return [self._generator]
+
+    def compilables(self) -> list[Compilable]:
+        return [self._choose]
 
     def state_dict(self) -> StateDict:
         return {"generator": self._generator.get_state()}
@@ -137,8 +193,11 @@ class PrioritizedSampler:
         eps: float,
         device: torch.device,
         generator: torch.Generator,
+        unasked: bool = False,
     ) -> None:
         """``generator`` must live on ``device``."""
+        self._unasked = unasked
+        self._find, self._reweigh = Compilable(self._find_leaves), Compilable(self._set_leaves)
         self._rows, self._num_envs = capacity_rows, num_envs
         self._alpha, self._eps = alpha, eps
         self._generator = generator
@@ -156,15 +215,22 @@ class PrioritizedSampler:
         # Leaves follow in _settle: the largest leaf changes only in update(), which settles first,
         # so a late entry gets the same priority as a prompt one, and many cost little more.
         self._window, self._flags = window, flags
+        if self._unasked:
+            self._settle()
 
-    def draw(self, count: int, beta: float, /) -> tuple[Tensor, Tensor]:
+    def draw(self, count: int, beta: float | Tensor, /) -> tuple[Tensor, Tensor]:
         """One draw from each of ``count`` equal slices of the total mass, in random order.
 
         The order matters: a burst drawn at once is cut into batches, and slices in rising order
         would fill each batch from one stretch of the memory.
         """
         self._settle()
-        index = self._search(self._stratified_mass(count))
+        drawn: tuple[Tensor, Tensor] = self._find(self._stratified_mass(count), beta)
+        return drawn
+
+    def _find_leaves(self, fraction: Tensor, beta: float | Tensor) -> tuple[Tensor, Tensor]:
+        """Index and importance weight of the leaf at each fraction of the total mass."""
+        index = self._search(fraction)
         leaf = self.leaves.index_select(0, index)
         # Cumulative sums on parallel devices need not rise monotonically in the last bit, which
         # could let a draw land on a leaf of 0 at a slice's edge; put it on the heaviest block.
@@ -173,12 +239,15 @@ class PrioritizedSampler:
         index = torch.where(leaf > 0, index, best)
         leaf = self.leaves.index_select(0, index)
         # (M·P)^-β over its maximum (M·P_min)^-β: M and the total mass cancel.
-        weight = (self.block_minima.amin() / leaf).pow_(beta)
-        return index, weight
+        return index, (self.block_minima.amin() / leaf).pow(beta)
 
     def _stratified_mass(self, count: int) -> Tensor:
         device = self.leaves.device
-        slices = torch.randperm(count, generator=self._generator, device=device)
+        if self._unasked:
+            # Not randperm, which asks the host on some devices.
+            slices = torch.rand(count, generator=self._generator, device=device).argsort()
+        else:
+            slices = torch.randperm(count, generator=self._generator, device=device)
         within = torch.rand(count, generator=self._generator, device=device, dtype=torch.float64)
         return within.add_(slices).div_(count)
 
@@ -204,8 +273,11 @@ class PrioritizedSampler:
             return
         self._settle()
         # Samples may have been learnt from on another device than the one they are kept on.
-        index = index.to(self.leaves.device)
-        error = priority.detach().to(device=self.leaves.device, dtype=torch.float32).abs()
+        device = self.leaves.device
+        self._reweigh(index.to(device), priority.detach().to(device=device, dtype=torch.float32))
+
+    def _set_leaves(self, index: Tensor, priority: Tensor) -> None:
+        error = priority.abs()
         leaf = error.add_(self._eps).pow_(self._alpha)
         # A leaf that underflows would look ineligible.
         leaf.clamp_(min=torch.finfo(torch.float32).tiny)
@@ -252,6 +324,12 @@ class PrioritizedSampler:
 
     def _blocks(self) -> Tensor:
         return self.leaves.view(-1, BLOCK)
+
+    def generators(self) -> list[torch.Generator]:
+        return [self._generator]
+
+    def compilables(self) -> list[Compilable]:
+        return [self._find, self._reweigh]
 
     def state_dict(self) -> StateDict:
         self._settle()

@@ -14,16 +14,27 @@ from pathlib import Path, PurePosixPath
 from qfleet.core import EnvSpec
 from qfleet.errors import MemoryRefusedError
 from qfleet.memory.columns import column_bytes, column_layout, column_path
+from qfleet.memory.compression import Compression
 from qfleet.memory.samplers import prioritized_bytes
 
 USABLE_PERCENT = 90
 """Share of what is available that replay may take; the rest is for everything else."""
 
 
-def replay_bytes(spec: EnvSpec, num_envs: int, capacity: int, prioritized: bool) -> int:
-    """What a Ring of this capacity and its sampler allocate."""
+def replay_bytes(
+    spec: EnvSpec,
+    num_envs: int,
+    capacity: int,
+    prioritized: bool,
+    compression: Compression = "none",
+) -> int:
+    """What a Ring of this capacity and its sampler allocate, or grow to with compressed frames.
+
+    How well those compress is only known once they are seen: see ``compression.ASSUMED_RATIO``.
+    """
     slots = capacity // num_envs * num_envs
-    return column_bytes(spec, slots) + (prioritized_bytes(slots) if prioritized else 0)
+    leaves = prioritized_bytes(slots) if prioritized else 0
+    return column_bytes(spec, slots, compression) + leaves
 
 
 def check_fits(
@@ -33,6 +44,7 @@ def check_fits(
     prioritized: bool,
     budget_bytes: int | None = None,
     on_disk: Path | None = None,
+    compression: Compression = "none",
 ) -> None:
     """Raise MemoryRefusedError if a Ring of this capacity would not fit.
 
@@ -46,13 +58,13 @@ def check_fits(
     else:
         available = available_bytes()
     usable = available * USABLE_PERCENT // 100
-    needed = replay_bytes(spec, num_envs, capacity, prioritized)
+    needed = replay_bytes(spec, num_envs, capacity, prioritized, compression)
     if needed <= usable:
         return
-    largest = _largest_below(spec, num_envs, capacity, prioritized, usable)
+    largest = _largest_below(spec, num_envs, capacity, prioritized, usable, compression)
     where = "of memory is available" if on_disk is None else f"is free for '{on_disk}'"
     mend = f"use --buffer-size {largest} or less" if largest else "no --buffer-size fits"
-    if on_disk is None:
+    if on_disk is None and compression == "none":
         mend += ", or keep it in files with --replay-dir"
     raise MemoryRefusedError(
         f"replay of {capacity} transitions needs {_human(needed)} but {_human(available)} {where} "
@@ -60,22 +72,33 @@ def check_fits(
     )
 
 
-def largest_capacity(spec: EnvSpec, num_envs: int, prioritized: bool, available: int) -> int:
+def largest_capacity(
+    spec: EnvSpec,
+    num_envs: int,
+    prioritized: bool,
+    available: int,
+    compression: Compression = "none",
+) -> int:
     """The largest capacity that ``check_fits`` accepts when so many bytes are available."""
     too_large = num_envs
     usable = available * USABLE_PERCENT // 100
-    while replay_bytes(spec, num_envs, too_large, prioritized) <= usable:
+    while replay_bytes(spec, num_envs, too_large, prioritized, compression) <= usable:
         too_large *= 2
-    return _largest_below(spec, num_envs, too_large, prioritized, usable)
+    return _largest_below(spec, num_envs, too_large, prioritized, usable, compression)
 
 
 def _largest_below(
-    spec: EnvSpec, num_envs: int, too_large: int, prioritized: bool, usable_bytes: int
+    spec: EnvSpec,
+    num_envs: int,
+    too_large: int,
+    prioritized: bool,
+    usable_bytes: int,
+    compression: Compression,
 ) -> int:
     fits, refused = 0, too_large // num_envs
     while refused - fits > 1:
         rows = (fits + refused) // 2
-        if replay_bytes(spec, num_envs, rows * num_envs, prioritized) <= usable_bytes:
+        if replay_bytes(spec, num_envs, rows * num_envs, prioritized, compression) <= usable_bytes:
             fits = rows
         else:
             refused = rows

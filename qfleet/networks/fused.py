@@ -30,6 +30,13 @@ def fused_mlp(
     assert len(weights) == len(biases) > 0, f"{len(weights)} weights, {len(biases)} biases"
     if not torch.is_grad_enabled():
         return dense_forward(x, weights, biases, relu_last)[-1]
+    if not x.is_cpu:
+        # Plain operations: there autocast and the compiler see into them, and bookkeeping is free.
+        last = len(weights) - 1
+        for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            x = torch.addmm(bias, x, weight)
+            x = x.relu() if i < last or relu_last else x
+        return x
     result: Tensor = _FusedMLP.apply(relu_last, x, *weights, *biases)  # type: ignore[no-untyped-call]
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 class NoisyLinear(nn.Module):
     """Factorised Gaussian noise: w = μ + σ ∘ (f(ε_in) ⊗ f(ε_out)), f(x) = sgn(x)·√|x|.
 
-    In training mode the noise of the last ``resample`` is used, in eval mode the means alone.
+    In training mode the noise of the last ``resample_noise`` is used, in eval mode the means alone.
     The noise lies in ordinary buffers, so that a checkpoint holds it and a run resumes exactly.
     """
 
@@ -28,15 +29,6 @@ class NoisyLinear(nn.Module):
         self.register_buffer("noise_in", _shape_noise(torch.randn(fan_in)))
         self.register_buffer("noise_out", _shape_noise(torch.randn(fan_out)))
 
-    @torch.no_grad()
-    def resample(self, generator: torch.Generator) -> None:
-        """Draw new noise on the generator's device."""
-        fan_in, fan_out = self.weight_mu.shape
-        draw = torch.randn(fan_in + fan_out, generator=generator, device=generator.device)
-        noise = _shape_noise(draw)
-        self.noise_in.copy_(noise[:fan_in])
-        self.noise_out.copy_(noise[fan_in:])
-
     def forward(self, x: Tensor) -> Tensor:
         mean = torch.addmm(self.bias_mu, x, self.weight_mu)
         if not self.training:
@@ -44,6 +36,15 @@ class NoisyLinear(nn.Module):
         # The noise's factors are applied to the layer's ends: no noisy weight is ever built.
         noisy = torch.addmm(self.bias_sigma, x * self.noise_in, self.weight_sigma)
         return torch.addcmul(mean, noisy, self.noise_out)
+
+
+@torch.no_grad()
+def resample_noise(layers: Sequence[NoisyLinear], generator: torch.Generator) -> None:
+    """New noise for all layers, in one draw on the generator's device: few kernels, however many."""
+    buffers = [noise for layer in layers for noise in (layer.noise_in, layer.noise_out)]
+    sizes = [noise.shape[0] for noise in buffers]
+    draw = torch.randn(sum(sizes), generator=generator, device=generator.device)
+    torch._foreach_copy_(buffers, torch.split(_shape_noise(draw), sizes))
 
 
 def _shape_noise(draw: Tensor) -> Tensor:

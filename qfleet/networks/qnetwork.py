@@ -14,7 +14,7 @@ from qfleet.networks.heads import (
     QuantileHead,
     Style,
 )
-from qfleet.networks.noisy import NoisyLinear
+from qfleet.networks.noisy import NoisyLinear, resample_noise
 from qfleet.networks.torsos import MLP
 
 
@@ -43,6 +43,8 @@ class QNetwork(nn.Module):
         self.num_actions = num_actions
         self.allows_shortcuts = True
         """Off once something was done to ``forward`` from outside, which shortcuts would miss."""
+        self.autocast_dtype: torch.dtype | None = None
+        """Precision of products and convolutions, where it is not that of the weights."""
         self.torso = torso
         style = Style(config.dueling, config.noisy, hidden, config.noisy_sigma)
         self.head: nn.Module
@@ -83,6 +85,13 @@ class QNetwork(nn.Module):
         Only iqn takes ``fractions``, ``[B, K]``, and it must be given them.
         """
         assert (fractions is not None) == (self.head_kind == "iqn"), "fractions are iqn's alone"
+        if self.autocast_dtype is None:
+            return self._output(obs, fractions)
+        with torch.autocast(obs.device.type, self.autocast_dtype):
+            output = self._output(obs, fractions)
+        return output.float()
+
+    def _output(self, obs: Tensor, fractions: Tensor | None) -> Tensor:
         features = self.torso(obs)
         output: Tensor = (
             self.head(features) if fractions is None else self.head(features, fractions)
@@ -111,8 +120,8 @@ class QNetwork(nn.Module):
 
     def resample_noise(self, generator: torch.Generator) -> None:
         """Draw new noise for noisy layers; without them nothing is drawn."""
-        for layer in self._noisy_layers:
-            layer.resample(generator)
+        if self._noisy_layers:
+            resample_noise(self._noisy_layers, generator)
 
 
 def _midpoints(count: int) -> Tensor:

@@ -139,8 +139,31 @@ class NatureCNN(nn.Module):
         self.features = dense or flat
 
     def forward(self, obs: Tensor) -> Tensor:
-        features: Tensor = self.convolutions(_as_image(obs, self.layout))
+        image = _as_image(obs, self.layout)
+        features: Tensor = self.convolutions(image) if image.is_cpu else self._folded(image)
         return features if self.dense is None else self.dense(features)
+
+    def _folded(self, x: Tensor) -> Tensor:
+        """The same convolutions with their strides folded into channels, which GPUs do faster.
+
+        A k×k kernel of stride s on C channels is a k/s×k/s kernel of stride 1 on C·s² channels.
+        """
+        for layer in self.convolutions:
+            if not isinstance(layer, nn.Conv2d):
+                x = layer(x)
+                continue
+            stride, weight = layer.stride[0], layer.weight
+            if stride > 1:
+                # Pixels that no kernel reaches, at the right and lower edge, are left out.
+                height, width = (side - side % stride for side in x.shape[2:])
+                x = F.pixel_unshuffle(x[:, :, :height, :width], stride)
+                weight = F.pixel_unshuffle(weight, stride)
+            x = F.conv2d(
+                x.contiguous(memory_format=torch.channels_last),
+                weight.contiguous(memory_format=torch.channels_last),
+                layer.bias,
+            )
+        return x
 
 
 class _Residual(nn.Module):

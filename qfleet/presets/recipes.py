@@ -129,11 +129,11 @@ def lunarlander() -> Config:
 
 
 def atari_dqn() -> Config:
-    """rl-baselines3-zoo, hyperparams/dqn.yml, atari; 8 envs for the C++ pool, same replay ratio."""
+    """rl-baselines3-zoo, hyperparams/dqn.yml, atari; envs to suit the machine, same replay ratio."""
     return Config(
         env="ALE/Pong-v5",
         steps=10_000_000,
-        envs=8,
+        envs=0,
         clip_rewards=True,
         learning_rate=1e-4,
         batch_size=32,

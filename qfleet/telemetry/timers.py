@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from time import perf_counter
 from typing import Any
+
+from qfleet.telemetry.trace import Lane
 
 STAGES = ("env", "act", "copy", "learn", "communicate", "idle")
 
@@ -25,25 +28,64 @@ class Span:
         self._seconds[self._stage] += perf_counter() - self._start_s
 
 
+class TracedSpan(Span):
+    """Also leaves a record of each time. A class of its own, so that plain spans pay nothing."""
+
+    __slots__ = ("_lane",)
+
+    def __init__(self, seconds: dict[str, float], stage: str, lane: Lane) -> None:
+        super().__init__(seconds, stage)
+        self._lane = lane
+
+    def __exit__(self, *_: object) -> None:
+        end_s = perf_counter()
+        self._seconds[self._stage] += end_s - self._start_s
+        self._lane.add(self._stage, self._start_s, end_s)
+
+
 class Timers:
     """Seconds per stage. Each thread keeps its own: spans of one object must not overlap."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace_lane: Lane | None = None) -> None:
+        self.threads = 1
+        """How many threads spent these seconds."""
         self.seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
-        self._spans = {stage: Span(self.seconds, stage) for stage in STAGES}
+        self._spans: dict[str, Span] = {
+            stage: Span(self.seconds, stage)
+            if trace_lane is None
+            else TracedSpan(self.seconds, stage, trace_lane)
+            for stage in STAGES
+        }
+
+    @classmethod
+    def merged(cls, several: Iterable[Timers]) -> Timers:
+        """The seconds of several threads in one; a snapshot, the originals go on alone."""
+        total = cls()
+        total.threads = 0
+        for timers in several:
+            total.threads += timers.threads
+            for stage, s in timers.seconds.items():
+                total.seconds[stage] += s
+        return total
 
     def span(self, stage: str) -> Span:
         return self._spans[stage]
 
     def shares(self, wall_s: float) -> dict[str, float | None]:
-        """Share of ``wall_s`` per stage; None for stages never entered; idle is the rest."""
+        """Share of ``wall_s`` per stage; None for stages never entered; idle is the rest.
+
+        Threads overlap, so the shares of merged timers add up to the number of threads, as in
+        ``top``: three threads that step environments all the time give env 3.0. The rest is what
+        they did not spend in any other stage: idle 0.5 is one thread that waited half of the
+        time, or two that waited a quarter each.
+        """
         if wall_s <= 0:
             return dict.fromkeys(STAGES)
         shares: dict[str, float | None] = {
             stage: s / wall_s if s > 0 else None for stage, s in self.seconds.items()
         }
         busy_s = sum(s for stage, s in self.seconds.items() if stage != "idle")
-        shares["idle"] = max(0.0, 1.0 - busy_s / wall_s)
+        shares["idle"] = max(0.0, self.threads - busy_s / wall_s)
         return shares
 
     def state_dict(self) -> dict[str, float]:

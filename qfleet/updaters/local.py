@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from qfleet.accelerator.compiling import Compilable
 from qfleet.core import StateDict
 from qfleet.updaters.optimisers import FlatOptimiser
 from qfleet.weights import FlatWeights
@@ -20,13 +21,14 @@ class LocalUpdater:
         self._weights = weights
         self._optimiser = optimiser
         self._max_norm = max_grad_norm if max_grad_norm > 0 else math.inf
+        self._apply_unasked = Compilable(self._without_asking)
 
-    def apply(self, learning_rate: float) -> Mapping[str, Tensor | float]:
+    def apply(self, learning_rate: float | Tensor) -> Mapping[str, Tensor | float]:
         grad = self._weights.grad
-        norm = torch.linalg.vector_norm(grad)
-        if grad.device.type != "cpu":
-            return self._apply_without_asking(norm, learning_rate)
-        value = float(norm)
+        if grad.device.type != "cpu" or isinstance(learning_rate, Tensor):
+            norm, found_bad = self._apply_unasked(learning_rate)
+            return {"grad_norm": norm, "skipped": found_bad}
+        value = float(torch.linalg.vector_norm(grad))
         if not math.isfinite(value):
             return {"grad_norm": value, "skipped": 1.0}
         if value > self._max_norm:
@@ -34,16 +36,18 @@ class LocalUpdater:
         self._optimiser.step(self._weights.data, grad, learning_rate, None)
         return {"grad_norm": value, "skipped": 0.0}
 
-    def _apply_without_asking(
-        self, norm: Tensor, learning_rate: float
-    ) -> Mapping[str, Tensor | float]:
+    def _without_asking(self, learning_rate: float | Tensor) -> tuple[Tensor, Tensor]:
         """The same on an accelerator, where reading the norm would stall the queue."""
-        found_bad = 1.0 - torch.isfinite(norm).to(norm.dtype)
         grad = self._weights.grad
+        norm = torch.linalg.vector_norm(grad)
+        found_bad = 1.0 - torch.isfinite(norm).to(norm.dtype)
         if math.isfinite(self._max_norm):
-            grad.mul_((self._max_norm / (norm + 1e-6)).clamp(max=1.0))
+            grad = grad.mul_((self._max_norm / (norm + 1e-6)).clamp(max=1.0))
         self._optimiser.step(self._weights.data, grad, learning_rate, found_bad)
-        return {"grad_norm": norm, "skipped": found_bad}
+        return norm, found_bad
+
+    def compilables(self) -> list[Compilable]:
+        return [self._apply_unasked]
 
     def state_dict(self) -> StateDict:
         return self._optimiser.state_dict()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -11,6 +16,8 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
 from qfleet.config import Config
+
+DEADLINE_S = 60.0
 
 
 class Faults(list[tuple[str, str]]):
@@ -28,13 +35,40 @@ def scripted(**changes: Any) -> Config:
     return Config(env="scripted_envs:ScriptedEnv").replace(**changes)
 
 
-class ScriptedEnv(gymnasium.Env[Any, Any]):
-    """Observes [episode, step in it] and ends every ``length`` steps; ``fault`` strikes ``at``."""
+def faulty(fault: str, at: int = 1, only_seed: int | None = None, **changes: Any) -> Config:
+    kwargs = json.dumps({"fault": fault, "at": at, "only_seed": only_seed})
+    return scripted(env_kwargs=kwargs, **changes)
 
-    def __init__(self, length: int = 4, fault: str = "", at: int = 0) -> None:
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # a zombie has ended; whoever inherited it has yet to look
+
+
+def wait_until(what: str, condition: Callable[[], bool]) -> None:
+    """The deadline only ends a test that has failed anyway."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what} did not come about"
+        time.sleep(0.01)
+
+
+class ScriptedEnv(gymnasium.Env[Any, Any]):
+    """Observes [episode, step in it] and ends every ``length`` steps; ``fault`` strikes ``at``.
+
+    With ``only_seed`` it does so only if the env was reset with that seed and no other since.
+    """
+
+    def __init__(
+        self, length: int = 4, fault: str = "", at: int = 0, only_seed: int | None = None
+    ) -> None:
         self.observation_space = Box(-np.inf, np.inf, (2,), np.float32)
         self.action_space = Discrete(2)
         self.length, self.fault, self.at = length, fault, at
+        self.only_seed = self.seed = only_seed
         self.episode = self.time = self.steps = 0
         if fault == "constructor":
             raise RuntimeError("no licence")
@@ -44,6 +78,10 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed, options=options)
+        if self.only_seed is not None and seed is not None:
+            self.seed = seed
+        if self.fault == "hang_reset":
+            time.sleep(3600)
         if self.fault == "reset":
             raise RuntimeError("cannot reset")
         if self.fault == "nan_reset":
@@ -57,7 +95,7 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
         self.steps += 1
         self.time += 1
         obs, reward = self.obs(), 1.0
-        if self.steps == self.at:
+        if self.steps == self.at and self.seed == self.only_seed:
             if self.fault == "crash":
                 raise ValueError("boom")
             if self.fault == "interrupt":
@@ -66,6 +104,12 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
                 time.sleep(3600)
             if self.fault == "exit":
                 os._exit(7)
+            if self.fault == "segv":
+                os.kill(os.getpid(), signal.SIGSEGV)
+                time.sleep(3600)
+            if self.fault == "child":
+                # It never ends by itself, and this env forgets it; others learn its pid.
+                obs[1] = subprocess.Popen(["sleep", "3600"]).pid
             obs = {
                 "shape": np.zeros(5, dtype=np.float32),
                 "kind": np.zeros(2, dtype=np.int64),

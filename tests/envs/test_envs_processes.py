@@ -1,100 +1,461 @@
-"""ProcessEnvs: the same rows as SyncEnvs, faults that come back, and no worker left behind."""
+"""ProcessEnvs: the same rows as SyncEnvs, workers that come back, and no process left behind."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-from typing import Any
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
-from scripted_envs import Faults, scripted
+import torch
+from scripted_envs import Faults, faulty, is_alive, scripted, wait_until
 
 from qfleet.config import Config
-from qfleet.envs import make_envs
+from qfleet.core import Step, VectorEnv
+from qfleet.envs import make_envs, make_single, processes
 from qfleet.envs.processes import ProcessEnvs
+from qfleet.envs.seeding import env_seeds, rebuilt_seed
 from qfleet.envs.sync import SyncEnvs
-from qfleet.errors import EnvironmentFault
+from qfleet.envs.worker import pack, unpack
+from qfleet.errors import CheckpointError, EnvironmentFault
 
-BOTH = np.zeros(2, dtype=np.int64)
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="looks processes up in /proc"
+)
+COLUMNS = ("obs", "reward", "terminated", "truncated", "invalid", "fresh")
 
 
-def faulty(fault: str, at: int = 1, **changes: Any) -> tuple[ProcessEnvs, Faults]:
-    kwargs = json.dumps({"fault": fault, "at": at})
+def pids(envs: ProcessEnvs) -> list[int]:
+    found = [worker.pid for worker in envs._workers]
+    return [pid for pid in found if pid is not None]
+
+
+def strike(pid: int, number: signal.Signals) -> None:
+    os.kill(pid, number)
+    wait_until(f"the end of {pid}", lambda: not is_alive(pid))
+
+
+def go(envs: VectorEnv) -> Step:
+    return envs.step(np.zeros(envs.num_envs, dtype=np.int64))
+
+
+def assert_same(got: Step, expected: Step, envs: slice = slice(None)) -> None:
+    for name in COLUMNS:
+        ours, theirs = getattr(got, name)[envs], getattr(expected, name)[envs]
+        assert np.array_equal(ours, theirs), name
+
+
+@contextmanager
+def pool(
+    config: Config, num_envs: int, seed: int = 0, *, cores: int = 2
+) -> Iterator[tuple[ProcessEnvs, Faults]]:
+    """ProcessEnvs as a machine with ``cores`` makes them; afterwards none of them may be alive."""
     faults = Faults()
-    return ProcessEnvs(scripted(env_kwargs=kwargs, **changes), 2, 0, faults), faults
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "cpu_count", lambda: cores)
+        envs = ProcessEnvs(config, num_envs, seed, faults)
+    started = pids(envs)
+    try:
+        assert len(started) == min(num_envs, cores)
+        yield envs, faults
+        started += pids(envs)
+    finally:
+        envs.close()
+    assert not any(map(is_alive, started))
+    envs.close()
 
 
-def assert_no_worker_left() -> None:
-    names = [child.name for child in multiprocessing.active_children()]
-    assert not [name for name in names if "AsyncVectorEnv" in name]
+# --- rows ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("num_envs", "cores"), [(2, 2), (5, 2)], ids=["one each", "shares"])
 @pytest.mark.parametrize(
     "config",
     [
         Config(max_episode_steps=11),
         Config(env="FrozenLake-v1"),
-        scripted(env_kwargs='{"fault": "crash", "at": 3}'),
-        scripted(env_kwargs='{"fault": "nan_obs", "at": 3}'),
-        scripted(env_kwargs='{"fault": "nan_reward", "at": 4}', frame_stack=2),
+        faulty("crash", at=3),
+        faulty("nan_obs", at=3),
+        faulty("nan_reward", at=4, frame_stack=2),
     ],
     ids=["truncated", "discrete", "crash", "nan_obs", "nan_reward"],
 )
-def test_rows_and_faults_equal_sync(config: Config) -> None:
-    here, there = Faults(), Faults()
-    sync = SyncEnvs(config, 2, 7, here)
-    envs = make_envs(config.replace(vectorize="async"), 2, 7, training=True, on_fault=there)
-    assert type(envs) is ProcessEnvs
-    try:
+def test_rows_and_faults_equal_sync(config: Config, num_envs: int, cores: int) -> None:
+    here = Faults()
+    sync = SyncEnvs(config, num_envs, 7, here)
+    with pool(config, num_envs, 7, cores=cores) as (envs, there):
         assert (envs.spec, envs.seeds) == (sync.spec, sync.seeds)
-        assert np.array_equal(envs.reset(), sync.reset())
         rng, opened = np.random.default_rng(0), 0
-        for _ in range(40):
-            actions = rng.integers(sync.spec.num_actions, size=2)
-            expected, got = sync.step(actions), envs.step(actions)
-            for name in ("obs", "reward", "terminated", "truncated", "invalid", "fresh"):
-                assert np.array_equal(getattr(got, name), getattr(expected, name)), name
-            opened += int(got.fresh.sum())
+        for _ in range(2):  # the second time from the same seeds again
+            assert np.array_equal(envs.reset(), sync.reset())
+            for _ in range(40):
+                actions = rng.integers(sync.spec.num_actions, size=num_envs)
+                got = envs.step(actions)
+                assert_same(got, sync.step(actions))
+                opened += int(got.fresh.sum())
         assert opened >= 2
         assert sorted(here) == sorted(there)
-    finally:
-        envs.close()
-    assert_no_worker_left()
+
+
+def test_the_configuration_leads_here() -> None:
+    config = scripted(vectorize="async")
+    envs = make_envs(config, 2, 0, training=True, on_fault=Faults())
     envs.close()
+    assert type(envs) is ProcessEnvs
 
 
-def test_fault_above_the_limit_comes_back_as_itself() -> None:
-    envs, faults = faulty("reset", max_env_restarts=2)
-    with pytest.raises(EnvironmentFault, match=r"cannot reset.*failure 3"):
+def test_a_step_outlives_the_next_one() -> None:
+    with pool(scripted(), 3) as (envs, _):
         envs.reset()
-    assert "env_reset" in faults.kinds
-    assert_no_worker_left()
+        for _ in range(6):
+            held = go(envs)
+            copied = Step(*(np.array(column) for column in held[:6]))
+            go(envs)
+            assert_same(held, copied)
 
 
-def test_hanging_env_meets_its_deadline() -> None:
-    envs, _ = faulty("hang", at=2, env_timeout_s=20.0)
-    envs.reset()
-    envs.step(BOTH)
-    envs._timeout_s = 0.2
-    with pytest.raises(EnvironmentFault, match=r"env 0, 1 .*did not answer.*env_timeout_s 0.2"):
-        envs.step(BOTH)
-    assert_no_worker_left()
+ALL_KINDS = {
+    "sync": (Config(vectorize="sync", max_episode_steps=9), 3),
+    "async": (Config(vectorize="async", max_episode_steps=9), 3),
+    "native": (Config(vectorize="native", max_episode_steps=9), 3),
+    "atari": (Config(env="ALE/Breakout-v5", episodic_life=True, max_episode_steps=9), 2),
+}
 
 
-def test_dead_worker_is_named() -> None:
-    envs, _ = faulty("exit", at=2)
-    envs.reset()
-    envs.step(BOTH)
-    with pytest.raises(EnvironmentFault, match=r"process of env 0.* died .*exit code 7"):
-        envs.step(BOTH)
-    assert_no_worker_left()
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_send_and_recv_are_step_in_two_halves(kind: str) -> None:
+    config, num_envs = ALL_KINDS[kind]
+    whole, halves = (
+        make_envs(config, num_envs, 3, training=True, on_fault=Faults()) for _ in range(2)
+    )
+    try:
+        assert np.array_equal(whole.reset(), halves.reset())
+        rng, opened, kept = np.random.default_rng(1), 0, []
+        for _ in range(30):
+            actions = rng.integers(whole.spec.num_actions, size=num_envs)
+            expected = whole.step(actions)
+            halves.send(actions)
+            actions[:] = 0  # whoever sends may use the array again
+            got = halves.recv()
+            assert_same(got, expected)
+            assert np.array_equal(np.array(got.life_lost), np.array(expected.life_lost))
+            opened += int(got.fresh.sum())
+            kept.append((got, Step(*(column.copy() for column in got[:6]))))
+        assert opened >= 2
+        if kind == "atari":  # its pool overwrites nothing, ever
+            for step, copied in kept:
+                assert_same(step, copied)
+        whole.reset()
+        with pytest.raises(AssertionError, match="without a send"):
+            whole.recv()
+        whole.send(actions)
+        with pytest.raises(AssertionError, match="before the recv"):
+            whole.send(actions)
+    finally:
+        whole.close()
+        halves.close()
 
 
-def test_close_in_mid_step_leaves_nothing() -> None:
-    envs, _ = faulty("hang", at=1)
-    envs.reset()
-    envs._envs.step_async(BOTH)
-    envs._end_workers(grace_s=0.1)
-    assert_no_worker_left()
-    assert envs.state_dict() is None
+# --- faults -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_worker_comes_back(number: signal.Signals) -> None:
+    config = Config(max_episode_steps=30)
+    sync = SyncEnvs(config, 4, 5, Faults())
+    with pool(config, 4, 5) as (envs, faults):
+        first = np.array(envs.reset())
+        sync.reset()
+        for _ in range(3):
+            assert_same(go(envs), go(sync))
+        strike(pids(envs)[1], number)
+        step = go(envs)
+        assert_same(step, go(sync), slice(0, 2))
+        assert step.invalid.tolist() == step.fresh.tolist() == [False, False, True, True]
+        assert step.reward.tolist() == [1, 1, 0, 0]
+        assert not step.terminated.any()
+        assert not step.truncated.any()
+        assert faults == [
+            (
+                "env_process",
+                f"the process of envs 2-3 of 'CartPole-v1' died (exit code {-number}), restarted",
+            )
+        ]
+        # New episodes, and not the first ones again.
+        plain = make_single(config)
+        seed = rebuilt_seed(rebuilt_seed(envs.seeds[2], 0), 1)
+        assert np.array_equal(step.obs[2], plain.reset(seed=seed)[0])
+        assert not np.array_equal(step.obs[2:], first[2:])
+        for _ in range(5):
+            step = go(envs)
+            assert_same(step, go(sync), slice(0, 2))
+            assert np.array_equal(step.obs[2], plain.step(0)[0])
+            assert not step.invalid.any()
+        assert np.array_equal(envs.reset(), first)
+        assert len(faults) == 1
+
+
+def test_all_workers_may_be_lost_at_once() -> None:
+    with pool(scripted(), 3) as (envs, faults):
+        envs.reset()
+        go(envs)
+        lost = pids(envs)
+        for pid in lost:
+            strike(pid, signal.SIGKILL)
+        step = go(envs)
+        assert step.fresh.all()
+        assert step.obs.tolist() == [[1, 0]] * 3
+        assert faults.kinds == ["env_process"] * 2
+        assert go(envs).obs.tolist() == [[1, 1]] * 3
+        assert not set(lost) & set(pids(envs))
+
+
+@pytest.mark.parametrize(("fault", "code"), [("exit", 7), ("segv", -11)])
+def test_an_env_that_takes_its_process_along(fault: str, code: int) -> None:
+    config = faulty(fault, at=2, only_seed=env_seeds(0, 4)[3])
+    with pool(config, 4) as (envs, faults):
+        envs.reset()
+        go(envs)
+        step = go(envs)
+        assert step.fresh.tolist() == [False, False, True, True]
+        text = f"the process of envs 2-3 of '{config.env}' died (exit code {code}), restarted"
+        assert faults == [("env_process", text)]
+        for count in (1, 2, 3):
+            assert go(envs).obs[2:].tolist() == [[1, count]] * 2
+
+
+def test_a_hanging_env_is_killed_and_replaced() -> None:
+    config = faulty("hang", at=2, only_seed=env_seeds(0, 3)[0], env_timeout_s=3.0)
+    with pool(config, 3, cores=3) as (envs, faults):
+        envs.reset()
+        go(envs)
+        hanging = pids(envs)[0]
+        step = go(envs)
+        assert step.invalid[0]
+        assert step.fresh[0]
+        assert step.obs[0].tolist() == [1, 0]
+        text = (
+            f"env 0 of '{config.env}' did not answer within env_timeout_s 3, killed and restarted"
+        )
+        assert ("env_timeout", text) in faults
+        assert not is_alive(hanging)
+        assert go(envs).obs[0].tolist() == [1, 1]
+
+
+def test_deaths_in_a_row_have_a_limit() -> None:
+    with pool(faulty("exit", max_env_restarts=2), 2) as (envs, faults):
+        envs.reset()
+        for _ in range(2):
+            assert go(envs).fresh.all()
+        with pytest.raises(EnvironmentFault) as caught:
+            go(envs)
+        assert str(caught.value) == (
+            "the process of env 0 of 'scripted_envs:ScriptedEnv' died (exit code 7) (failure 3 in "
+            "a row, more than max_env_restarts 2); run it with --vectorize sync to see why or "
+            "raise max_env_restarts"
+        )
+        assert faults.kinds == ["env_process"] * 5
+        assert pids(envs) == []
+
+
+def test_completed_steps_clear_the_count() -> None:
+    with pool(faulty("exit", at=2, max_env_restarts=1), 1) as (envs, faults):
+        envs.reset()
+        for _ in range(4):
+            assert not go(envs).fresh.any()
+            assert go(envs).fresh.all()
+        assert faults.kinds == ["env_process"] * 4
+
+
+def test_a_reset_that_hangs_is_a_failure_too() -> None:
+    config = faulty("hang_reset", max_env_restarts=1, env_timeout_s=0.2)
+    with (
+        pool(config, 1) as (envs, faults),
+        pytest.raises(EnvironmentFault, match=r"env 0 of .* env_timeout_s 0.2 \(failure 2.*raise"),
+    ):
+        envs.reset()
+    assert faults.kinds == ["env_timeout"] * 2
+
+
+def test_a_fault_above_the_guards_limit_comes_back_as_itself() -> None:
+    with pool(faulty("reset", max_env_restarts=2), 2) as (envs, faults):
+        with pytest.raises(EnvironmentFault, match=r"cannot reset.*failure 3"):
+            envs.reset()
+        assert set(faults.kinds) == {"env_reset"}
+        assert pids(envs) == []
+
+
+def test_a_changed_observation_ends_the_pool() -> None:
+    with pool(faulty("shape", at=2), 2) as (envs, _):
+        envs.reset()
+        go(envs)
+        with pytest.raises(EnvironmentFault, match=r"expected \(2,\) float32, got \(5,\) float32"):
+            go(envs)
+        assert pids(envs) == []
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["", "hang"])
+def test_close_with_a_step_in_flight(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "CLOSE_S", 0.5)
+    with pool(faulty(fault), 2) as (envs, _):
+        envs.reset()
+        envs.send(np.zeros(2, dtype=np.int64))
+
+
+def test_what_an_env_has_started_ends_with_it() -> None:
+    with pool(faulty("child"), 2) as (envs, _):
+        envs.reset()
+        children = [int(pid) for pid in go(envs).obs[:, 1]]
+        assert all(map(is_alive, children))
+    wait_until("the children's end", lambda: not any(map(is_alive, children)))
+
+
+def test_workers_end_when_their_parent_is_killed() -> None:
+    """One of them waits for a command, the other hangs in its env and cannot see the pipe."""
+    script = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import numpy as np
+        from scripted_envs import Faults, scripted
+        from qfleet.envs.processes import ProcessEnvs
+        if __name__ == "__main__":
+            config = scripted(env_kwargs='{{"fault": "hang", "at": 1, "only_seed": %d}}')
+            envs = ProcessEnvs(config, 2, 0, Faults())
+            envs.reset()
+            envs.send(np.zeros(2, dtype=np.int64))
+            print([worker.pid for worker in envs._workers], flush=True)
+            sys.stdin.read()
+    """ % env_seeds(0, 2)[0]
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        workers = json.loads(parent.stdout.readline())
+        assert all(map(is_alive, workers))
+    finally:
+        parent.kill()
+        parent.communicate()
+    wait_until("the workers' end", lambda: not any(map(is_alive, workers)))
+
+
+def test_workers_ignore_an_interrupt() -> None:
+    with pool(scripted(), 2) as (envs, faults):
+        envs.reset()
+        for pid in pids(envs):
+            os.kill(pid, signal.SIGINT)
+        assert not go(envs).fresh.any()
+        assert faults == []
+
+
+# --- state --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Config(frame_stack=2, max_episode_steps=13), Config(env="scripted_envs:MemoryEnv")],
+    ids=["stack", "own"],
+)
+@pytest.mark.parametrize("others", [SyncEnvs, ProcessEnvs])
+def test_state_goes_on_identically(config: Config, others: type[SyncEnvs | ProcessEnvs]) -> None:
+    """Also in envs of the other class, and there and back."""
+    other = others(config, 3, 2, Faults())
+    try:
+        with pool(config, 3, 1) as (envs, _):
+            envs.reset()
+            for _ in range(20):
+                go(envs)
+            state = envs.state_dict()
+            assert state is not None
+            trace = [[np.array(column) for column in go(envs)[:6]] for _ in range(30)]
+            other.load_state_dict(state)
+            returned = other.state_dict()
+            assert returned is not None
+            for expected in trace:
+                assert all(map(np.array_equal, go(other)[:6], expected))
+            envs.load_state_dict(returned)
+            for expected in trace:
+                assert all(map(np.array_equal, go(envs)[:6], expected))
+    finally:
+        other.close()
+
+
+def test_state_remembers_restarts() -> None:
+    """After a resume, the next lost process must not play the episodes of an earlier one."""
+    config = Config(env="scripted_envs:MemoryEnv")
+    with pool(config, 2) as (envs, _), pool(config, 2) as (copy, _):
+        envs.reset()
+        strike(pids(envs)[0], signal.SIGKILL)
+        go(envs)
+        state = envs.state_dict()
+        assert state is not None
+        copy.load_state_dict(state)
+        for pool_ in (envs, copy):
+            strike(pids(pool_)[0], signal.SIGKILL)
+        assert_same(go(copy), go(envs))
+
+
+def test_no_state_from_envs_without_or_with_a_lost_worker() -> None:
+    with pool(scripted(), 2) as (envs, _):
+        assert envs.state_dict() is None
+        envs.reset()
+        assert envs.state_dict() is None
+    with pool(Config(), 2) as (envs, faults):
+        envs.reset()
+        strike(pids(envs)[1], signal.SIGKILL)
+        assert envs.state_dict() is None
+        assert go(envs).fresh.tolist() == [False, True]
+        assert faults.kinds == ["env_process"]
+        assert envs.state_dict() is not None
+
+
+def test_a_stopped_worker_blocks_no_load() -> None:
+    """A state larger than a pipe takes would block whoever writes it for ever."""
+    with pool(Config(env_timeout_s=3.0), 1) as (envs, faults):
+        envs.reset()
+        state = envs.state_dict()
+        assert state is not None
+        state["0"]["ballast"] = "x" * 10_000_000
+        os.kill(pids(envs)[0], signal.SIGSTOP)
+        with pytest.raises(CheckpointError, match="env_timeout_s 3 while its state was loaded"):
+            envs.load_state_dict(state)
+        envs.reset()
+        assert "env_timeout" in faults.kinds
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    with pool(Config(), 2) as (envs, _):
+        envs.reset()
+        state = envs.state_dict()
+        assert state is not None
+        with pytest.raises(CheckpointError, match="--envs 1"):
+            envs.load_state_dict({"0": state["0"]})
+        del state["1"]["env"]["layers"]["0"]
+        with pytest.raises(CheckpointError):
+            envs.load_state_dict(state)
+
+
+def test_messages_bring_back_what_was_sent() -> None:
+    tensors = [
+        torch.tensor(3.5, dtype=torch.float64),
+        torch.zeros((0, 3)),
+        torch.arange(6, dtype=torch.uint8).reshape(2, 3),
+        torch.tensor([True, False]),
+    ]
+    message = {"state": [{"a": tensor} for tensor in tensors], "big": 2**127 + 1, "none": None}
+    got = unpack(pack(message))
+    assert (got["big"], got["none"]) == (2**127 + 1, None)
+    for entry, tensor in zip(got["state"], tensors, strict=True):
+        assert entry["a"].dtype == tensor.dtype
+        assert torch.equal(entry["a"], tensor)
+    with pytest.raises(CheckpointError, match="key 3 must be a string"):
+        pack({"state": [{3: "x"}]})

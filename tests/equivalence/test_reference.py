@@ -42,8 +42,8 @@ def test_serial_equals_the_reference_bit_for_bit(changes: dict[str, object]) -> 
     config = BASE.replace(**changes)
     parts = build(config, FaultLog())
     run_serial(parts, lambda: parts.clock.env_steps < config.steps)
-    episodes: list[Episode] = parts.actor.take_episodes()
-    parts.envs.close()
+    episodes: list[Episode] = parts.collector.take_episodes()
+    parts.close()
     weights, returns = train_reference(config)
     assert [episode.reward for episode in episodes] == returns
     assert len(returns) > 20

@@ -159,7 +159,7 @@ def test_equal_runs_are_equal_and_seeds_matter(tmp_path: Path) -> None:
         train(configure(algo="rainbow", seed=seed), tmp_path / name)
     assert_same_run(tmp_path / "one", tmp_path / "two")
     one, other = final_state(tmp_path / "one"), final_state(tmp_path / "other")
-    for name in ("learner.weights", "memory.frames", "memory.sampler.generator", "actor.obs"):
+    for name in ("learner.weights", "memory.frames", "memory.sampler.generator", "actor.obs.0"):
         assert not torch.equal(one[f"state.{name}"], other[f"state.{name}"]), name
     assert one["state.actor.random.state.state"] != other["state.actor.random.state.state"]
 

@@ -52,7 +52,7 @@ def test_a_row_of_the_table_trains(algo: str, tmp_path: Path) -> None:
     before = [parameter.detach().clone() for parameter in parts.learner.online.parameters()]
     names = [name for name, _ in parts.learner.online.named_parameters()]
     initial = parts.learner.weights.data.clone()
-    parts.envs.close()
+    parts.close()
     run = Run(config, tmp_path / "run", Sitting())
     after = list(run.parts.learner.online.parameters())
     for old, new in zip(before, after, strict=True):

@@ -17,6 +17,7 @@ from qfleet.memory import (
     UniformSampler,
     available_bytes,
     check_fits,
+    largest_capacity,
     replay_bytes,
 )
 
@@ -71,6 +72,31 @@ def test_a_refusal_names_the_largest_capacity_and_that_one_is_accepted(
     with pytest.raises(MemoryRefusedError, match=f"--buffer-size {largest} or less"):
         check_fits(ATARI, num_envs, largest + num_envs, prioritized, budget_bytes=2 * GIB)
     assert 0.89 < replay_bytes(ATARI, num_envs, largest, prioritized) / (2 * GIB) <= 0.9
+
+
+def test_a_million_compressed_transitions_are_assumed_to_take_half_a_frame_each() -> None:
+    # Half a frame and 56 bytes to keep it; action, reward and flags are not compressed.
+    assert replay_bytes(ATARI, 8, 1_000_000, False, "lz4") == 1_000_000 * (3584 + 13) + 3584
+    leaves = replay_bytes(ATARI, 8, 1_000_000, True) - replay_bytes(ATARI, 8, 1_000_000, False)
+    plain, prioritized = (replay_bytes(ATARI, 8, 1_000_000, p, "lz4") for p in (False, True))
+    assert prioritized - plain == leaves > 0
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_a_refused_compressed_ring_names_the_largest_capacity(prioritized: bool) -> None:
+    check_fits(ATARI, 3, 500_000, prioritized, budget_bytes=2 * GIB, compression="lz4")
+    with pytest.raises(MemoryRefusedError) as caught:
+        check_fits(ATARI, 3, 1_000_000, prioritized, budget_bytes=2 * GIB, compression="lz4")
+    found = re.search(r"needs 3\.35\d? GiB .*--buffer-size (\d+) or less", str(caught.value))
+    assert found
+    # Files and compression exclude each other, so the one is no way out for the other.
+    assert "--replay-dir" not in str(caught.value)
+    largest = int(found[1])
+    assert largest == largest_capacity(ATARI, 3, prioritized, 2 * GIB, "lz4")
+    assert largest > 1.9 * largest_capacity(ATARI, 3, prioritized, 2 * GIB)
+    check_fits(ATARI, 3, largest, prioritized, budget_bytes=2 * GIB, compression="lz4")
+    with pytest.raises(MemoryRefusedError):
+        check_fits(ATARI, 3, largest + 3, prioritized, budget_bytes=2 * GIB, compression="lz4")
 
 
 def test_a_refusal_says_so_when_nothing_fits() -> None:

@@ -167,7 +167,7 @@ def test_frames_with_channels_are_stacked_into_an_image(tmp_path: Path) -> None:
     frames = torch.randint(0, 255, (2, 4, 40, 40, 3), dtype=torch.uint8)
     by_hand = torch.cat([frames[:, k].permute(0, 3, 1, 2) for k in range(4)], dim=1) / 255
     assert torch.equal(torso(frames), torso.convolutions(by_hand))
-    parts.envs.close()
+    parts.close()
     assert qfleet.train(config=config, run_dir=tmp_path / "run").result.updates == 10
 
 
@@ -177,7 +177,7 @@ def test_compiling_switches_the_hand_written_shortcuts_off() -> None:
 
     spec = EnvSpec("x", (4,), "float32", 2)
     for compiled in (False, True):
-        network = make_network(Config(compile=compiled), spec, torch.device("cpu"), 0)
+        network = make_network(Config(compile="on" if compiled else "off"), spec, torch.device("cpu"), 0)
         assert network.is_plain_mlp is not compiled
 
 

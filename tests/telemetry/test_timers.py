@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from qfleet.telemetry import timers as timers_module
-from qfleet.telemetry.timers import STAGES, Timers
+from qfleet.telemetry.timers import STAGES, Span, Timers
+from qfleet.telemetry.trace import Trace
 
 
 def test_spans_add_up_the_time_inside_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +62,68 @@ def test_state_survives_and_spans_go_on_adding() -> None:
 def test_an_unknown_stage_is_refused() -> None:
     with pytest.raises(KeyError):
         Timers().span("lunch")
+
+
+def test_a_lane_gets_every_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([10.0, 12.0, 20.0, 21.0])
+    monkeypatch.setattr(timers_module, "perf_counter", lambda: next(ticks))
+    lane = Trace().lane("env 0")
+    timers = Timers(lane)
+    with timers.span("env"):
+        pass
+    with pytest.raises(RuntimeError), timers.span("idle"):
+        raise RuntimeError
+    assert lane.spans() == [("env", 10.0, 12.0), ("idle", 20.0, 21.0)]
+    assert timers.seconds["env"] == 2.0
+    assert timers.seconds["idle"] == 1.0
+
+
+def test_without_a_lane_spans_are_the_plain_ones() -> None:
+    # Of this very class: what tracing needs must cost nothing where nobody traces.
+    assert all(type(Timers().span(stage)) is Span for stage in STAGES)
+
+
+def test_merged_timers_add_up_and_leave_their_parts_alone() -> None:
+    actors, learner = Timers(), Timers()
+    actors.load_state_dict({"env": 9.0, "act": 1.0})
+    learner.load_state_dict({"act": 2.0, "learn": 4.0, "idle": 3.0})
+    both = Timers.merged([actors, learner])
+    assert both.state_dict() == {
+        "env": 9.0,
+        "act": 3.0,
+        "copy": 0.0,
+        "learn": 4.0,
+        "communicate": 0.0,
+        "idle": 3.0,
+    }
+    assert both.threads == 2
+    assert actors.seconds["act"] == 1.0
+    assert Timers.merged([both, actors]).threads == 3
+
+
+def test_shares_of_several_threads_add_up_to_their_number() -> None:
+    actors, learner = Timers(), Timers()
+    actors.load_state_dict({"env": 9.0, "act": 1.0})
+    learner.load_state_dict({"learn": 4.0, "idle": 3.0})
+    shares = Timers.merged([actors, learner]).shares(10.0)
+    assert shares == {
+        "env": 0.9,
+        "act": 0.1,
+        "copy": None,
+        "learn": 0.4,
+        "communicate": None,
+        "idle": pytest.approx(0.6),
+    }
+    assert sum(share or 0.0 for share in shares.values()) == pytest.approx(2.0)
+
+
+def test_idle_of_several_threads_is_never_negative() -> None:
+    busy = Timers()
+    busy.load_state_dict({"env": 11.0})
+    assert Timers.merged([busy, busy]).shares(10.0)["idle"] == 0.0
+
+
+def test_merging_one_changes_nothing() -> None:
+    alone = Timers()
+    alone.load_state_dict({"env": 0.1, "act": 0.2, "learn": 1 / 3})
+    assert Timers.merged([alone]).shares(0.7) == alone.shares(0.7)

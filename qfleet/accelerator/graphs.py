@@ -1,0 +1,66 @@
+"""Recording device work once and replaying it with one launch.
+
+In: a function that launches kernels and never asks the host. Out: a function that does the same
+with one launch. Only CUDA (and ROCm, which torch calls CUDA too) can record; elsewhere the function
+itself is what comes out, and ``why_no_graphs`` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+WARM_UPS = 3
+"""Calls before recording: lazy initialisation, library heuristics and compilation happen there."""
+
+
+def why_no_graphs(device: torch.device) -> str | None:
+    """Why nothing can be recorded on this device; None if it can."""
+    if device.type == "cuda":
+        return None
+    return f"torch records no graphs on {device.type}"
+
+
+def stream_of(device: torch.device, urgent: bool = False) -> torch.Stream:
+    """A stream of its own, served before others where ``urgent``."""
+    return torch.Stream(device=device, priority=-1 if urgent else 0)
+
+
+def record(
+    function: Callable[[], None], device: torch.device, generators: Sequence[torch.Generator]
+) -> Callable[[], None]:
+    """``function`` as one launch. It is called a few times before, so undo what it did.
+
+    ``generators`` are those it draws from: their state moves on with every replay, as if the
+    function had been called.
+    """
+    if why_no_graphs(device) is not None:
+        return function
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)  # type: ignore[no-untyped-call]
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            function()
+    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.synchronize(device)
+    # Thread-local: other threads may go on using the device meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        function()
+    return graph.replay
+
+
+def seconds_per_call(function: Callable[[], None], device: torch.device, calls: int) -> float:
+    """Device time of one call, the median over ``calls``."""
+    times_s = []
+    for _ in range(calls):
+        start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        times_s.append(start.elapsed_time(end) / 1e3)
+    return sorted(times_s)[len(times_s) // 2]

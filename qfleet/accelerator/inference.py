@@ -1,0 +1,194 @@
+"""Acting on the device: newest frames go out, actions come back, stacks never leave.
+
+Per group of environments: its newest frames lie in one contiguous pinned stretch of host memory and
+cross in one asynchronous copy, on a stream that is served before the learner's. One recorded graph
+then pushes them onto the group's stacks, runs the network and takes the best action. The frames stay
+on the device for the memory there, so that every frame crosses the bus once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qfleet.accelerator.compiling import Compilable
+from qfleet.accelerator.graphs import record, stream_of
+from qfleet.core import Block, EnvSpec
+from qfleet.networks import QNetwork
+
+
+PACKED_BYTES = 8 + 4 + 1
+"""Of a row's action, reward and flags."""
+
+
+class Traffic:
+    """What crossed between host and device."""
+
+    def __init__(self) -> None:
+        self.bytes_to_device = 0
+        self.bytes_to_host = 0
+        self.copies = 0
+        self.bandwidth_bytes_per_s: float | None = None
+        """Of the newest copy of frames, as the device timed it."""
+
+
+class DeviceInference:
+    """An ``Inference`` for a network on an accelerator."""
+
+    def __init__(
+        self,
+        network: QNetwork,
+        spec: EnvSpec,
+        group_sizes: list[int],
+        device: torch.device,
+        seed: int,
+        *,
+        frames_stay: bool,
+        compiled: bool,
+    ) -> None:
+        """``frames_stay``: blocks are wanted on the device, for a memory there."""
+        self._q_values = Compilable(network.q_values)
+        self._q_values.on = compiled
+        self._network, self._spec, self._device = network, spec, device
+        self._frames_stay = frames_stay
+        self._noise = torch.Generator(device=device).manual_seed(seed)
+        self.stream = stream_of(device, urgent=True)
+        self.traffic = Traffic()
+        dtype = spec.torch_dtype
+        stack = (spec.frame_stack,) if spec.frame_stack > 1 else ()
+        self._incoming = [
+            torch.zeros((n, *spec.frame_shape), dtype=dtype, device=device) for n in group_sizes
+        ]
+        self._stacks = [
+            torch.zeros((n, *stack, *spec.frame_shape), dtype=dtype, device=device)
+            for n in group_sizes
+        ]
+        self._opened = [torch.zeros(n, dtype=torch.bool, device=device) for n in group_sizes]
+        self._actions = [torch.zeros(n, dtype=torch.int64, device=device) for n in group_sizes]
+        self._host_opened = [torch.zeros(n, dtype=torch.bool).pin_memory() for n in group_sizes]
+        self._host_actions = [torch.zeros(n, dtype=torch.int64).pin_memory() for n in group_sizes]
+        self._host_frames = self._device_frames = torch.empty(0)
+        self._packed = self._device_packed = torch.empty(0)
+        self._done = torch.Event(device, blocking=True)
+        self._copy_start = torch.Event(device, enable_timing=True)
+        self._copy_end = torch.Event(device, enable_timing=True)
+        self._timed_bytes = 0
+        self._graphs = [
+            record(lambda group=group: self._forward(group), device, ())  # type: ignore[misc]
+            for group in range(len(group_sizes))
+        ]
+        self.forget()
+
+    def forget(self) -> None:
+        """Start from blank stacks and counters: what came so far was for trying out."""
+        for stack in self._stacks:
+            stack.zero_()
+        torch.accelerator.synchronize(self._device)
+        self.traffic = Traffic()
+
+    @torch.no_grad()
+    def _forward(self, group: int) -> None:
+        stack, newest = self._stacks[group], self._incoming[group]
+        if self._spec.frame_stack > 1:
+            shape = (-1, *(1 for _ in range(stack.dim() - 1)))
+            older = stack[:, 1:].masked_fill(self._opened[group].view(shape), 0)
+            stack.copy_(torch.cat((older, newest.unsqueeze(1)), dim=1))
+        else:
+            stack.copy_(newest)
+        self._actions[group].copy_(self._q_values(stack).argmax(dim=1))
+
+    def host_frames(self, shape: tuple[int, ...]) -> NDArray[Any]:
+        self._host_frames = torch.zeros(shape, dtype=self._spec.torch_dtype).pin_memory()
+        if self._frames_stay:
+            self._device_frames = torch.zeros(
+                shape, dtype=self._spec.torch_dtype, device=self._device
+            )
+            blocks, rows, envs = shape[:3]
+            packed = torch.zeros((blocks, rows * envs * PACKED_BYTES), dtype=torch.uint8)
+            self._packed, self._device_packed = packed.pin_memory(), packed.to(self._device)
+        frames: NDArray[Any] = self._host_frames.numpy()
+        return frames
+
+    def begin_block(self) -> None:
+        with self.stream:
+            self._network.resample_noise(self._noise)
+
+    def choose(
+        self,
+        group: int,
+        block: int,
+        row: int,
+        columns: slice,
+        _obs: NDArray[Any],
+        opened: NDArray[np.bool_],
+        needed: bool,
+    ) -> NDArray[np.int64] | None:
+        """The stacks must see every frame, so the network runs whether ``needed`` or not."""
+        self._host_opened[group].numpy()[:] = opened
+        with self.stream:
+            self._copy_start.record(self.stream)
+            self._incoming[group].copy_(self._host_frames[block, row, columns], non_blocking=True)
+            self._copy_end.record(self.stream)
+            self._opened[group].copy_(self._host_opened[group], non_blocking=True)
+            if self._frames_stay:
+                self._device_frames[block, row, columns] = self._incoming[group]
+            self._graphs[group]()
+            self._host_actions[group].copy_(self._actions[group], non_blocking=True)
+            self._done.record(self.stream)
+        # Also where no action is needed: the pinned flags are written again next time.
+        self._done.synchronize()
+        self._count(group)
+        return self._host_actions[group].numpy().copy() if needed else None
+
+    def _count(self, group: int) -> None:
+        frames = self._incoming[group]
+        frame_bytes = math.prod(frames.shape) * frames.element_size()
+        self.traffic.bytes_to_device += frame_bytes + len(frames)
+        self.traffic.bytes_to_host += 8 * len(frames)
+        self.traffic.copies += 3
+        self._timed_bytes = frame_bytes
+
+    def measure_bandwidth(self) -> None:
+        """Read the device's clock for the newest copy; called now and then, not per copy."""
+        if self._timed_bytes:
+            seconds = self._copy_start.elapsed_time(self._copy_end) / 1e3
+            self.traffic.bandwidth_bytes_per_s = self._timed_bytes / max(seconds, 1e-9)
+
+    def deliver(self, number: int, block: Block) -> Block:
+        """The frames are on the device already; the other columns follow in one packed copy."""
+        if not self._frames_stay:
+            return block
+        packed, on_device = self._packed[number], self._device_packed[number]
+        for host, column in zip(_columns(packed, block), _values(block), strict=True):
+            host.copy_(column)
+        with self.stream:
+            on_device.copy_(packed, non_blocking=True)
+        self.traffic.bytes_to_device += packed.numel()
+        self.traffic.copies += 1
+        action, reward, flags = _columns(on_device, block)
+        return Block(self._device_frames[number, : block.rows], action, reward, flags, block.version)
+
+    def noise_state(self) -> Tensor:
+        return self._noise.get_state()
+
+    def load_noise_state(self, state: Tensor) -> None:
+        self._noise.set_state(state)
+
+
+def _values(block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    return block.action, block.reward, block.flags
+
+
+def _columns(packed: Tensor, block: Block) -> list[Tensor]:
+    """Views of packed bytes as a block's action, reward and flags."""
+    views, start = [], 0
+    for column in _values(block):
+        stop = start + column.numel() * column.element_size()
+        views.append(packed[start:stop].view(column.dtype).view(column.shape))
+        start = stop
+    return views

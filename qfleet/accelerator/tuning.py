@@ -1,0 +1,119 @@
+"""Which precision, and compiled or not: tried on the real learner, timed, and kept on disk.
+
+In: a learner and its memory on an accelerator. Out: a ``Choice`` that is in force, recorded bursts
+included, and the time of one update for every choice that was tried. What was found is kept in a
+file by hardware, network and versions, so that the next run of the same kind only reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from qfleet.accelerator.compiling import Compilable, switch
+from qfleet.config import Config
+from qfleet.networks import QNetwork
+from qfleet.remembered import recall, remember
+
+Precision = Literal["fp32", "tf32", "bf16"]
+TIMED_CALLS = 10
+
+
+@dataclass(frozen=True)
+class Choice:
+    precision: Precision
+    compiled: bool
+
+    def __str__(self) -> str:
+        return f"{self.precision}{', compiled' if self.compiled else ''}"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    choice: Choice
+    update_s: dict[str, float]
+    """Seconds per update of every choice tried, by its name."""
+    failed: dict[str, str]
+    """Choices that did not work here, and why."""
+    from_cache: bool
+
+
+def candidates(config: Config, device: torch.device) -> list[Choice]:
+    """What may be tried, given what was asked for; the plainest first."""
+    precisions: list[Precision] = ["fp32", "tf32", "bf16"]
+    if config.precision != "auto":
+        precisions = [config.precision]
+    elif device.type != "cuda":
+        precisions = ["fp32"]  # TF32 is NVIDIA's, and bf16 elsewhere is untried
+    compiled = {"auto": [False, True], "on": [True], "off": [False]}[config.compile]
+    if config.compile == "auto" and device.type != "cuda":
+        compiled = [False]
+    return [Choice(precision, c) for c in compiled for precision in precisions]
+
+
+def apply_choice(
+    choice: Choice, networks: list[QNetwork], compilables: list[Compilable]
+) -> None:
+    """Put a choice in force: for these networks, and for the process where torch has it so."""
+    torch.set_float32_matmul_precision("highest" if choice.precision == "fp32" else "high")
+    torch.backends.cudnn.allow_tf32 = choice.precision != "fp32"
+    torch.backends.cudnn.benchmark = True
+    for network in networks:
+        network.autocast_dtype = torch.bfloat16 if choice.precision == "bf16" else None
+    switch(compilables, choice.compiled)
+
+
+def tune(
+    options: list[Choice], time_update: Callable[[Choice], float], key: Mapping[str, Any]
+) -> Tuning:
+    """The quickest option, by ``time_update``, unless it is known already.
+
+    An option that fails (no compiler on this machine, say) is passed over, but for the first.
+    """
+    if len(options) == 1:
+        return Tuning(options[0], {}, {}, from_cache=False)
+    known = recall("tuning", key)
+    if known is not None and (found := Choice(**known["choice"])) in options:
+        return Tuning(found, known["update_s"], known["failed"], from_cache=True)
+    times: dict[Choice, float] = {}
+    failed: dict[str, str] = {}
+    for option in options:
+        try:
+            times[option] = time_update(option)
+        except Exception as error:  # a compiler may fail in any way; the plain options remain
+            if option == options[0]:
+                raise
+            failed[str(option)] = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0]}"
+    best = min(times, key=lambda option: times[option])
+    seconds = {str(option): s for option, s in times.items()}
+    found = {"choice": dataclasses.asdict(best), "update_s": seconds, "failed": failed}
+    remember("tuning", key, found)
+    return Tuning(best, seconds, failed, from_cache=False)
+
+
+def tuning_key(
+    config: Config, device: torch.device, layout: list[list[object]], updates_at_once: int
+) -> dict[str, Any]:
+    """Whatever, besides the machine, may change which choice is the quickest."""
+    switches = ("double", "noisy", "head", "n_steps", "batch_size", "prioritized_replay")
+    return {
+        "device": str(device),
+        "layout": layout,
+        "updates_at_once": updates_at_once,
+        "asked": [config.precision, config.compile, config.graphs],
+        **{name: getattr(config, name) for name in switches},
+    }
+
+
+def copy_state(state: Any) -> Any:
+    """A state dict that later changes do not reach."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: copy_state(value) for key, value in state.items()}
+    return state

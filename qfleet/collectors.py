@@ -1,0 +1,162 @@
+"""Who fills blocks, and when: on the spot, or one block ahead in a thread of its own.
+
+In: an actor and the weights channel. Out: blocks, in the order they were collected.
+
+Working ahead keeps everything reproducible. The thread is given work only at the moment its last
+block is taken, with the weights of that moment, so block k + 1 is always collected with what was
+learnt from the blocks before k, however fast either side runs; and the memory changes only between
+two bursts of updates. What a run computes then does not depend on timing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import NamedTuple
+
+from qfleet.actor import Actor
+from qfleet.config import Config
+from qfleet.core import Block, Clock, Episode, StateDict, WeightsChannel
+from qfleet.errors import EnvironmentFault
+from qfleet.loop import next_rows
+from qfleet.telemetry.timers import Timers
+
+
+class Inline:
+    """The actor is asked when its block is wanted."""
+
+    def __init__(self, actor: Actor, channel: WeightsChannel) -> None:
+        self._actor, self._channel = actor, channel
+
+    def collect(self, rows: int) -> Block:
+        return self._actor.collect(rows, self._channel.refresh())
+
+    def take_episodes(self) -> list[Episode]:
+        return self._actor.take_episodes()
+
+    def exploration_rate(self) -> float:
+        return self._actor.exploration_rate()
+
+    def state_dict(self) -> StateDict:
+        return self._actor.state_dict()
+
+    def load_state_dict(self, state: StateDict, env_steps: int) -> bool:
+        return self._actor.load_state_dict(state, env_steps)
+
+    def close(self) -> None:
+        """Nothing runs on its own here."""
+
+
+class _Collected(NamedTuple):
+    block: Block
+    episodes: list[Episode]
+
+
+CLOSE_S = 5.0
+"""How long the thread may take to finish its block when the run is over."""
+
+
+class Ahead:
+    """The actor works in a thread, one block ahead, or (``lockstep``) only while it is waited for."""
+
+    def __init__(
+        self,
+        actor: Actor,
+        channel: WeightsChannel,
+        config: Config,
+        clock: Clock,
+        timers: Timers,
+        *,
+        lockstep: bool,
+        start_thread: Callable[[], None] = lambda: None,
+        block_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``start_thread`` runs first in the thread; ``block_ready`` in the caller's, per block."""
+        self._actor, self._channel = actor, channel
+        self._config, self._clock, self._lockstep = config, clock, lockstep
+        self._waiting = timers.span("idle")
+        self._block_ready = block_ready
+        self._under_way: Future[_Collected] | None = None
+        self._episodes: list[Episode] = []
+        self._jobs: queue.SimpleQueue[tuple[int, int, Future[_Collected]] | None]
+        self._jobs = queue.SimpleQueue()
+        # A daemon, unlike an executor's threads: an environment that hangs must not keep the
+        # process from ending.
+        self._thread = threading.Thread(
+            target=self._work, args=(start_thread,), name="collector", daemon=True
+        )
+        self._thread.start()
+
+    def collect(self, rows: int) -> Block:
+        collected = self._finished() or self._result(self._start(rows))
+        self._block_ready()
+        self._episodes += collected.episodes
+        if not self._lockstep:
+            after = self._clock.env_steps + collected.block.rows * self._config.envs
+            following = next_rows(self._config, after)
+            self._under_way = self._start(following) if following else None
+        return collected.block
+
+    def _start(self, rows: int) -> Future[_Collected]:
+        # The weights are taken over here, while nobody acts, and never later.
+        future: Future[_Collected] = Future()
+        self._jobs.put((rows, self._channel.refresh(), future))
+        return future
+
+    def _work(self, start_thread: Callable[[], None]) -> None:
+        start_thread()
+        while (job := self._jobs.get()) is not None:
+            rows, version, future = job
+            try:
+                block = self._actor.collect(rows, version)
+                future.set_result(_Collected(block, self._actor.take_episodes()))
+            except BaseException as error:  # whatever it is, it belongs to whoever waits
+                future.set_exception(error)
+
+    def _finished(self) -> _Collected | None:
+        """The block under way, once it is complete; None if there is none."""
+        under_way, self._under_way = self._under_way, None
+        return None if under_way is None else self._result(under_way)
+
+    def _result(self, future: Future[_Collected]) -> _Collected:
+        # Envs that hang have their own deadline and restarts; this one is beyond all of them.
+        deadline_s = self._config.env_timeout_s * (self._config.max_env_restarts + 2)
+        try:
+            with self._waiting:
+                return future.result(deadline_s)
+        except FutureTimeout:
+            raise EnvironmentFault(
+                f"no block of '{self._config.env}' within {deadline_s:g} s: an environment hangs; "
+                "run it with --vectorize async, which restarts such ones, or raise env_timeout_s"
+            ) from None
+
+    def _settle(self) -> None:
+        """Wait for the block under way; it stays the next to be taken."""
+        if self._under_way is not None:
+            self._result(self._under_way)
+
+    def take_episodes(self) -> list[Episode]:
+        """Episodes finished in the blocks taken since the last call."""
+        episodes, self._episodes = self._episodes, []
+        return episodes
+
+    def exploration_rate(self) -> float:
+        return self._actor.exploration_rate()
+
+    def state_dict(self) -> StateDict:
+        """The actor's state. With a block under way the envs are ahead of the memory: no state."""
+        self._settle()
+        state = self._actor.state_dict()
+        state["episodes"] = [[e.env, e.reward, e.length] for e in self._episodes]
+        return state if self._lockstep else {**state, "envs": None}
+
+    def load_state_dict(self, state: StateDict, env_steps: int) -> bool:
+        return self._actor.load_state_dict(state, env_steps)
+
+    def close(self) -> None:
+        """End the thread; what it collects is dropped."""
+        self._jobs.put(None)
+        self._thread.join(CLOSE_S)

@@ -1,0 +1,24 @@
+"""The pipeline engine: collecting goes on in a thread while the learner learns.
+
+It is the serial loop with its parts placed otherwise (``qfleet/build.py``): the actor works one
+block ahead in a thread with a network of its own, environments step in their own threads or
+processes, inference runs where it is quickest, and on an accelerator the updates of a block are one
+launch that nobody waits for. The order in which blocks enter the memory and updates are made is
+that of ``serial``, so the replay ratio is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from qfleet.build import Parts
+from qfleet.engines.serial import run_serial
+
+
+def run_pipeline(parts: Parts, keep_going: Callable[[], bool]) -> None:
+    """Advance the loop until ``keep_going`` says no, then wait for the device."""
+    run_serial(parts, keep_going)
+    if parts.device.type != "cpu":
+        torch.accelerator.synchronize(parts.device)

@@ -1,0 +1,251 @@
+"""What runs inside an environment process: a share of the environments, stepped on command.
+
+Commands come in over a pipe and actions through shared memory; observations, rewards and flags go
+out through shared memory, and a reply over the pipe says that they are there. Messages are bytes
+and JSON. Only what multiprocessing itself needs to start the process is ever pickled.
+
+=======  ======================================  =================================================
+command  payload                                 reply
+=======  ======================================  =================================================
+START    JSON: ``side``, ``seeds``               first observations are on that side
+STEP     the side, one byte                      the step is on that side
+SAVE     –                                       ``state``: of each env, or None
+LOAD     JSON: ``seeds``, ``states``             the envs go on from there
+CLOSE    –                                       none: the process ends
+=======  ======================================  =================================================
+
+A reply is empty, or JSON with ``faults`` (survived ones, for ``on_fault``) and ``error`` (the text
+of one that was not). The first reply, unasked, says that the process is up.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from qfleet.config import Config
+from qfleet.core import EnvSpec
+from qfleet.envs.guard import GuardedEnv, one_line
+from qfleet.envs.registry import make_single
+from qfleet.errors import CheckpointError, QfleetError
+
+
+class Command:
+    """The first byte of a message to a worker."""
+
+    START, STEP, SAVE, LOAD, CLOSE = b"r", b"s", b"g", b"l", b"c"
+
+
+NOTHING_TO_SAY = b""
+CLOSE_S = 5.0
+"""How long environments may take to close before their process is ended all the same."""
+_TENSOR = "tensor of"
+"""Marks a dict that stands for a tensor."""
+
+
+class Slab:
+    """Views of the memory that a pool's workers share with their parent.
+
+    What comes out has two sides, used in turn: whoever still reads the last step is not disturbed
+    by the one that is in flight.
+    """
+
+    def __init__(self, raw: Any, spec: EnvSpec, num_envs: int) -> None:
+        offset_bytes = 0
+        arrays: list[NDArray[Any]] = []
+        for shape, dtype in _columns(spec, num_envs):
+            arrays.append(np.ndarray(shape, dtype, raw, offset_bytes))
+            offset_bytes += arrays[-1].nbytes
+        self.reward, self.action, self.obs, self.flags = arrays
+
+    @staticmethod
+    def size_bytes(spec: EnvSpec, num_envs: int) -> int:
+        return sum(
+            int(np.prod(shape)) * dtype.itemsize for shape, dtype in _columns(spec, num_envs)
+        )
+
+
+def _columns(spec: EnvSpec, num_envs: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Shapes and dtypes, widest first, so that every one of them is aligned."""
+    return [
+        ((2, num_envs), np.dtype(np.float64)),
+        ((num_envs,), np.dtype(np.int64)),
+        ((2, num_envs, *spec.obs_shape), np.dtype(spec.obs_dtype)),
+        # terminated, truncated, invalid, fresh
+        ((2, 4, num_envs), np.dtype(np.bool_)),
+    ]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a worker has to know: which envs of which pool are its own."""
+
+    config: Config
+    spec: EnvSpec
+    num_envs: int
+    """Of the whole pool."""
+    envs: range
+    raw: Any
+    """The pool's shared memory."""
+
+
+def serve(share: Share, pipe: Connection) -> None:
+    """Answer commands until told to close, or until nobody is there to command."""
+    # Ctrl-C reaches the whole process group; the parent alone decides when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A group of its own, so that whatever the environments start can be ended with the worker.
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    worker = Worker(share)
+    reply = NOTHING_TO_SAY
+    while True:
+        try:
+            pipe.send_bytes(reply)
+            command = pipe.recv_bytes()
+        except (EOFError, OSError):
+            break  # the parent is gone
+        if command == Command.CLOSE:
+            break
+        reply = worker.answer(command)
+    worker.close()
+
+
+def _end_with_parent() -> None:
+    """End this process even if an environment hangs when the parent dies without a word."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    time.sleep(CLOSE_S)
+    # Not only this process: see setpgid.
+    os.killpg(0, signal.SIGKILL)
+
+
+class Worker:
+    """The guarded environments of one share."""
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+        slab = Slab(share.raw, share.spec, share.num_envs)
+        mine = slice(share.envs.start, share.envs.stop)
+        self._action: NDArray[np.int64] = slab.action[mine]
+        self._rows: list[list[NDArray[Any]]] = [
+            [obs[index, ...] for index in share.envs] for obs in slab.obs
+        ]
+        self._outcomes = [
+            (reward[mine], *flags[:, mine])
+            for reward, flags in zip(slab.reward, slab.flags, strict=True)
+        ]
+        self._guards: list[GuardedEnv] = []
+        self._seeds: list[int] = []
+        self._faults: list[tuple[str, str]] = []
+
+    def answer(self, command: bytes) -> bytes:
+        """Do as told; whatever goes wrong is in the reply."""
+        reply: dict[str, Any] = {}
+        try:
+            if command[:1] == Command.STEP:
+                self._step(command[1])
+            elif command[:1] == Command.SAVE:
+                reply["state"] = self._states()
+            else:
+                payload = unpack(command[1:])
+                self._build(payload["seeds"])
+                if command[:1] == Command.START:
+                    for guard, row in zip(self._guards, self._rows[payload["side"]], strict=True):
+                        guard.start(row)
+                else:
+                    for guard, state in zip(self._guards, payload["states"], strict=True):
+                        guard.load_state_dict(state)
+            if not reply and not self._faults:
+                return NOTHING_TO_SAY
+            return pack({**reply, "faults": self._take_faults()})
+        except QfleetError as error:
+            text = str(error)
+        except Exception as error:
+            text = f"environment '{self._share.spec.env_id}' failed: {one_line(error)}"
+        return pack({"error": text, "faults": self._take_faults()})
+
+    def _step(self, side: int) -> None:
+        rows = self._rows[side]
+        reward, terminated, truncated, invalid, fresh = self._outcomes[side]
+        for i, action in enumerate(self._action.tolist()):
+            reward[i], terminated[i], truncated[i], invalid[i], fresh[i] = self._guards[i].step(
+                action, rows[i]
+            )
+
+    def _states(self) -> list[Any] | None:
+        states = [guard.state_dict() for guard in self._guards]
+        is_whole = bool(states) and all(state is not None for state in states)
+        return states if is_whole else None
+
+    def _build(self, seeds: list[int]) -> None:
+        """Guards with these seeds; those that have them already stay, for they may be costly."""
+        if seeds == self._seeds:
+            return
+        self.close()
+        self._seeds = seeds
+        config, spec = self._share.config, self._share.spec
+        self._guards = [
+            GuardedEnv(
+                functools.partial(make_single, config),
+                spec,
+                index=index,
+                seed=seed,
+                max_restarts=config.max_env_restarts,
+                on_fault=lambda kind, message: self._faults.append((kind, message)),
+            )
+            for index, seed in zip(self._share.envs, seeds, strict=True)
+        ]
+
+    def _take_faults(self) -> list[tuple[str, str]]:
+        faults, self._faults = self._faults, []
+        return faults
+
+    def close(self) -> None:
+        for guard in self._guards:
+            guard.close()
+
+
+def pack(message: Any) -> bytes:
+    """JSON values and tensors as bytes."""
+    return json.dumps(_to_json(message)).encode()
+
+
+def unpack(data: bytes) -> Any:
+    return json.loads(data, object_hook=_from_json)
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        array = value.numpy()
+        data = base64.b64encode(array.tobytes()).decode()
+        return {_TENSOR: array.dtype.str, "shape": list(array.shape), "data": data}
+    if isinstance(value, dict):
+        for key in value:
+            # JSON would turn it into a string without a word, and the env would not know it again.
+            if not isinstance(key, str):
+                raise CheckpointError(f"environment state key {key!r} must be a string; rename it")
+        return {key: _to_json(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(entry) for entry in value]
+    return value
+
+
+def _from_json(entry: dict[str, Any]) -> Any:
+    if _TENSOR not in entry:
+        return entry
+    array = np.frombuffer(base64.b64decode(entry["data"]), dtype=entry[_TENSOR])
+    return torch.from_numpy(array.reshape(entry["shape"]).copy())

@@ -1,0 +1,207 @@
+"""Where the parts of a run live: which device learns, keeps the replay, chooses the actions.
+
+In: a configuration, an environment's spec and what this machine has. Out: a ``Placement``, and for
+the pipeline engine an ``Acting`` side, chosen by measuring the real network at the real size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from qfleet.accelerator.inference import DeviceInference, Traffic
+from qfleet.acting import HostInference, Inference
+from qfleet.config import Config
+from qfleet.core import EnvSpec, WeightsChannel
+from qfleet.errors import ConfigError
+from qfleet.memory import replay_bytes
+from qfleet.networks import QNetwork
+from qfleet.networks.torsos import image_layout
+from qfleet.weights import FlatWeights, Mailbox
+
+RESERVED_BYTES = 2 * 2**30
+"""Device memory left to networks, bursts and recorded graphs when replay moves in."""
+MEASURE_S = 0.15
+"""How long an inference is timed."""
+
+
+def is_image(spec: EnvSpec) -> bool:
+    return image_layout(spec.obs_shape) is not None
+
+
+def resolve_device(name: str, spec: EnvSpec) -> torch.device:
+    """``auto``: the accelerator for images; small vectors are quicker on the CPU."""
+    if name == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator if accelerator is not None and is_image(spec) else torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device '{name}' is not usable here ({reason}); try cpu") from None
+    return device
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Memory that can still be taken on an accelerator."""
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    return int(free)
+
+
+@dataclass(frozen=True)
+class Placement:
+    device: torch.device
+    """Of the learner."""
+    replay: torch.device
+    ahead: bool
+    """Whether collecting goes on while the learner learns."""
+    unasked: bool
+    """Whether bursts of updates never ask the host, so that they can be recorded."""
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Config, spec: EnvSpec, in_background: bool) -> Placement:
+        """``in_background``: the envs step outside this process's Python."""
+        device = resolve_device(config.device, spec)
+        on_pipeline = config.engine == "pipeline"
+        replay, why = _place_replay(config, spec, device if on_pipeline else torch.device("cpu"))
+        ahead = on_pipeline and not config.lockstep and (in_background or device.type != "cpu")
+        notes = [why] if why else []
+        if on_pipeline and not config.lockstep and not ahead:
+            notes.append("collecting in turn with learning: these envs need the same interpreter")
+        unasked = on_pipeline and device.type != "cpu"
+        if unasked and config.prioritized_replay and replay.type == "cpu":
+            unasked = False
+            notes.append("updates are not recorded: priorities are kept on the host")
+        return cls(device, replay, ahead, unasked, tuple(notes))
+
+
+def _place_replay(
+    config: Config, spec: EnvSpec, learner: torch.device
+) -> tuple[torch.device, str | None]:
+    """The replay's device, and why it is not the learner's if it is not."""
+    host = torch.device("cpu")
+    if config.replay_device != "auto":
+        device = resolve_device(config.replay_device, spec)
+        if device.type != "cpu" and device.type != learner.type:
+            raise ConfigError(
+                f"replay_device '{config.replay_device}' must be the learner's device "
+                f"({learner}) or cpu; serial keeps replay on the cpu"
+            )
+        return device, None
+    if learner.type == "cpu":
+        return host, None
+    if config.replay_dir or config.replay_compression != "none":
+        return host, "replay on the host: it is kept in files or compressed"
+    needed = replay_bytes(spec, config.envs, config.buffer_size, config.prioritized_replay)
+    free = free_device_bytes(learner) - RESERVED_BYTES
+    if needed > free:
+        return host, (
+            f"replay on the host: {needed / 2**30:.1f} GiB do not fit beside the learner "
+            f"({max(free, 0) / 2**30:.1f} GiB left on {learner})"
+        )
+    return learner, None
+
+
+class Acting(NamedTuple):
+    """The actor's side of the pipeline."""
+
+    inference: Inference
+    channel: WeightsChannel
+    block_ready: Callable[[], None]
+    traffic: Traffic | None
+    env_steps_per_s: float
+    """What the inference alone could do."""
+    note: str
+
+
+def place_inference(
+    config: Config,
+    spec: EnvSpec,
+    group_sizes: list[int],
+    place: Placement,
+    source: FlatWeights,
+    make_network: Callable[[torch.device], QNetwork],
+    compiled: bool,
+    seed: int,
+) -> Acting:
+    """Choose actions where it is quickest, measured for this network and group size."""
+    asked = config.inference_device
+    devices = [torch.device("cpu")]
+    if asked != "auto":
+        devices = [resolve_device(asked, spec)]
+    elif place.device.type != "cpu":
+        devices.append(place.device)
+    options = []
+    for device in devices:
+        if device.type != "cpu" and device.type != place.device.type:
+            raise ConfigError(
+                f"inference_device '{asked}' must be the learner's device ({place.device}) or cpu"
+            )
+        network = make_network(device)
+        acting = _acting_on(device, spec, group_sizes, place, source, network, compiled, seed)
+        options.append((acting, device))
+    best, device = max(options, key=lambda option: option[0].env_steps_per_s)
+    rates = ", ".join(f"{d} {a.env_steps_per_s:,.0f}/s" for a, d in options)
+    how = "asked for" if asked != "auto" else "measured" if len(options) > 1 else "no accelerator"
+    return best._replace(note=f"inference on {device} ({how}: {rates})")
+
+
+def _acting_on(
+    device: torch.device,
+    spec: EnvSpec,
+    group_sizes: list[int],
+    place: Placement,
+    source: FlatWeights,
+    network: QNetwork,
+    compiled: bool,
+    seed: int,
+) -> Acting:
+    reader = FlatWeights(network)
+    if device.type == "cpu":
+        host = HostInference(network, device, spec.obs_dtype, seed)
+        rate = _rate(host, spec, group_sizes[0])
+        return Acting(host, Mailbox(source, reader), _nothing, None, rate, "")
+    on_device = DeviceInference(
+        network,
+        spec,
+        group_sizes,
+        device,
+        seed,
+        frames_stay=place.replay.type != "cpu",
+        compiled=compiled,
+    )
+    rate = _rate(on_device, spec, group_sizes[0])
+    on_device.forget()
+
+    def block_ready() -> None:
+        """The learner's kernels may read the block once the actor's have written it."""
+        torch.accelerator.current_stream(device).wait_stream(on_device.stream)
+
+    channel = Mailbox(source, reader, on_device.stream)
+    return Acting(on_device, channel, block_ready, on_device.traffic, rate, "")
+
+
+def _nothing() -> None:
+    """A block on the host is ready when it is complete."""
+
+
+def _rate(inference: Inference, spec: EnvSpec, envs: int) -> float:
+    """Env steps per second that choosing actions alone allows, for one group."""
+    obs = np.zeros((envs, *spec.obs_shape), dtype=spec.obs_dtype)
+    opened = np.zeros(envs, dtype=np.bool_)
+    inference.host_frames((1, 1, envs, *spec.frame_shape))
+    everyone = slice(0, envs)
+    for _ in range(3):
+        inference.choose(0, 0, 0, everyone, obs, opened, needed=True)
+    calls, start = 0, time.perf_counter()
+    while (elapsed_s := time.perf_counter() - start) < MEASURE_S:
+        inference.choose(0, 0, 0, everyone, obs, opened, needed=True)
+        calls += 1
+    return calls * envs / elapsed_s

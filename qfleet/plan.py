@@ -1,0 +1,142 @@
+"""``--engine auto``: which engine and how many envs, for this machine and this task.
+
+In: a configuration that leaves something open. Out: the same with every choice made, and one
+sentence that says what was chosen and why. What cannot be known without trying is tried for a few
+seconds on the real thing, and remembered.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from qfleet.build import TorchSettings, build
+from qfleet.config import Config
+from qfleet.core import EnvSpec
+from qfleet.engines import ENGINES
+from qfleet.envs import ale_game, make_envs, steps_in_background
+from qfleet.placement import resolve_device
+from qfleet.remembered import recall, remember
+from qfleet.telemetry.faults import FaultLog
+
+ENVS_PER_CORE = 8
+"""With fewer, threads of ale-py's pool wait for the slowest of a step; with more, they gain little
+(H200 machine, 16 cores: 22.8k, 26.9k and 28.2k steps/s with 64, 128 and 256 envs)."""
+BLOCK_UPDATES = 64
+"""Updates that a block brings on an accelerator: enough to hide what a block costs."""
+MOST_ROWS = 4
+"""Of a block; the weights that act are up to two blocks old."""
+TRIAL_S = 2.0
+"""How long an engine is tried."""
+WORTHWHILE = 1.05
+"""How much quicker than serial another engine must be to be chosen."""
+
+
+def settle(config: Config) -> tuple[Config, str | None]:
+    """Every choice made, and a sentence about it if there was anything to choose."""
+    asked = config
+    engine, why = config.engine, ""
+    if engine == "auto":
+        engine, why = _choose_engine(config)
+    config = _with_shape(config.replace(engine=engine))
+    if asked.engine != "auto":
+        return config, None
+    shape = f"{config.envs} env{'s' if config.envs > 1 else ''}"
+    if config.env_groups > 1:
+        shape += f" in {config.env_groups} groups"
+    return config, f"engine {engine}, {shape}: {why}"
+
+
+def _choose_engine(config: Config) -> tuple[str, str]:
+    accelerator = _learner_device(config)
+    if accelerator.type != "cpu":
+        name = torch.get_device_module(accelerator).get_device_name(accelerator)
+        return "pipeline", f"the {name} learns while the cores step"
+    cores = os.cpu_count() or 1
+    if not steps_in_background(config):
+        return "serial", "these environments share the interpreter with the learner"
+    if cores == 1:
+        return "serial", "there is one core"
+    return _try_engines(config)
+
+
+def _learner_device(config: Config) -> torch.device:
+    if config.device == "auto":
+        if torch.accelerator.current_accelerator(check_available=True) is None:
+            return torch.device("cpu")
+        if ale_game(config.env):  # known to be images without making one
+            return resolve_device("auto", EnvSpec(config.env, (4, 84, 84), "uint8", 1))
+        envs = make_envs(config, 1, seed=0, training=True, on_fault=FaultLog())
+        envs.close()
+        return resolve_device("auto", envs.spec)
+    return resolve_device(config.device, EnvSpec(config.env, (1,), "float32", 1))
+
+
+def _with_shape(config: Config) -> Config:
+    """Fill in envs, groups and rows where they were left open."""
+    on_pipeline = config.engine == "pipeline"
+    background = steps_in_background(config)
+    accelerated = on_pipeline and _learner_device(config).type != "cpu"
+    cores = os.cpu_count() or 1
+    envs = config.envs
+    if envs == 0:
+        envs = min(256, max(16, ENVS_PER_CORE * cores)) if accelerated and background else 8
+    groups = config.env_groups
+    if groups == 0:
+        apart = on_pipeline and background and not config.lockstep
+        groups = 2 if apart and envs >= 2 else 1
+    rows = config.block_rows
+    if rows == 0 and accelerated and not config.lockstep:
+        updates_per_row = envs * config.updates_per_env_step
+        rows = max(config.train_freq // envs, min(MOST_ROWS, round(BLOCK_UPDATES / updates_per_row)))
+    return config.replace(envs=envs, env_groups=groups, block_rows=max(rows, 0)).validate()
+
+
+def _try_engines(config: Config) -> tuple[str, str]:
+    """Serial or pipeline, by running both for a moment."""
+    names = ("env", "env_kwargs", "vectorize", "envs", "algo", "head", "network", "batch_size")
+    names += ("train_freq", "gradient_steps", "n_steps", "threads", "dueling", "noisy", "net_arch")
+    key = {name: getattr(config, name) for name in names}
+    rates: dict[str, float] | None = recall("engine", key)
+    if rates is None:
+        rates = {name: _trial_rate(config.replace(engine=name)) for name in ("serial", "pipeline")}
+        remember("engine", key, rates)
+    gain = rates["pipeline"] / rates["serial"]
+    engine = "pipeline" if gain > WORTHWHILE else "serial"
+    return engine, f"tried both: pipeline makes {gain:.2f}× the steps of serial here"
+
+
+def _trial_rate(config: Config) -> float:
+    """Env steps per second of an engine while it learns."""
+    config = _with_shape(config)
+    least = (config.n_steps + 8) * config.envs + config.batch_size
+    config = config.replace(
+        steps=10**9,
+        learning_starts=0,
+        buffer_size=min(config.buffer_size, max(least, 4096)),
+        exploration_initial_eps=config.exploration_final_eps,  # as most of the run will be
+        replay_dir="",
+    )
+    settings, parts = TorchSettings(), None
+    try:
+        parts = build(config, FaultLog())
+        # The first updates bring caches and threads up; they are not counted.
+        start_s = start_steps = None
+        begun_s = time.monotonic()
+
+        def keep_going() -> bool:
+            nonlocal start_s, start_steps
+            now_s = time.monotonic()
+            if start_s is None and parts.clock.updates >= 2:
+                start_s, start_steps = now_s, parts.clock.env_steps
+            return now_s - (start_s or begun_s) < TRIAL_S if start_s else now_s - begun_s < 30.0
+
+        ENGINES[config.engine](parts, keep_going)
+        elapsed_s = time.monotonic() - (start_s or begun_s)
+        return (parts.clock.env_steps - (start_steps or 0)) / elapsed_s
+    finally:
+        if parts is not None:
+            parts.close()
+        settings.restore()

@@ -1,0 +1,186 @@
+"""A picture of a trace. In: a ``Trace``; out: an image with a row per lane and a bar per span."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qfleet.errors import ConfigError
+from qfleet.telemetry.plots import FORMATS, PALETTE, TEXT_COLOUR, _clean
+from qfleet.telemetry.progress import STAGE_COLOURS
+from qfleet.telemetry.timers import STAGES
+from qfleet.telemetry.trace import Lane, Trace
+
+WINDOW_SPANS = 60
+"""Spans of the busiest lane that are shown where no length of time is asked for."""
+SHORTEST_WINDOW_S = 1e-6
+"""A trace may hold nothing but one span of no length."""
+MAX_BARS = 600
+"""Bars that a lane has room for: two pixels each. Narrower ones would paint over each other, and
+the picture would show whichever stage is drawn last."""
+COLUMNS = 300
+"""Columns of a lane with more spans than that; each shows the stages' shares of its time."""
+BAR_HEIGHT = 0.72
+LANE_INCHES = 0.42
+# The terminal's names for the colours of the stages, as they are best seen on white.
+HUES = {
+    "cyan": PALETTE[4],
+    "green": PALETTE[2],
+    "yellow": PALETTE[5],
+    "magenta": PALETTE[3],
+    "blue": PALETTE[0],
+}
+COLOURS = {stage: HUES[name] for stage, name in STAGE_COLOURS.items()} | {"idle": "#E2E2E2"}
+OTHER_COLOUR = PALETTE[1]
+"""For spans that are of none of the stages."""
+
+
+class _Row:
+    """A lane as arrays, because a trace holds some 100,000 spans."""
+
+    def __init__(self, lane: Lane) -> None:
+        spans = lane.spans()
+        self.name = lane.name
+        self.stage: NDArray[np.str_] = np.array([span[0] for span in spans], dtype=np.str_)
+        times_s = np.array([span[1:] for span in spans], dtype=np.float64).reshape(-1, 2)
+        self.start_s, self.end_s = times_s[:, 0], times_s[:, 1]
+
+    def busy_s(self) -> float:
+        return float((self.end_s - self.start_s)[self.stage != "idle"].sum())
+
+    def cut(self, begin_s: float, end_s: float) -> None:
+        """Keep what lies inside the window; its begin becomes time 0."""
+        inside = (self.start_s <= end_s) & (self.end_s >= begin_s)
+        self.stage = self.stage[inside]
+        self.start_s = np.maximum(self.start_s[inside], begin_s) - begin_s
+        self.end_s = np.minimum(self.end_s[inside], end_s) - begin_s
+
+    def spent_s(self, stage: str, edges_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds spent in ``stage`` between each edge and the next."""
+        chosen = self.stage == stage
+        start_s, end_s = self.start_s[chosen], self.end_s[chosen]
+        if not len(start_s):
+            return np.zeros(len(edges_s) - 1)
+        # The time spent so far rises during spans and stands still between them.
+        after_s = np.cumsum(end_s - start_s)
+        before_s = after_s - (end_s - start_s)
+        times_s = np.stack([start_s, end_s], axis=1).ravel()
+        so_far_s = np.stack([before_s, after_s], axis=1).ravel()
+        return np.diff(np.interp(edges_s, times_s, so_far_s))
+
+
+def draw_timeline(trace: Trace, path: Path, seconds: float | None = None) -> Path:
+    """Draw the last ``seconds`` of ``trace``, all lanes; returns ``path``.
+
+    Without ``seconds``: about ``WINDOW_SPANS`` spans of the busiest lane, up to its last one, so
+    that single spans can be seen and what happens after the work is done is not shown.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"timeline file '{path}' must end in {', '.join(FORMATS)}")
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise ConfigError(f"timeline of {seconds} seconds must be longer than 0 and finite")
+    rows = [_Row(lane) for lane in trace.lanes]
+    filled = [row for row in rows if len(row.start_s)]
+    if not filled:
+        raise ConfigError(f"no span has been recorded for timeline '{path}'; trace a longer run")
+
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    begin_s, end_s = _window(filled, seconds)
+    length_s = end_s - begin_s
+    for row in rows:
+        row.cut(begin_s, end_s)
+    present = {str(stage) for row in rows for stage in np.unique(row.stage)}
+    stages = [stage for stage in STAGES if stage in present] + sorted(present - set(STAGES))
+
+    with mpl.rc_context({"font.size": 10.5, "text.color": TEXT_COLOUR, "svg.hashsalt": "qfleet"}):
+        height_inches = 1.6 + LANE_INCHES * len(rows)
+        figure = Figure(figsize=(11.0, height_inches), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        for number, row in enumerate(rows):
+            if len(row.stage) <= MAX_BARS:
+                _draw_bars(axes, row, number, length_s)
+            else:
+                _draw_columns(axes, row, number, stages, length_s)
+        _clean(axes)
+        axes.grid(False, axis="y")
+        axes.grid(axis="x", color="#E6E6E6", lw=0.8)
+        axes.set_xlim(0.0, length_s * 1e3)
+        is_dense = any(len(row.stage) > MAX_BARS for row in rows)
+        note = " (many spans in a row: the height of a colour is its share of the time)"
+        axes.set_xlabel("ms" + note * is_dense, color=TEXT_COLOUR)
+        axes.set_ylim(len(rows) - 0.5, -0.5)  # the first lane on top
+        axes.set_yticks(
+            range(len(rows)), [f"{row.name}  {row.busy_s() / length_s:.0%} busy" for row in rows]
+        )
+        axes.tick_params(axis="y", length=0)
+        length = f"{length_s * 1e3:,.0f}" if length_s >= 0.1 else f"{length_s * 1e3:.3g}"
+        axes.set_title(
+            f"every thread for {length} ms", loc="left", fontsize=12, fontweight="bold", pad=10
+        )
+        axes.legend(
+            handles=[Patch(color=_colour(stage), label=stage) for stage in stages],
+            frameon=False,
+            loc="center left",
+            bbox_to_anchor=(1.0, 0.5),
+        )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path)
+        except OSError as error:
+            raise ConfigError(f"cannot write timeline '{path}': {error.strerror}") from None
+    return path
+
+
+def _window(rows: list[_Row], seconds: float | None) -> tuple[float, float]:
+    """Begin and end of what is shown, in seconds of the trace's clock."""
+    if seconds is not None:
+        first_s = min(float(row.start_s.min()) for row in rows)
+        last_s = max(float(row.end_s.max()) for row in rows)
+        return last_s - max(min(seconds, last_s - first_s), SHORTEST_WINDOW_S), last_s
+    # The number of spans decides where nobody was busy at all.
+    busiest = max(rows, key=lambda row: (row.busy_s(), len(row.start_s)))
+    start_s, last_s = busiest.start_s, float(busiest.end_s.max())
+    if len(start_s) <= WINDOW_SPANS:
+        shown_s = last_s - float(start_s.min())
+    else:
+        # How long so many spans in a row usually take: the median is deaf to a long pause, and
+        # stretches, unlike single spans, are alike where long and short spans alternate.
+        shown_s = float(np.median(start_s[WINDOW_SPANS:] - start_s[:-WINDOW_SPANS]))
+    return last_s - max(shown_s, SHORTEST_WINDOW_S), last_s
+
+
+def _draw_bars(axes: Any, row: _Row, number: int, length_s: float) -> None:
+    spans_s = row.end_s - row.start_s
+    colours = [_colour(stage) for stage in row.stage]
+    # A white line tells two spans of one stage apart; a narrow bar would be nothing but line.
+    is_wide = spans_s > length_s / COLUMNS
+    axes.broken_barh(
+        list(zip(row.start_s * 1e3, spans_s * 1e3, strict=True)),
+        (number - BAR_HEIGHT / 2, BAR_HEIGHT),
+        facecolors=colours,
+        edgecolors=["white" if wide else c for wide, c in zip(is_wide, colours, strict=True)],
+        linewidths=0.3,
+    )
+
+
+def _draw_columns(axes: Any, row: _Row, number: int, stages: list[str], length_s: float) -> None:
+    edges_s = np.linspace(0.0, length_s, COLUMNS + 1)
+    column_s = length_s / COLUMNS
+    # The axis points down: stacking upwards means towards smaller numbers.
+    base = np.full(COLUMNS, number + BAR_HEIGHT / 2)
+    for stage in stages:
+        top = base - row.spent_s(stage, edges_s) / column_s * BAR_HEIGHT
+        axes.stairs(top, edges_s * 1e3, baseline=base, fill=True, color=_colour(stage), lw=0)
+        base = top
+
+
+def _colour(stage: str) -> str:
+    return COLOURS.get(stage, OTHER_COLOUR)

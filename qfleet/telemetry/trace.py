@@ -1,0 +1,118 @@
+"""What every thread did, span by span. In: stages with start and end; out: spans, or a JSON file.
+
+Each thread writes into its own lane, so that recording needs no lock. The file is for
+chrome://tracing and ui.perfetto.dev.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from qfleet.errors import ConfigError
+
+SpanRecord: TypeAlias = tuple[str, float, float]
+"""Stage, start and end, in seconds of ``time.perf_counter``. A plain tuple, because the garbage
+collector stops looking at those."""
+PID = 1
+"""The process in the file that holds our lanes; events from elsewhere name another one."""
+
+
+class Lane:
+    """The spans of one thread. ``Trace.lane`` makes them."""
+
+    __slots__ = ("_limit", "_spans", "_tickets", "dropped", "name")
+
+    def __init__(self, name: str, tickets: Iterator[int], limit: int) -> None:
+        self.name = name
+        self.dropped = 0
+        """Spans that came after the trace was full."""
+        self._spans: list[SpanRecord] = []
+        self._tickets = tickets
+        self._limit = limit
+
+    def add(self, stage: str, start_s: float, end_s: float) -> None:
+        if next(self._tickets) < self._limit:
+            self._spans.append((stage, start_s, end_s))
+        else:
+            self.dropped += 1
+
+    def spans(self) -> list[SpanRecord]:
+        """A copy, which may be taken while the lane's thread goes on recording."""
+        return self._spans.copy()
+
+
+class Trace:
+    """Lanes by name, which together hold at most ``limit`` spans.
+
+    The limit is shared, not one per lane: so all lanes stop at the same moment, and a picture of
+    the trace's end shows every thread.
+    """
+
+    def __init__(self, limit: int = 200_000) -> None:
+        self._limit = limit
+        # Drawing a ticket is a single step of the interpreter: threads cannot draw the same one.
+        self._tickets = count()
+        self._lanes: dict[str, Lane] = {}
+
+    def lane(self, name: str) -> Lane:
+        """The lane of this name, made if need be; it belongs to one thread at a time."""
+        return self._lanes.setdefault(name, Lane(name, self._tickets, self._limit))
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return list(self._lanes.values())
+
+    @property
+    def dropped(self) -> int:
+        return sum(lane.dropped for lane in self.lanes)
+
+
+def write_chrome_trace(
+    trace: Trace, path: Path, extra_events: Iterable[Mapping[str, Any]] = ()
+) -> Path:
+    """Write ``trace`` as Chrome trace events; returns ``path``.
+
+    ``ts`` is in µs of ``time.perf_counter``. ``extra_events`` (GPU kernels, say) go in as they
+    are: on that clock, with a ``pid`` other than ``PID``.
+    """
+    # Only here: it brings torch along, and timers are imported by verbs that must start quickly.
+    from qfleet.storage.rundir import atomic_write_text
+
+    text = json.dumps(
+        {
+            "displayTimeUnit": "ms",
+            "otherData": {"dropped_spans": trace.dropped},
+            "traceEvents": [*_lane_events(trace), *extra_events],
+        },
+        separators=(",", ":"),
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(path, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write trace '{path}': {error.strerror}") from None
+    return path
+
+
+def _lane_events(trace: Trace) -> Iterator[dict[str, Any]]:
+    yield _name_event("process_name", 0, "qfleet")
+    for tid, lane in enumerate(trace.lanes, start=1):
+        yield _name_event("thread_name", tid, lane.name)
+        for stage, start_s, end_s in lane.spans():
+            yield {
+                "ph": "X",
+                "pid": PID,
+                "tid": tid,
+                "name": stage,
+                # Three decimals: the clock counts nanoseconds.
+                "ts": round(start_s * 1e6, 3),
+                "dur": round((end_s - start_s) * 1e6, 3),
+            }
+
+
+def _name_event(kind: str, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": PID, "tid": tid, "name": kind, "args": {"name": name}}

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qfleet.errors import ConfigError
+from qfleet.telemetry.bottleneck import (
+    OVERHEAD_BELOW,
+    Diagnosis,
+    StageRates,
+    diagnose,
+    rates_table,
+)
+
+
+def judged(
+    env: float | None,
+    inference: float | None,
+    learner: float | None,
+    end_to_end: float,
+    **changes: Any,
+) -> Diagnosis:
+    machine: dict[str, Any] = {
+        "cores": 16,
+        "envs": 64,
+        "device_type": "cuda",
+        "updates_per_env_step": 0.25,
+        "batch_size": 32,
+    }
+    return diagnose(StageRates(env, inference, learner, end_to_end), **(machine | changes))
+
+
+def test_slow_environments() -> None:
+    diagnosis = judged(25_600, 90_000, 60_000, 24_900)
+    assert diagnosis.bottleneck == "env"
+    assert diagnosis.share_of_slowest == pytest.approx(24_900 / 25_600)
+    assert diagnosis.sentence == (
+        "The environments are the bottleneck: 24.9k of their 25.6k steps/s are reached (97 %); "
+        "more than 16 CPU cores would help, a faster GPU would not."
+    )
+
+
+def test_fewer_envs_than_cores_leave_cores_unused() -> None:
+    diagnosis = judged(25_600, 90_000, 60_000, 24_900, envs=8, device_type="cpu")
+    assert diagnosis.sentence.endswith(
+        "--envs 16 or more, to use all 16 CPU cores, would help, a GPU would not."
+    )
+
+
+def test_slow_inference() -> None:
+    diagnosis = judged(90_000, 25_600, None, 25_000)
+    assert diagnosis.bottleneck == "inference"
+    assert diagnosis.sentence == (
+        "Inference is the bottleneck: 25k of its 25.6k steps/s are reached (98 %); more envs than "
+        "64 would make larger groups, which cost less per env, and the other device, CPU or GPU, "
+        "may be faster."
+    )
+    on_cpu = judged(90_000, 25_600, None, 25_000, device_type="cpu")
+    assert on_cpu.sentence.endswith("and a GPU may be faster.")
+
+
+def test_slow_learner() -> None:
+    diagnosis = judged(90_000, 80_000, 12_000, 11_900)
+    assert diagnosis.bottleneck == "learner"
+    assert diagnosis.sentence == (
+        "The learner is the bottleneck: 11.9k of its 12k steps/s are reached (99 %); what would "
+        "help: fewer, larger updates at the same 8 samples per step (--batch-size 256 with 8 times "
+        "the --train-freq), bf16, a faster GPU."
+    )
+    on_cpu = judged(90_000, 80_000, 12_000, 11_900, device_type="cpu")
+    assert on_cpu.sentence.endswith("the --train-freq), a GPU.")
+
+
+def test_below_seventy_percent_it_is_the_waiting() -> None:
+    diagnosis = judged(20_000, 30_000, 12_000, 5_000)
+    assert diagnosis.bottleneck == "overhead"
+    assert diagnosis.share_of_slowest == pytest.approx(5 / 12)
+    assert diagnosis.sentence == (
+        "The stages wait for each other: 5k steps/s are 42 % of the 12k of the slowest stage "
+        "(learner); more envs than 64 or a wider --replay-slack would let them overlap more."
+    )
+
+
+def test_where_overhead_begins() -> None:
+    limit = OVERHEAD_BELOW * 10_000
+    assert judged(10_000, None, None, limit).bottleneck == "env"
+    assert judged(10_000, None, None, limit - 1).bottleneck == "overhead"
+
+
+def test_stages_that_share_a_cpu_take_turns() -> None:
+    # 1/20k + 1/30k + 1/12k = 1/6k: together on the same cores they cannot do more than that.
+    shared = judged(20_000, 30_000, 12_000, 5_000, device_type="cpu", cores=2)
+    assert shared.bottleneck == "overhead"
+    assert shared.sentence.endswith(
+        "they share 2 CPU cores, where taking turns would give 6k: a GPU or more cores would help."
+    )
+    one = judged(20_000, 30_000, 12_000, 5_000, device_type="cpu", cores=1)
+    assert "share 1 CPU core, where" in one.sentence
+    # Slower than turns: sharing alone does not explain it.
+    waiting = judged(20_000, 30_000, 12_000, 3_000, device_type="cpu", cores=2)
+    assert "--replay-slack" in waiting.sentence
+
+
+def test_a_stage_that_does_not_apply_is_never_the_bottleneck() -> None:
+    assert judged(None, None, 12_000, 11_000).bottleneck == "learner"
+    assert judged(50_000, None, None, 49_000).bottleneck == "env"
+
+
+def test_measurements_may_beat_the_slowest_stage() -> None:
+    diagnosis = judged(10_000, 90_000, 90_000, 10_400)
+    assert diagnosis.share_of_slowest == pytest.approx(1.04)
+    assert "(104 %)" in diagnosis.sentence
+
+
+def test_rates_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no stage was measured alone"):
+        judged(None, None, None, 100.0)
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=f"rate {bad} of stage inference must be positive"):
+            judged(10.0, bad, None, 5.0)
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=f"end-to-end rate {bad}"):
+            judged(10.0, None, None, bad)
+
+
+def test_table() -> None:
+    rates = StageRates(25_600.4, 90_000, None, 24_900)
+    diagnosis = Diagnosis("env", 24_900 / 25_600.4, "The environments are the bottleneck.")
+    assert rates_table(rates, diagnosis).splitlines() == [
+        "env-only              25,600 steps/s",
+        "inference-only        90,000 steps/s",
+        "learner-only                       –",
+        "end-to-end            24,900 steps/s   97 % of the slowest stage",
+        "The environments are the bottleneck.",
+    ]

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from qfleet.errors import ConfigError
+from qfleet.telemetry.progress import STAGE_COLOURS
+from qfleet.telemetry.timeline import BAR_HEIGHT, COLOURS, MAX_BARS, OTHER_COLOUR, draw_timeline
+from qfleet.telemetry.timers import STAGES
+from qfleet.telemetry.trace import Trace
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Axes]:
+    """The axes of every figure saved."""
+    axes: list[Axes] = []
+    save = Figure.savefig
+
+    def spy(figure: Figure, path: Path) -> None:
+        axes.extend(figure.axes)
+        save(figure, path)
+
+    monkeypatch.setattr(Figure, "savefig", spy)
+    return axes
+
+
+def bars_ms(axes: Axes, lane: int = 0) -> list[tuple[float, float]]:
+    """Left and right edge of each bar of a lane."""
+    boxes = [path.get_extents() for path in axes.collections[lane].get_paths()]
+    return [(round(box.x0, 6), round(box.x1, 6)) for box in boxes]
+
+
+def legend(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def alternating(count: int, long_s: float = 0.001, short_s: float = 0.00001) -> Trace:
+    """One lane: a long span of env, then a short one of copy, and so on."""
+    trace, now_s = Trace(limit=10**9), 100.0
+    lane = trace.lane("env 0")
+    for number in range(count):
+        stage, span_s = ("copy", short_s) if number % 2 else ("env", long_s)
+        lane.add(stage, now_s, now_s + span_s)
+        now_s += span_s
+    return trace
+
+
+def test_lanes_are_rows_of_bars_in_ms(tmp_path: Path, drawn: list[Axes]) -> None:
+    trace = Trace()
+    env, _, learner = trace.lane("env 0"), trace.lane("empty"), trace.lane("learner")
+    env.add("env", 100.000, 100.004)
+    env.add("idle", 100.004, 100.006)
+    env.add("env", 100.006, 100.010)
+    learner.add("learn", 100.001, 100.003)
+    out = tmp_path / "plots" / "timeline.png"
+    assert draw_timeline(trace, out) == out
+    assert out.read_bytes().startswith(b"\x89PNG")
+    (axes,) = drawn
+    assert bars_ms(axes, 0) == [(0, 4), (4, 6), (6, 10)]
+    assert bars_ms(axes, 1) == []
+    assert bars_ms(axes, 2) == [(1, 3)]
+    assert [to_hex(c).upper() for c in axes.collections[0].get_facecolor()] == [
+        COLOURS["env"],
+        COLOURS["idle"],
+        COLOURS["env"],
+    ]
+    assert axes.get_xlim() == pytest.approx((0, 10))
+    assert axes.get_xlabel() == "ms"
+    assert legend(axes) == ["env", "learn", "idle"]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["env 0  80% busy", "empty  0% busy", "learner  20% busy"]
+    top, bottom = (axes.transData.transform((0, row))[1] for row in (0, 2))
+    assert top > bottom
+
+
+def test_one_span_even_of_no_length(tmp_path: Path, drawn: list[Axes]) -> None:
+    trace = Trace()
+    trace.lane("env 0").add("env", 5.0, 5.002)
+    draw_timeline(trace, tmp_path / "a.png")
+    assert bars_ms(drawn[0]) == [(0, 2)]
+    nothing = Trace()
+    nothing.lane("env 0").add("env", 5.0, 5.0)
+    draw_timeline(nothing, tmp_path / "b.png")
+    draw_timeline(nothing, tmp_path / "b.png", seconds=1.0)
+    assert (tmp_path / "b.png").exists()
+
+
+def test_without_seconds_sixty_spans_are_shown(tmp_path: Path, drawn: list[Axes]) -> None:
+    draw_timeline(alternating(1000), tmp_path / "t.png")
+    assert drawn[0].get_xlim()[1] == pytest.approx(30 * 1.01)
+    # The span that ends where the window begins may count as well.
+    assert len(bars_ms(drawn[0])) in (60, 61)
+
+
+def test_a_pause_does_not_stretch_the_window(tmp_path: Path, drawn: list[Axes]) -> None:
+    trace = alternating(1000)
+    lane = trace.lane("env 0")
+    end_s = lane.spans()[-1][2]
+    lane.add("env", end_s + 100, end_s + 100.001)
+    draw_timeline(trace, tmp_path / "t.png")
+    assert drawn[0].get_xlim()[1] == pytest.approx(30 * 1.01)
+
+
+def test_the_window_ends_with_the_busiest_lane(tmp_path: Path, drawn: list[Axes]) -> None:
+    trace = alternating(1000)
+    end_s = trace.lane("env 0").spans()[-1][2]
+    trace.lane("learner").add("idle", end_s - 50, end_s + 100)
+    draw_timeline(trace, tmp_path / "t.png")
+    (left_ms, right_ms) = bars_ms(drawn[0], 1)[0]
+    assert (left_ms, right_ms) == pytest.approx((0, 30 * 1.01))
+    assert len(bars_ms(drawn[0], 0)) >= 60
+
+
+def test_busy_is_who_works_long_not_who_records_much(tmp_path: Path, drawn: list[Axes]) -> None:
+    trace = Trace()
+    for number in range(500):
+        trace.lane("chatty").add("communicate", number * 0.001, number * 0.001 + 1e-6)
+    trace.lane("learner").add("learn", 0.0, 0.4)
+    draw_timeline(trace, tmp_path / "t.png")
+    assert drawn[0].get_xlim()[1] == pytest.approx(400)
+
+
+def test_the_last_seconds_cut_bars_at_the_edge(tmp_path: Path, drawn: list[Axes]) -> None:
+    trace = Trace()
+    trace.lane("a").add("env", 1.0, 2.0)
+    trace.lane("a").add("env", 2.0, 3.0)
+    trace.lane("b").add("learn", 0.0, 3.5)
+    draw_timeline(trace, tmp_path / "t.png", seconds=1.0)
+    assert bars_ms(drawn[0], 0) == [(0, 500)]
+    assert bars_ms(drawn[0], 1) == [(0, 1000)]
+    draw_timeline(trace, tmp_path / "t.png", seconds=1000.0)
+    assert drawn[1].get_xlim() == pytest.approx((0, 3500))
+
+
+def test_spans_too_many_to_see_become_shares_per_column(tmp_path: Path, drawn: list[Axes]) -> None:
+    # Three quarters env, one quarter copy, 200,000 times: no order of painting may hide one.
+    trace = alternating(200_000, long_s=0.0003, short_s=0.0001)
+    trace.lane("learner").add("learn", 100.0, 120.0)
+    draw_timeline(trace, tmp_path / "t.png", seconds=1000.0)
+    (axes,) = drawn
+    env, copy, learn = (patch.get_data() for patch in axes.patches)
+    np.testing.assert_allclose(env.baseline - env.values, 0.75 * BAR_HEIGHT, rtol=0.01)
+    np.testing.assert_allclose(copy.baseline - copy.values, 0.25 * BAR_HEIGHT, rtol=0.03)
+    np.testing.assert_allclose(learn.baseline - learn.values, 0.0)
+    np.testing.assert_array_equal(copy.baseline, env.values)
+    assert bars_ms(axes) == [(0, 20_000)]
+    assert legend(axes) == ["env", "copy", "learn"]
+    assert "share of the time" in axes.get_xlabel()
+
+
+def test_columns_follow_what_changes_over_time(tmp_path: Path, drawn: list[Axes]) -> None:
+    trace = Trace()
+    lane = trace.lane("env 0")
+    for number in range(2 * MAX_BARS):
+        lane.add("env" if number < MAX_BARS else "learn", number, number + 1.0)
+    draw_timeline(trace, tmp_path / "t.png", seconds=1e6)
+    env, _ = (patch.get_data() for patch in drawn[0].patches)
+    heights = (env.baseline - env.values) / BAR_HEIGHT
+    half = len(heights) // 2
+    np.testing.assert_allclose(heights[:half], 1.0)
+    np.testing.assert_allclose(heights[half:], 0.0, atol=1e-9)
+
+
+def test_every_stage_has_a_colour_and_a_stranger_too(tmp_path: Path, drawn: list[Axes]) -> None:
+    assert set(COLOURS) == set(STAGES) == {*STAGE_COLOURS, "idle"}
+    assert len({*COLOURS.values(), OTHER_COLOUR}) == len(STAGES) + 1
+    trace = Trace()
+    trace.lane("gpu").add("gemm", 0.0, 0.001)
+    trace.lane("gpu").add("learn", 0.001, 0.002)
+    draw_timeline(trace, tmp_path / "t.svg")
+    assert legend(drawn[0]) == ["learn", "gemm"]
+    assert to_hex(drawn[0].collections[0].get_facecolor()[0]).upper() == OTHER_COLOUR
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
+    trace = alternating(3)
+    with pytest.raises(ConfigError, match=r"t\.doc.*\.png"):
+        draw_timeline(trace, tmp_path / "t.doc")
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=f"timeline of {seconds} seconds"):
+            draw_timeline(trace, tmp_path / "t.png", seconds=seconds)
+    empty = Trace()
+    empty.lane("env 0")
+    with pytest.raises(ConfigError, match="no span has been recorded"):
+        draw_timeline(empty, tmp_path / "t.png")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write timeline"):
+        draw_timeline(trace, tmp_path / "file" / "t.png")
+    assert not (tmp_path / "t.png").exists()

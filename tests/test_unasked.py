@@ -1,0 +1,86 @@
+"""Bursts that never ask the host, as an accelerator runs them; here on the CPU, unrecorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from qfleet.accelerator.compiling import switch
+from qfleet.build import make_memory, make_network, make_objective, make_updater, prepare_learner
+from qfleet.config import Config
+from qfleet.core import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
+from qfleet.learner import Learner
+from qfleet.memory import Ring
+from qfleet.placement import Placement
+from qfleet.presets import resolve
+from qfleet.telemetry.timers import Timers
+
+CPU = torch.device("cpu")
+SPEC = EnvSpec("toy", (3,), "float32", 2)
+
+
+def placed(unasked: bool) -> Placement:
+    return Placement(CPU, CPU, ahead=False, unasked=unasked)
+
+
+def make_pair(config: Config, unasked: bool) -> tuple[Learner, Ring, Clock]:
+    clock = Clock()
+    memory = make_memory(config, SPEC, placed(unasked), seed=1)
+    learner = Learner(
+        config=config,
+        online=make_network(config, SPEC, CPU, 0),
+        target=make_network(config, SPEC, CPU, 0),
+        memory=memory,
+        objective=make_objective(config, CPU, 2),
+        make_updater=lambda weights: make_updater(config, weights),
+        clock=clock,
+        timers=Timers(),
+        device=CPU,
+        seed=3,
+        unasked=unasked,
+    )
+    return learner, memory, clock
+
+
+def fill(memory: Ring, clock: Clock, rows: int, envs: int, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    kind = torch.randint(0, 10, (rows, envs), generator=random)
+    flags = (kind == 1) * TERMINATED + (kind == 2) * SKIP + (kind == 3) * FIRST
+    memory.extend(
+        Block(
+            obs=torch.randn(rows, envs, 3, generator=random),
+            action=torch.randint(0, 2, (rows, envs), generator=random),
+            reward=torch.randn(rows, envs, generator=random),
+            flags=flags.to(torch.uint8),
+        )
+    )
+    clock.env_steps += rows * envs
+
+
+def configure(algo: str, **fields: Any) -> Config:
+    base = {"envs": 2, "buffer_size": 400, "batch_size": 16, "net_arch": (16,), "seed": 0}
+    base |= {"target_update_interval": 40, "learning_rate": 1e-2, "steps": 10_000}
+    return resolve("CartPole-v1", algo, "none", fields={**base, **fields})[0].validate()
+
+
+@pytest.mark.parametrize("algo", ["dqn", "double-dqn", "rainbow", "qr-dqn", "iqn", "munchausen-dqn"])
+def test_recorded_bursts_are_the_bursts_themselves(algo: str) -> None:
+    config = configure(algo)
+    plain, plain_memory, plain_clock = make_pair(config, unasked=True)
+    recorded, memory, clock = make_pair(config, unasked=True)
+    recorded.record(4)
+    start, ring, _ = make_pair(config, unasked=True)
+    recorded.load_state_dict(start.state_dict())
+    memory.load_state_dict(ring.state_dict())
+    plain._at_once = 4
+    for turn in range(12):
+        for filled, at in ((plain_memory, plain_clock), (memory, clock)):
+            fill(filled, at, rows=20, envs=2, seed=turn)
+        plain.learn(10)
+        recorded.learn(10)
+    assert torch.equal(recorded.weights.data, plain.weights.data)
+    assert not torch.equal(recorded.weights.data, start.weights.data)
+    assert clock.updates == 120
+    assert recorded.read_metrics() == plain.read_metrics()
