@@ -196,6 +196,13 @@ class Actor:
         self._returns += filled.rewards[start:rows].sum(axis=0)
         self._lengths += rows - start
 
+    def land(self) -> None:
+        """Receive what is in flight and drop it; the run is over."""
+        if self._in_flight:
+            for group in self._groups:
+                group.recv()
+            self._in_flight = False
+
     def exploration_rate(self) -> float:
         """ε now, or the mean of the ladder's."""
         if self._ladder is not None:

@@ -22,6 +22,7 @@ from qfleet.accelerator.tuning import (
     apply_choice,
     candidates,
     copy_state,
+    may_compile,
     tune,
     tuning_key,
 )
@@ -44,7 +45,7 @@ from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
 from qfleet.updaters.local import LocalUpdater
 from qfleet.updaters.optimisers import make_optimiser
-from qfleet.weights import FlatWeights, Mailbox, SameWeights
+from qfleet.weights import DeviceMailbox, FlatWeights, Mailbox, SameWeights
 
 BLOCKS_AHEAD = 4
 """Blocks an actor in a thread fills in turn: one under way, the others on their way to the ring."""
@@ -89,7 +90,7 @@ class Parts:
     faults: FaultLog
     seeds: Seeds
     collector: Inline | Ahead = dataclasses.field(init=False)
-    channel: SameWeights | Mailbox = dataclasses.field(init=False)
+    channel: SameWeights | Mailbox | DeviceMailbox = dataclasses.field(init=False)
     traffic: Traffic | None = None
     """What crossed to the device, where actions are chosen there."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -138,7 +139,7 @@ def build(
         memory = make_memory(config, spec, place, seeds.memory)
         made.callback(memory.close)
         clock = Clock(frame_skip=spec.frame_skip)
-        timers = [Timers(trace and trace.lane("learner"))]
+        timers = [Timers(trace.lane("learner") if trace else None)]
         learner = Learner(
             config=config,
             online=make_network(config, spec, place.device, seeds.network),
@@ -184,9 +185,7 @@ def _act_in_turn(parts: Parts) -> None:
     parts.collector = Inline(actor, parts.channel)
 
 
-def _act_in_a_thread(
-    parts: Parts, place: Placement, choice: Choice, trace: Trace | None
-) -> None:
+def _act_in_a_thread(parts: Parts, place: Placement, choice: Choice, trace: Trace | None) -> None:
     """A network of the actor's own acts, in a thread, while the learner learns."""
     config, seeds = parts.config, parts.seeds
 
@@ -206,7 +205,7 @@ def _act_in_a_thread(
         choice.compiled,
         seeds.actor,
     )
-    timers = Timers(trace and trace.lane("collector"))
+    timers = Timers(trace.lane("collector") if trace else None)
     parts.timers.append(timers)
     parts.channel, parts.traffic = acting.channel, acting.traffic
     parts.notes.append(acting.note)
@@ -239,28 +238,32 @@ def prepare_learner(parts: Parts, memory: Ring) -> Choice:
     samples = None
     if memory.device.type != device.type:
         samples = blank_batch(parts.spec, at_once * config.batch_size, device)
-    compilables = learner.compilables() + (memory.compilables() if samples is None else [])
     record_them = config.graphs and why_no_graphs(device) is None
 
-    def put_in_force(choice: Choice) -> None:
-        apply_choice(choice, learner.networks, compilables)
-        if record_them:
-            learner.record(at_once, samples)
+    in_force: Choice | None = None
 
     def time_update(choice: Choice) -> float:
-        put_in_force(choice)
+        nonlocal in_force
+        if choice != in_force:
+            in_force = None
+            apply_choice(choice, learner.networks, learner.compilables())
+            if record_them:
+                learner.record(at_once, samples)
+            in_force = choice
         learner.burst(at_once)
         return seconds_per_call(lambda: learner.burst(at_once), device, TIMED_CALLS) / at_once
 
     started_s = time.monotonic()
     key = tuning_key(config, device, learner.weights.describe(), at_once)
-    tuning = tune(candidates(config, device), time_update, key)
+    tuning = tune(candidates(config, device), may_compile(config, device), time_update, key)
     update_s = time_update(tuning.choice)
     learner.load_state_dict(saved["learner"])
     memory.load_state_dict(saved["memory"])
-    parts.tuning = tuning
+    parts.timers[0].load_state_dict({})  # what was tried out is no part of the run
+    failures = {f.name: f.failure for f in learner.compilables() if f.failure is not None}
+    parts.tuning = dataclasses.replace(tuning, failed={**tuning.failed, **failures})
     parts.only["learner_only"] = 1 / update_s / config.updates_per_env_step
-    how = "known" if tuning.from_cache else "tuned" if tuning.update_s else "asked for"
+    how = "known" if tuning.from_cache else "tuned"
     recorded = f"{at_once} updates a launch" if record_them else "not recorded"
     parts.notes.append(
         f"updates on {device}: {tuning.choice}, {recorded}, {update_s * 1e6:.0f} µs each "

@@ -46,6 +46,9 @@ class Inline:
     def load_state_dict(self, state: StateDict, env_steps: int) -> bool:
         return self._actor.load_state_dict(state, env_steps)
 
+    def land(self) -> None:
+        """Nothing stays in flight here."""
+
     def close(self) -> None:
         """Nothing runs on its own here."""
 
@@ -60,7 +63,7 @@ CLOSE_S = 5.0
 
 
 class Ahead:
-    """The actor works in a thread, one block ahead, or (``lockstep``) only while it is waited for."""
+    """The actor works in a thread, one block ahead, or (``lockstep``) only while waited for."""
 
     def __init__(
         self,
@@ -155,6 +158,11 @@ class Ahead:
 
     def load_state_dict(self, state: StateDict, env_steps: int) -> bool:
         return self._actor.load_state_dict(state, env_steps)
+
+    def land(self) -> None:
+        """Wait until no step is in flight; the run is over."""
+        self._settle()
+        self._actor.land()
 
     def close(self) -> None:
         """End the thread; what it collects is dropped."""

@@ -330,7 +330,8 @@ _POSITIVE = (
     "max_abs_q", "prioritized_replay_eps", "lr_plateau_factor",
 )
 _NON_NEGATIVE = (
-    "envs", "env_groups", "block_rows", "replay_slack", "max_episode_steps", "frame_stack", "noop_max", "lr_plateau_patience", "optimizer_eps",
+    "envs", "env_groups", "block_rows", "replay_slack", "max_episode_steps", "frame_stack",
+    "noop_max", "lr_plateau_patience", "optimizer_eps",
     "max_grad_norm", "learning_starts", "eval_freq", "patience", "threads", "noisy_sigma", "seed",
     "prioritized_replay_alpha",
 )

@@ -201,6 +201,8 @@ BATCH_FIELDS = ("obs", "action", "reward", "discount", "next_obs", "weight", "in
 class Memory(Protocol):
     """Blocks in, batches out."""
 
+    device: torch.device
+
     def extend(self, block: Block) -> None: ...
 
     def can_sample(self) -> bool: ...
@@ -256,6 +258,10 @@ class WeightsChannel(Protocol):
 
     def publish(self, version: int) -> None:
         """Called by the learner's side after updates."""
+        ...
+
+    def restart(self, version: int) -> None:
+        """The weights were replaced, by those of a checkpoint: nobody may act with older ones."""
         ...
 
     def refresh(self) -> int:

@@ -50,11 +50,11 @@ class AutogradGradient:
     ) -> None:
         self._network, self._objective, self._weights = network, objective, weights
         self._weighted = weighted
-        self._forward = Compilable(self._loss)
+        self._forward, self._pack = Compilable(self._loss), Compilable(weights.set_grad)
 
     def __call__(self, batch: Batch, target: Tensor) -> Graded:
         mean, priority, prediction = self._forward(batch.obs, batch.action, batch.weight, target)
-        self._weights.set_grad(torch.autograd.grad(mean, self._weights.parameters))
+        self._pack(*torch.autograd.grad(mean, self._weights.parameters))
         detached = mean.detach()  # the graph behind the loss must not outlive this call
         return Graded(lambda: detached, priority, prediction)
 
@@ -66,8 +66,8 @@ class AutogradGradient:
         return per_sample.mean(), loss.priority, loss.prediction
 
     def compilables(self) -> list[Compilable]:
-        # IQN draws quantile fractions in its loss, from a generator that the compiler does not take.
-        return [] if self._objective.head == "iqn" else [self._forward]
+        # IQN draws quantile fractions in its loss, from a generator that compilers do not take.
+        return [self._pack] if self._objective.head == "iqn" else [self._forward, self._pack]
 
 
 class DenseGradient:

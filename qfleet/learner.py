@@ -1,8 +1,8 @@
 """The learner: batches in, gradients out, and an updater that turns them into weights.
 
 ``learn`` is asked for so many gradient steps; ``_draw`` and ``_train`` make bursts of them;
-``step`` is the gradient step. With ``unasked`` nothing in a burst ever asks the host for a value, so
-that an accelerator can run ahead of it, and ``record`` turns whole bursts into single launches.
+``step`` is the gradient step. With ``unasked`` nothing in a burst ever asks the host for a value,
+so that an accelerator can run ahead of it, and ``record`` turns whole bursts into single launches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qfleet import schedules
-from qfleet.accelerator.compiling import Compilable
+from qfleet.accelerator.compiling import Compilable, switch
 from qfleet.accelerator.graphs import record
 from qfleet.algorithms.objective import Objective
 from qfleet.config import Config
@@ -63,7 +63,8 @@ class Learner:
         at_once = PRIORITIZED_AT_ONCE if config.prioritized_replay else BURST_SAMPLES
         self._at_once = max(1, min(BURST_SAMPLES // config.batch_size, at_once))
         self._targets_at_once = not (config.double or config.noisy)
-        self._find_target = Compilable(self._target_of)
+        self._find_target = Compilable(self._target_of, is_sized=self._targets_at_once)
+        self._draws_recorded = unasked and memory.device.type == device.type
         self._unasked = unasked
         # What a burst reads besides its batches. On an accelerator they are tensors, so that a
         # recorded burst sees new values.
@@ -207,7 +208,8 @@ class Learner:
     def compilables(self) -> list[Compilable]:
         """What torch.compile may be switched on for."""
         ours = [] if self._objective.head == "iqn" else [self._find_target]
-        return [*ours, *self._gradient.compilables(), *self._updater.compilables()]
+        theirs = [*self._gradient.compilables(), *self._updater.compilables()]
+        return [*ours, *theirs, *(self._memory.compilables() if self._draws_recorded else [])]
 
     def record(self, updates_at_once: int, samples: Batch | None = None) -> None:
         """Turn bursts into single launches. The bursts run a few times here: restore the state.
@@ -217,12 +219,18 @@ class Learner:
         """
         assert self._unasked, "only a learner that never asks the host can be recorded"
         drawn_from = [self._noise, self._objective.generator]
-        drawn_from += self._memory.generators() if samples is None else []
+        drawn_from += self._memory.generators() if self._draws_recorded else []
         self._at_once = updates_at_once
         self._recorded.clear()
+        sized = [function for function in self.compilables() if function.is_sized]
+        compiled = any(function.on for function in sized)
         for count in sorted({updates_at_once, 1}):
             part = samples and samples.split(count * self._config.batch_size)[0]
-            launch = record(functools.partial(self._replayed, count, part), self._device, drawn_from)
+            # Single updates are rare: what depends on their number is not compiled for them.
+            switch(sized, compiled and count == updates_at_once)
+            launch = record(
+                functools.partial(self._replayed, count, part), self._device, drawn_from
+            )
             self._recorded[count] = functools.partial(self._launch, count, part, launch)
             self._newest_of[count] = self._newest
         self._newest = None
@@ -238,7 +246,9 @@ class Learner:
         self._newest = None
         with self._learning:
             launch()
-        if self._newest is None:  # a replay runs no Python: its numbers are where they were recorded
+        if (
+            self._newest is None
+        ):  # a replay runs no Python: its numbers are where they were recorded
             self._newest = self._newest_of[count]
 
     def read_metrics(self) -> dict[str, float]:

@@ -17,12 +17,12 @@ import torch
 from qfleet.accelerator.inference import DeviceInference, Traffic
 from qfleet.acting import HostInference, Inference
 from qfleet.config import Config
-from qfleet.core import EnvSpec, WeightsChannel
+from qfleet.core import EnvSpec
 from qfleet.errors import ConfigError
 from qfleet.memory import replay_bytes
 from qfleet.networks import QNetwork
 from qfleet.networks.torsos import image_layout
-from qfleet.weights import FlatWeights, Mailbox
+from qfleet.weights import DeviceMailbox, FlatWeights, Mailbox
 
 RESERVED_BYTES = 2 * 2**30
 """Device memory left to networks, bursts and recorded graphs when replay moves in."""
@@ -113,7 +113,7 @@ class Acting(NamedTuple):
     """The actor's side of the pipeline."""
 
     inference: Inference
-    channel: WeightsChannel
+    channel: Mailbox | DeviceMailbox
     block_ready: Callable[[], None]
     traffic: Traffic | None
     env_steps_per_s: float
@@ -180,11 +180,23 @@ def _acting_on(
     rate = _rate(on_device, spec, group_sizes[0])
     on_device.forget()
 
-    def block_ready() -> None:
-        """The learner's kernels may read the block once the actor's have written it."""
-        torch.accelerator.current_stream(device).wait_stream(on_device.stream)
+    earlier, newest = torch.Event(device), torch.Event(device)
 
-    channel = Mailbox(source, reader, on_device.stream)
+    def block_ready() -> None:
+        """Let the learner's kernels read the block, and the actor's fill an old one's place again.
+
+        The learner's come after what the actor's have written. The actor's come after what the
+        learner's had to do two blocks ago, when it took that old block over; waiting for its newest
+        work would make collecting wait for learning.
+        """
+        nonlocal earlier, newest
+        learner_stream = torch.accelerator.current_stream(device)
+        learner_stream.wait_stream(on_device.stream)
+        on_device.stream.wait_event(newest)
+        earlier, newest = newest, earlier
+        newest.record(learner_stream)
+
+    channel = DeviceMailbox(source, reader, on_device.stream)
     return Acting(on_device, channel, block_ready, on_device.traffic, rate, "")
 
 

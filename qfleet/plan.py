@@ -37,7 +37,8 @@ WORTHWHILE = 1.05
 def settle(config: Config) -> tuple[Config, str | None]:
     """Every choice made, and a sentence about it if there was anything to choose."""
     asked = config
-    engine, why = config.engine, ""
+    engine: str = config.engine
+    why = ""
     if engine == "auto":
         engine, why = _choose_engine(config)
     config = _with_shape(config.replace(engine=engine))
@@ -86,18 +87,24 @@ def _with_shape(config: Config) -> Config:
     groups = config.env_groups
     if groups == 0:
         apart = on_pipeline and background and not config.lockstep
-        groups = 2 if apart and envs >= 2 else 1
+        groups = min(envs, 4 if accelerated else 2) if apart else 1
     rows = config.block_rows
     if rows == 0 and accelerated and not config.lockstep:
         updates_per_row = envs * config.updates_per_env_step
-        rows = max(config.train_freq // envs, min(MOST_ROWS, round(BLOCK_UPDATES / updates_per_row)))
+        rows = max(
+            config.train_freq // envs, min(MOST_ROWS, round(BLOCK_UPDATES / updates_per_row))
+        )
     return config.replace(envs=envs, env_groups=groups, block_rows=max(rows, 0)).validate()
 
 
 def _try_engines(config: Config) -> tuple[str, str]:
     """Serial or pipeline, by running both for a moment."""
-    names = ("env", "env_kwargs", "vectorize", "envs", "algo", "head", "network", "batch_size")
-    names += ("train_freq", "gradient_steps", "n_steps", "threads", "dueling", "noisy", "net_arch")
+    # fmt: off
+    names = [
+        "env", "env_kwargs", "vectorize", "envs", "algo", "head", "network", "batch_size",
+        "train_freq", "gradient_steps", "n_steps", "threads", "dueling", "noisy", "net_arch",
+    ]
+    # fmt: on
     key = {name: getattr(config, name) for name in names}
     rates: dict[str, float] | None = recall("engine", key)
     if rates is None:

@@ -29,6 +29,8 @@ class Result:
     best_eval_return: float | None
     stopped_by: str
     time_share: dict[str, float | None]
+    rates: dict[str, float | str | None] | None
+    """Env steps per second of each stage alone and of all together; null where not measured."""
     communication: dict[str, int | None]
     faults: dict[str, int]
     peak_rss_bytes: int | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import signal
 import time
 from collections import deque
@@ -32,6 +33,7 @@ from qfleet.judge import Judge
 from qfleet.plan import settle
 from qfleet.result import Result, peak_device_bytes, peak_rss_bytes
 from qfleet.signals import Signals
+from qfleet.stages import stage_rates
 from qfleet.storage.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -40,9 +42,12 @@ from qfleet.storage.checkpoint import (
     save_policy,
 )
 from qfleet.storage.rundir import RunLock, atomic_write_text
+from qfleet.telemetry.bottleneck import Diagnosis, StageRates, diagnose, rates_table
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.progress import Progress
+from qfleet.telemetry.timeline import draw_timeline
 from qfleet.telemetry.timers import Timers
+from qfleet.telemetry.trace import Trace, write_chrome_trace
 from qfleet.telemetry.writers import Writers
 
 EPISODE_WINDOW = 100
@@ -60,6 +65,8 @@ class Sitting:
     """Stop once this sitting has lasted this long; `qfleet resume` goes on."""
     display: Literal["live", "plain", "silent"] = "silent"
     """How progress is shown."""
+    trace: bool = False
+    """Record what every thread does, as trace.json (Chrome, Perfetto) and plots/timeline.png."""
 
 
 class Run:
@@ -87,7 +94,8 @@ class Run:
         restarts = checkpoint is not None and checkpoint.parts["actor"].get("envs") is None
         restarted_at = checkpoint.env_steps if checkpoint is not None and restarts else 0
         try:
-            self.parts: Parts = build(config, self._faults, restarted_at)
+            self._trace = Trace() if sitting.trace else None
+            self.parts: Parts = build(config, self._faults, restarted_at, self._trace)
         except BaseException:
             self._torch_settings.restore()
             self._lock.close()
@@ -99,6 +107,11 @@ class Run:
         self._evaluated_at = -1
         self._judge = Judge(config)
         self._exploding = 0
+        self._resumed_at = 0
+        self._aside_s = self._working_s = 0.0
+        """Seconds of this sitting spent on evaluations and checkpoints, and on everything else."""
+        self.rates: StageRates | None = None
+        self.diagnosis: Diagnosis | None = None
         self._stop: str | None = None
         self._signal: int | None = None
         self._earlier_wall_s = 0.0
@@ -126,7 +139,7 @@ class Run:
             self.close()
 
     def _go(self) -> Result:
-        resumed = self.parts.clock.env_steps
+        self._resumed_at = resumed = self.parts.clock.env_steps
         self._writers = Writers(
             self.folder,
             tensorboard=self.config.tensorboard,
@@ -148,7 +161,9 @@ class Run:
             if not self._call("on_start"):
                 self._stop = "callback"
             ENGINES[self.config.engine](self.parts, self._keep_going)
+            self._working_s = time.monotonic() - self._started_s - self._aside_s
             self._finish()
+            self._measure_stages()
         except QfleetError as error:
             self._stop = f"error: {error}"
             self._write_result()
@@ -157,6 +172,9 @@ class Run:
             self._faults.flush()
             self._writers.close()
         result = self._write_result()
+        if self._trace is not None:
+            write_chrome_trace(self._trace, self.folder / "trace.json")
+            draw_timeline(self._trace, self.folder / "plots" / "timeline.png")
         self._call("on_end", result)
         return result
 
@@ -197,12 +215,14 @@ class Run:
         clock, config = self.parts.clock, self.config
         if self._due("log", config.log_interval):
             self._log()
+        aside_s = time.monotonic()
         if config.eval_freq and self._due("eval", config.eval_freq):
             self._evaluate(record=True)
         if self._stop is None:
             self._stop = self._reason_to_stop()
         if self._stop is None and self._due("checkpoint", config.checkpoint_freq):
             self._checkpoint()
+        self._aside_s += time.monotonic() - aside_s
         return self._stop is None and clock.env_steps < config.steps
 
     def _due(self, what: str, interval: int) -> bool:
@@ -256,6 +276,7 @@ class Run:
             "train/q_mean": metrics.get("q_mean"),
             "train/abs_q_max": metrics.get("abs_q_max"),
         }
+        scalars |= self._pipeline_scalars()
         shares = Timers.merged(self.parts.timers).shares(self.wall_s())
         scalars |= {f"time/share_{stage}": share for stage, share in shares.items()}
         self._writers.write(clock.env_steps, scalars)
@@ -265,6 +286,23 @@ class Run:
         self._watch(metrics)
         if not self._call("on_log", scalars):
             self._stop = "callback"
+
+    def _pipeline_scalars(self) -> dict[str, float | None]:
+        """How well stages that work side by side keep each other busy."""
+        if len(self.parts.timers) < 2:
+            return {}
+        learner, collector = (timers.shares(self.wall_s())["idle"] for timers in self.parts.timers)
+        lag, traffic = self.parts.channel.lag, self.parts.traffic
+        scalars = {
+            "pipeline/idle_learner": learner,
+            "pipeline/idle_collector": collector,
+            "pipeline/version_lag_mean": lag.mean,
+            "pipeline/version_lag_max": float(lag.largest),
+        }
+        if traffic is not None:
+            scalars["pipeline/bytes_to_device"] = float(traffic.bytes_to_device)
+            scalars["pipeline/copy_bytes_per_s"] = traffic.bandwidth_bytes_per_s
+        return scalars
 
     def _watch(self, metrics: dict[str, float]) -> None:
         """Stop a run whose data or values have gone bad instead of training on."""
@@ -345,6 +383,23 @@ class Run:
             self._save_best()
         self._checkpoint()
 
+    def _measure_stages(self) -> None:
+        """What each stage could do alone, where stages work side by side."""
+        if len(self.parts.timers) < 2 or self._signal is not None:
+            return
+        steps = self.parts.clock.env_steps - self._resumed_at
+        self.rates = stage_rates(self.parts, steps / max(self._working_s, 1e-9))
+        self.diagnosis = diagnose(
+            self.rates,
+            cores=os.cpu_count() or 1,
+            envs=self.config.envs,
+            device_type=self.parts.device.type,
+            updates_per_env_step=self.config.updates_per_env_step,
+            batch_size=self.config.batch_size,
+        )
+        if self._sitting.display != "silent":
+            self._progress.message(rates_table(self.rates, self.diagnosis))
+
     # --- what is kept -----------------------------------------------------------------------
 
     def _save_best(self) -> None:
@@ -414,7 +469,7 @@ class Run:
                 "these environments cannot give their state: open episodes were cut and restarted"
             )
             self._respect_best()
-        parts.channel.publish(parts.clock.updates)
+        parts.channel.restart(parts.clock.updates)
         self._marks = dict(own["marks"])
         self._recent.extend((reward, length) for reward, length in own["recent"])
         if own["evaluation"] is not None:
@@ -454,8 +509,9 @@ class Run:
             eval_return_std=evaluation.std if evaluation else None,
             best_eval_return=self._judge.best_return,
             stopped_by=self._stop or "steps",
+            rates=self._rates_dict(),
             time_share=Timers.merged(self.parts.timers).shares(wall_s),
-            communication=dict.fromkeys(("bytes_sent", "bytes_received", "messages")),
+            communication=self._communication(),
             faults=self._faults.counts,
             peak_rss_bytes=peak_rss_bytes(),
             peak_device_bytes=peak_device_bytes(self.parts.device),
@@ -463,6 +519,26 @@ class Run:
         text = json.dumps(dataclasses.asdict(result), indent=2)
         atomic_write_text(self.folder / "result.json", text)
         return result
+
+    def _rates_dict(self) -> dict[str, float | str | None] | None:
+        if self.rates is None or self.diagnosis is None:
+            return None
+        return {
+            **dataclasses.asdict(self.rates),
+            "share_of_slowest": self.diagnosis.share_of_slowest,
+            "bottleneck": self.diagnosis.bottleneck,
+        }
+
+    def _communication(self) -> dict[str, int | None]:
+        """What crossed to the accelerator and back, where actions are chosen there."""
+        traffic = self.parts.traffic
+        if traffic is None:
+            return dict.fromkeys(("bytes_sent", "bytes_received", "messages"))
+        return {
+            "bytes_sent": traffic.bytes_to_device,
+            "bytes_received": traffic.bytes_to_host,
+            "messages": traffic.copies,
+        }
 
     def _call(self, method: str, *arguments: Any) -> bool:
         """Run a callback method of everybody; False if anybody said stop."""

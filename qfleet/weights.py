@@ -8,8 +8,6 @@ is a slice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -38,9 +36,12 @@ class FlatWeights:
         shaped = zip(parts, self.parameters, strict=True)
         return [part.view(parameter.shape) for part, parameter in shaped]
 
-    def set_grad(self, gradients: Sequence[Tensor]) -> None:
+    def set_grad(self, *gradients: Tensor) -> None:
         """Pack per-parameter gradients into the flat vector: one kernel, nothing to zero first."""
-        torch.cat([gradient.reshape(-1) for gradient in gradients], out=self.grad)
+        if torch.compiler.is_compiling():  # which takes no ``out``, and needs none
+            self.grad.copy_(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        else:
+            torch.cat([gradient.reshape(-1) for gradient in gradients], out=self.grad)
 
     def describe(self) -> list[list[object]]:
         """Names and shapes, for the checkpoint: ``[["torso.0", [4, 64]], …]``."""
@@ -74,6 +75,9 @@ class SameWeights:
     def publish(self, version: int) -> None:
         self._version = version
 
+    def restart(self, version: int) -> None:
+        self._version = version
+
     def refresh(self) -> int:
         return self._version
 
@@ -84,37 +88,76 @@ class SameWeights:
 class Mailbox:
     """The weights channel to an actor with a network of its own, beside the learner's.
 
-    ``refresh`` is called while nobody acts (``collectors.Ahead`` sees to that) and copies what was
-    published since. ``reader_stream`` is where the actor's kernels run, if they run on a device.
+    ``refresh`` is called while nobody acts (``collectors.Ahead`` sees to that) and takes over what
+    was published last.
     """
 
-    def __init__(
-        self, source: FlatWeights, reader: FlatWeights, reader_stream: torch.Stream | None = None
-    ) -> None:
-        self._source, self._reader, self._stream = source, reader, reader_stream
+    def __init__(self, source: FlatWeights, reader: FlatWeights) -> None:
+        self._source, self._reader = source, reader
         self._published, self._read = 0, -1
         self.lag = Lag()
 
     def publish(self, version: int) -> None:
         self._published = version
 
+    def restart(self, version: int) -> None:
+        self._published, self._read = version, -1
+
     def refresh(self) -> int:
-        if self._stream is not None:
-            # The learner's kernels so far come first: they make these weights, and they read the
-            # frames whose place the actor is about to fill again.
-            self._stream.wait_stream(torch.accelerator.current_stream(self._source.data.device))
-            with self._stream:
-                self._copy()
-            # …and nothing later may change the weights while they are being read.
-            torch.accelerator.current_stream(self._source.data.device).wait_stream(self._stream)
-        else:
-            self._copy()
+        if self._read != self._published:
+            self._reader.data.copy_(self._source.data)
+            self._read = self._published
         return self._read
 
-    def _copy(self) -> None:
-        if self._read != self._published:
-            self._reader.data.copy_(self._source.data, non_blocking=self._stream is not None)
-            self._read = self._published
+    def record_lag(self, updates: int) -> None:
+        self.lag.record(updates)
+
+
+class DeviceMailbox:
+    """The same where learner and actor work on streams of one accelerator.
+
+    What was published last is still being computed; waiting for it would make collecting wait for
+    learning. So ``refresh`` takes the publication before, and never the one after, however fast the
+    device is: a run computes the same whatever its timing.
+    """
+
+    def __init__(
+        self, source: FlatWeights, reader: FlatWeights, reader_stream: torch.Stream
+    ) -> None:
+        self._source, self._reader, self._stream = source, reader, reader_stream
+        self._device = source.data.device
+        # Three: the one before, the newest, and the one being filled while the first is read.
+        self._letters = [source.data.clone() for _ in range(3)]
+        self._versions = [0, 0, 0]
+        self._filled = [torch.Event(self._device) for _ in range(3)]
+        self._emptied = torch.Event(self._device)
+        self._count = 0
+        self._read = -1
+        self.lag = Lag()
+
+    def restart(self, version: int) -> None:
+        for _ in self._letters:
+            self.publish(version)
+        self._read = -1
+
+    def publish(self, version: int) -> None:
+        self._count += 1
+        place = self._count % 3
+        stream = torch.accelerator.current_stream(self._device)
+        stream.wait_event(self._emptied)
+        self._letters[place].copy_(self._source.data)
+        self._versions[place] = version
+        self._filled[place].record(stream)
+
+    def refresh(self) -> int:
+        place = (self._count - 1) % 3
+        if self._read != self._versions[place]:
+            self._stream.wait_event(self._filled[place])
+            with self._stream:
+                self._reader.data.copy_(self._letters[place])
+            self._emptied.record(self._stream)
+            self._read = self._versions[place]
+        return self._read
 
     def record_lag(self, updates: int) -> None:
         self.lag.record(updates)

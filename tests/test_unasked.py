@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from qfleet.accelerator.compiling import switch
-from qfleet.build import make_memory, make_network, make_objective, make_updater, prepare_learner
+from qfleet.build import make_memory, make_network, make_objective, make_updater
 from qfleet.config import Config
 from qfleet.core import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
 from qfleet.learner import Learner
@@ -65,7 +64,9 @@ def configure(algo: str, **fields: Any) -> Config:
     return resolve("CartPole-v1", algo, "none", fields={**base, **fields})[0].validate()
 
 
-@pytest.mark.parametrize("algo", ["dqn", "double-dqn", "rainbow", "qr-dqn", "iqn", "munchausen-dqn"])
+@pytest.mark.parametrize(
+    "algo", ["dqn", "double-dqn", "rainbow", "qr-dqn", "iqn", "munchausen-dqn"]
+)
 def test_recorded_bursts_are_the_bursts_themselves(algo: str) -> None:
     config = configure(algo)
     plain, plain_memory, plain_clock = make_pair(config, unasked=True)

@@ -124,8 +124,7 @@ class Case:
     def apply(self, grad: Tensor) -> dict[str, float]:
         self.weights.grad.copy_(grad)
         if self._without_asking:
-            norm = torch.linalg.vector_norm(self.weights.grad)
-            metrics = self.updater._apply_without_asking(norm, RATE)
+            metrics = self.updater.apply(torch.tensor(RATE))
         else:
             metrics = self.updater.apply(RATE)
         return {name: float(value) for name, value in metrics.items()}

@@ -9,19 +9,37 @@ import torch
 
 
 class Compilable:
-    """A function of tensors, with a switch. Compilation happens at the first call behind it."""
+    """A function of tensors, with a switch. Compilation happens at the first call behind it.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._plain, self._compiled = function, None
-        self.on = False
+    ``is_sized`` says that its tensors grow with the number of updates in a burst.
+    """
+
+    def __init__(self, function: Callable[..., Any], is_sized: bool = False) -> None:
+        self._plain = function
+        self._compiled: Callable[..., Any] | None = None
+        self.is_sized, self.on = is_sized, False
+        self.failure: str | None = None
+        """Why this one cannot be compiled here; it then stays plain."""
 
     def __call__(self, *arguments: Any) -> Any:
-        if not self.on:
+        if not self.on or self.failure is not None:
             return self._plain(*arguments)
-        if self._compiled is None:
-            # Shapes never change within a run, and code for one shape is the quickest.
-            self._compiled = torch.compile(self._plain, dynamic=False)
-        return self._compiled(*arguments)
+        if self._compiled is not None:
+            return self._compiled(*arguments)
+        # Shapes never change within a run, and code for one shape is the quickest.
+        compiled = torch.compile(self._plain, dynamic=False)
+        try:
+            result = compiled(*arguments)
+        except Exception as error:  # a compiler fails in many ways, all of them before it runs
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            self.failure = f"{type(error).__name__}: {lines[0] if lines else '?'}"
+            return self._plain(*arguments)
+        self._compiled = compiled
+        return result
+
+    @property
+    def name(self) -> str:
+        return self._plain.__qualname__
 
 
 def switch(functions: Iterable[Compilable], on: bool) -> None:

@@ -39,16 +39,18 @@ def record(
         return function
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
-        graph.register_generator_state(generator)  # type: ignore[no-untyped-call]
-    side = torch.cuda.Stream(device)
+        graph.register_generator_state(generator)
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         for _ in range(WARM_UPS):
             function()
     torch.cuda.current_stream(device).wait_stream(side)
     torch.cuda.synchronize(device)
+    # Recorded on a stream of its own: matrix libraries keep one scratch buffer per stream they were
+    # called on, and recordings that share one spoil each other when they are replayed side by side.
     # Thread-local: other threads may go on using the device meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         function()
     return graph.replay
 
@@ -57,7 +59,10 @@ def seconds_per_call(function: Callable[[], None], device: torch.device, calls: 
     """Device time of one call, the median over ``calls``."""
     times_s = []
     for _ in range(calls):
-        start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+        start, end = (
+            torch.Event(device, enable_timing=True),
+            torch.Event(device, enable_timing=True),
+        )
         start.record()
         function()
         end.record()

@@ -2,8 +2,8 @@
 
 Per group of environments: its newest frames lie in one contiguous pinned stretch of host memory and
 cross in one asynchronous copy, on a stream that is served before the learner's. One recorded graph
-then pushes them onto the group's stacks, runs the network and takes the best action. The frames stay
-on the device for the memory there, so that every frame crosses the bus once.
+then pushes them onto the group's stacks, runs the network and takes the best action. The frames
+stay on the device for the memory there, so that every frame crosses the bus once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from qfleet.accelerator.graphs import record, stream_of
 from qfleet.core import Block, EnvSpec
 from qfleet.networks import QNetwork
 
-
 PACKED_BYTES = 8 + 4 + 1
 """Of a row's action, reward and flags."""
+
+
+TIMED_EVERY = 96
+"""Copies between two looks at the device's clock."""
 
 
 class Traffic:
@@ -34,7 +37,7 @@ class Traffic:
         self.bytes_to_host = 0
         self.copies = 0
         self.bandwidth_bytes_per_s: float | None = None
-        """Of the newest copy of frames, as the device timed it."""
+        """Of a recent copy of frames, as the device timed it."""
 
 
 class DeviceInference:
@@ -77,7 +80,6 @@ class DeviceInference:
         self._done = torch.Event(device, blocking=True)
         self._copy_start = torch.Event(device, enable_timing=True)
         self._copy_end = torch.Event(device, enable_timing=True)
-        self._timed_bytes = 0
         self._graphs = [
             record(lambda group=group: self._forward(group), device, ())  # type: ignore[misc]
             for group in range(len(group_sizes))
@@ -151,13 +153,9 @@ class DeviceInference:
         self.traffic.bytes_to_device += frame_bytes + len(frames)
         self.traffic.bytes_to_host += 8 * len(frames)
         self.traffic.copies += 3
-        self._timed_bytes = frame_bytes
-
-    def measure_bandwidth(self) -> None:
-        """Read the device's clock for the newest copy; called now and then, not per copy."""
-        if self._timed_bytes:
-            seconds = self._copy_start.elapsed_time(self._copy_end) / 1e3
-            self.traffic.bandwidth_bytes_per_s = self._timed_bytes / max(seconds, 1e-9)
+        if self.traffic.copies % TIMED_EVERY == 0:
+            copy_s = self._copy_start.elapsed_time(self._copy_end) / 1e3
+            self.traffic.bandwidth_bytes_per_s = frame_bytes / max(copy_s, 1e-9)
 
     def deliver(self, number: int, block: Block) -> Block:
         """The frames are on the device already; the other columns follow in one packed copy."""
@@ -171,7 +169,9 @@ class DeviceInference:
         self.traffic.bytes_to_device += packed.numel()
         self.traffic.copies += 1
         action, reward, flags = _columns(on_device, block)
-        return Block(self._device_frames[number, : block.rows], action, reward, flags, block.version)
+        return Block(
+            self._device_frames[number, : block.rows], action, reward, flags, block.version
+        )
 
     def noise_state(self) -> Tensor:
         return self._noise.get_state()

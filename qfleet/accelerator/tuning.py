@@ -44,55 +44,67 @@ class Tuning:
 
 
 def candidates(config: Config, device: torch.device) -> list[Choice]:
-    """What may be tried, given what was asked for; the plainest first."""
+    """Precisions that may be tried, uncompiled, given what was asked for; the plainest first."""
     precisions: list[Precision] = ["fp32", "tf32", "bf16"]
     if config.precision != "auto":
         precisions = [config.precision]
     elif device.type != "cuda":
         precisions = ["fp32"]  # TF32 is NVIDIA's, and bf16 elsewhere is untried
-    compiled = {"auto": [False, True], "on": [True], "off": [False]}[config.compile]
-    if config.compile == "auto" and device.type != "cuda":
-        compiled = [False]
-    return [Choice(precision, c) for c in compiled for precision in precisions]
+    return [Choice(precision, compiled=False) for precision in precisions]
 
 
-def apply_choice(
-    choice: Choice, networks: list[QNetwork], compilables: list[Compilable]
-) -> None:
+def may_compile(config: Config, device: torch.device) -> bool:
+    return config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
+
+
+def apply_choice(choice: Choice, networks: list[QNetwork], compilables: list[Compilable]) -> None:
     """Put a choice in force: for these networks, and for the process where torch has it so."""
     torch.set_float32_matmul_precision("highest" if choice.precision == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = choice.precision != "fp32"
     torch.backends.cudnn.benchmark = True
+    if choice.compiled:
+        # Code for another choice is of no use, and torch.compile keeps only so many versions.
+        torch.compiler.reset()
     for network in networks:
         network.autocast_dtype = torch.bfloat16 if choice.precision == "bf16" else None
     switch(compilables, choice.compiled)
 
 
 def tune(
-    options: list[Choice], time_update: Callable[[Choice], float], key: Mapping[str, Any]
+    options: list[Choice],
+    compiles: bool,
+    time_update: Callable[[Choice], float],
+    key: Mapping[str, Any],
 ) -> Tuning:
     """The quickest option, by ``time_update``, unless it is known already.
 
-    An option that fails (no compiler on this machine, say) is passed over, but for the first.
+    Compiling takes tens of seconds, so it is tried for the best precision alone. What fails (there
+    is no compiler on this machine, say) is passed over, but for the first option.
     """
-    if len(options) == 1:
-        return Tuning(options[0], {}, {}, from_cache=False)
     known = recall("tuning", key)
-    if known is not None and (found := Choice(**known["choice"])) in options:
-        return Tuning(found, known["update_s"], known["failed"], from_cache=True)
+    if known is not None:
+        return Tuning(
+            Choice(**known["choice"]), known["update_s"], known["failed"], from_cache=True
+        )
     times: dict[Choice, float] = {}
     failed: dict[str, str] = {}
-    for option in options:
+
+    def attempt(option: Choice) -> None:
         try:
             times[option] = time_update(option)
         except Exception as error:  # a compiler may fail in any way; the plain options remain
             if option == options[0]:
                 raise
             failed[str(option)] = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0]}"
+
+    for option in options:
+        attempt(option)
+    if compiles:
+        attempt(dataclasses.replace(min(times, key=lambda o: times[o]), compiled=True))
     best = min(times, key=lambda option: times[option])
     seconds = {str(option): s for option, s in times.items()}
-    found = {"choice": dataclasses.asdict(best), "update_s": seconds, "failed": failed}
-    remember("tuning", key, found)
+    value = {"choice": dataclasses.asdict(best), "update_s": seconds, "failed": failed}
+    remember("tuning", key, value)
     return Tuning(best, seconds, failed, from_cache=False)
 
 

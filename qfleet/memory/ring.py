@@ -43,8 +43,8 @@ class Ring:
     ) -> None:
         """``capacity`` counts transitions over all envs; ``directory`` keeps them in files there.
 
-        ``unasked``: ``sample`` never asks the host, so whoever samples has asked ``can_sample``; the
-        sampler must be made so too.
+        ``unasked``: ``sample`` never asks the host, so whoever samples has asked ``can_sample``;
+        the sampler must be made so too.
 
         The sampler's generator must live on ``device``.
         """
@@ -70,10 +70,10 @@ class Ring:
         self.device = device
         self._unasked = unasked
         if unasked:
-            # Bursts are recorded while the ring is empty; what they read must make sense as indices.
+            # Bursts are recorded while the ring is empty; what they read must do as indices.
             for column in (self._action, self._reward, self._flags):
                 column.zero_()
-        self._gather_columns = Compilable(self._columns_at)
+        self._gather_columns = Compilable(self._columns_at, is_sized=True)
         per_row = (self.rows, num_envs)
         self._action_rows = self._action.view(per_row)
         self._reward_rows = self._reward.view(per_row)

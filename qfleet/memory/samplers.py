@@ -90,7 +90,7 @@ class UniformSampler:
         self._flags = torch.empty((1, 1), dtype=torch.uint8)
         self._start = torch.zeros((), dtype=torch.int64, device=generator.device)
         self._size = torch.ones((), dtype=torch.int64, device=generator.device)
-        self._choose = Compilable(self._first_usable)
+        self._choose = Compilable(self._first_usable, is_sized=True)
 
     def move(self, window: Window, flags: Tensor, /) -> None:
         self._window, self._flags = window, flags
@@ -197,7 +197,8 @@ class PrioritizedSampler:
     ) -> None:
         """``generator`` must live on ``device``."""
         self._unasked = unasked
-        self._find, self._reweigh = Compilable(self._find_leaves), Compilable(self._set_leaves)
+        self._find = Compilable(self._find_leaves, is_sized=True)
+        self._reweigh = Compilable(self._set_leaves)
         self._rows, self._num_envs = capacity_rows, num_envs
         self._alpha, self._eps = alpha, eps
         self._generator = generator
@@ -253,8 +254,7 @@ class PrioritizedSampler:
 
     def _search(self, fraction: Tensor) -> Tensor:
         """Flat index of the leaf at each fraction of the total mass."""
-        cumulative = self.block_sums.new_zeros(self.block_sums.shape[0] + 1)
-        torch.cumsum(self.block_sums, 0, out=cumulative[1:])
+        cumulative = torch.cat((self.block_sums.new_zeros(1), self.block_sums.cumsum(0)))
         mass = _below(fraction * cumulative[-1], cumulative[-1])
         block = torch.searchsorted(cumulative[1:], mass, right=True)
         block.clamp_(max=self.block_sums.shape[0] - 1)

@@ -40,7 +40,7 @@ class NoisyLinear(nn.Module):
 
 @torch.no_grad()
 def resample_noise(layers: Sequence[NoisyLinear], generator: torch.Generator) -> None:
-    """New noise for all layers, in one draw on the generator's device: few kernels, however many."""
+    """New noise for all layers, in one draw on the generator's device: few kernels in all."""
     buffers = [noise for layer in layers for noise in (layer.noise_in, layer.noise_out)]
     sizes = [noise.shape[0] for noise in buffers]
     draw = torch.randn(sum(sizes), generator=generator, device=generator.device)

@@ -44,7 +44,8 @@ class QNetwork(nn.Module):
         self.allows_shortcuts = True
         """Off once something was done to ``forward`` from outside, which shortcuts would miss."""
         self.autocast_dtype: torch.dtype | None = None
-        """Precision of products and convolutions, where it is not that of the weights."""
+        """Precision of the torso, where it is not that of the weights. The head keeps theirs: bf16
+        has three digits, and the values of two actions often differ in the fourth."""
         self.torso = torso
         style = Style(config.dueling, config.noisy, hidden, config.noisy_sigma)
         self.head: nn.Module
@@ -86,13 +87,11 @@ class QNetwork(nn.Module):
         """
         assert (fractions is not None) == (self.head_kind == "iqn"), "fractions are iqn's alone"
         if self.autocast_dtype is None:
-            return self._output(obs, fractions)
-        with torch.autocast(obs.device.type, self.autocast_dtype):
-            output = self._output(obs, fractions)
-        return output.float()
-
-    def _output(self, obs: Tensor, fractions: Tensor | None) -> Tensor:
-        features = self.torso(obs)
+            features = self.torso(obs)
+        else:
+            with torch.autocast(obs.device.type, self.autocast_dtype):
+                features = self.torso(obs)
+            features = features.float()
         output: Tensor = (
             self.head(features) if fractions is None else self.head(features, fractions)
         )

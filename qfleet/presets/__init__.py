@@ -23,6 +23,7 @@ PRESETS: dict[str, Callable[[], Config]] = {
     "mountaincar": recipes.mountaincar,
     "lunarlander": recipes.lunarlander,
     "atari-dqn": recipes.atari_dqn,
+    "pong": recipes.pong,
     "atari-dqn-nature": recipes.atari_dqn_nature,
     "atari-c51": recipes.atari_c51,
     "atari-rainbow": recipes.atari_rainbow,

@@ -177,7 +177,9 @@ def test_compiling_switches_the_hand_written_shortcuts_off() -> None:
 
     spec = EnvSpec("x", (4,), "float32", 2)
     for compiled in (False, True):
-        network = make_network(Config(compile="on" if compiled else "off"), spec, torch.device("cpu"), 0)
+        network = make_network(
+            Config(compile="on" if compiled else "off"), spec, torch.device("cpu"), 0
+        )
         assert network.is_plain_mlp is not compiled
 
 

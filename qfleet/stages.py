@@ -1,0 +1,52 @@
+"""What each stage of a run could do alone, and what they reach together.
+
+In: the parts of a run that has just ended. Out: its ``StageRates``: env steps per second of the
+environments, of choosing actions, of learning, and of the whole.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from qfleet.build import Parts
+from qfleet.telemetry.bottleneck import StageRates
+
+MEASURE_S = 0.5
+
+
+def stage_rates(parts: Parts, end_to_end: float) -> StageRates:
+    """``end_to_end`` is what the run reached, in env steps per second."""
+    learner_only = parts.only.get("learner_only")
+    learning_s = parts.timers[0].seconds["learn"] + parts.timers[0].seconds["copy"]
+    if learner_only is None and learning_s > 0 and parts.clock.updates:
+        # On the host a span of learning is the time it took.
+        updates_per_s = parts.clock.updates / learning_s
+        learner_only = updates_per_s / parts.config.updates_per_env_step
+    return StageRates(
+        env_only=_env_only(parts),
+        inference_only=parts.only.get("inference_only"),
+        learner_only=learner_only,
+        end_to_end=end_to_end,
+    )
+
+
+def _env_only(parts: Parts) -> float:
+    """The run's own environments with random actions, in the same turns and nothing else.
+
+    They are of no more use to the run afterwards.
+    """
+    parts.collector.land()
+    random = np.random.default_rng(parts.seeds.actor)
+    sizes = [group.num_envs for group in parts.envs]
+    actions = [random.integers(parts.spec.num_actions, size=(16, size)) for size in sizes]
+    for group, chosen in zip(parts.envs, actions, strict=True):
+        group.send(chosen[0])
+    turns, start_s = 0, time.perf_counter()
+    while (elapsed_s := time.perf_counter() - start_s) < MEASURE_S:
+        turns += 1
+        for group, chosen in zip(parts.envs, actions, strict=True):
+            group.recv()
+            group.send(chosen[turns % 16])
+    return turns * sum(sizes) / elapsed_s
