@@ -107,9 +107,12 @@ class Run:
         self._evaluated_at = -1
         self._judge = Judge(config)
         self._exploding = 0
-        self._resumed_at = 0
-        self._aside_s = self._working_s = 0.0
-        """Seconds of this sitting spent on evaluations and checkpoints, and on everything else."""
+        self._learning_since: tuple[float, int] | None = None
+        """When this sitting's first update was made: time and env steps."""
+        self._aside_s = 0.0
+        """Seconds spent on evaluations and checkpoints since then."""
+        self._end_to_end = 0.0
+        """Env steps per second, learning, but for what was spent aside."""
         self.rates: StageRates | None = None
         self.diagnosis: Diagnosis | None = None
         self._stop: str | None = None
@@ -139,7 +142,7 @@ class Run:
             self.close()
 
     def _go(self) -> Result:
-        self._resumed_at = resumed = self.parts.clock.env_steps
+        resumed = self.parts.clock.env_steps
         self._writers = Writers(
             self.folder,
             tensorboard=self.config.tensorboard,
@@ -161,7 +164,9 @@ class Run:
             if not self._call("on_start"):
                 self._stop = "callback"
             ENGINES[self.config.engine](self.parts, self._keep_going)
-            self._working_s = time.monotonic() - self._started_s - self._aside_s
+            since_s, since_steps = self._learning_since or (self._started_s, resumed)
+            working_s = max(time.monotonic() - since_s - self._aside_s, 1e-9)
+            self._end_to_end = (self.parts.clock.env_steps - since_steps) / working_s
             self._finish()
             self._measure_stages()
         except QfleetError as error:
@@ -213,6 +218,9 @@ class Run:
     def _keep_going(self) -> bool:
         """Asked by the engine whenever no update is owed: do what is due, then decide."""
         clock, config = self.parts.clock, self.config
+        if self._learning_since is None and clock.updates > 0:
+            self._learning_since = (time.monotonic(), clock.env_steps)
+            self._aside_s = 0.0
         if self._due("log", config.log_interval):
             self._log()
         aside_s = time.monotonic()
@@ -387,8 +395,7 @@ class Run:
         """What each stage could do alone, where stages work side by side."""
         if len(self.parts.timers) < 2 or self._signal is not None:
             return
-        steps = self.parts.clock.env_steps - self._resumed_at
-        self.rates = stage_rates(self.parts, steps / max(self._working_s, 1e-9))
+        self.rates = stage_rates(self.parts, self._end_to_end)
         self.diagnosis = diagnose(
             self.rates,
             cores=os.cpu_count() or 1,
