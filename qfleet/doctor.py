@@ -1,4 +1,7 @@
-"""What the machine has and how fast it steps environments. In: an env id; out: plain facts."""
+"""What the machine has, how fast it steps environments, and what suits its accelerator.
+
+In: an env id. Out: plain facts, and for ``tune_pipeline`` a ``TuningReport``.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,21 @@ import importlib.metadata
 import os
 import platform
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from qfleet.accelerator.tuning import Tuning
+from qfleet.build import TorchSettings, build
 from qfleet.config import Config
 from qfleet.envs import ale_game, make_envs
 from qfleet.envs.registry import has_vector_entry_point
 from qfleet.memory import available_bytes, largest_capacity
+from qfleet.plan import settle
 from qfleet.presets import resolve
+from qfleet.remembered import cache_path
 from qfleet.telemetry.faults import FaultLog
 
 LIBRARIES = [
@@ -111,3 +119,51 @@ def replay_capacity(env: str) -> dict[str, int]:
         "available_bytes": free,
         "largest_buffer_size": largest_capacity(spec, config.envs, False, free),
     }
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """What was tried on the accelerator for one environment."""
+
+    device: str
+    tuning: Tuning | None
+    why_nothing: str | None
+    """Why there is nothing to tune; None where something was tuned."""
+    notes: tuple[str, ...] = ()
+    """What was chosen and why: replay, updates, inference with its rates by device."""
+
+    def as_dict(self) -> dict[str, Any]:
+        tuning = self.tuning
+        return {
+            "device": self.device,
+            "why_nothing": self.why_nothing,
+            "choice": str(tuning.choice) if tuning else None,
+            "update_s": tuning.update_s if tuning else None,
+            "failed": tuning.failed if tuning else None,
+            "from_cache": tuning.from_cache if tuning else None,
+            "notes": list(self.notes),
+            "cache": str(cache_path()),
+        }
+
+
+def tune_pipeline(env: str) -> TuningReport:
+    """Build the pipeline as a run of this environment would, which tunes it for its device."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        why = f"torch {torch.__version__} finds no accelerator here, and a CPU has no choices"
+        return TuningReport("cpu", None, why)
+    base, _ = resolve(env)
+    config, _ = settle(base.replace(engine="pipeline").validate())
+    settings = TorchSettings()
+    try:
+        parts = build(config, FaultLog())
+        parts.close()
+    finally:
+        settings.restore()
+    notes, device = tuple(parts.notes), str(parts.device)
+    if parts.tuning is not None:
+        return TuningReport(device, parts.tuning, None, notes)
+    why = f"'{env}' learns on the {device}, where small networks are quicker"
+    if parts.device.type != "cpu":
+        why = "updates on this device are not recorded"
+    return TuningReport(device, None, why, notes)

@@ -58,8 +58,8 @@ def evaluate_policy(
     results: list[list[tuple[float, int]]] = [[] for _ in range(n)]
     was_training = network.training
     network.eval()
-    greedy = make_greedy(network, device)
     obs = envs.reset()
+    greedy = make_greedy(network, device, obs.shape)
     try:
         while (finished < share).any():
             if give_up():

@@ -13,7 +13,7 @@ import numpy as np
 from qfleet.build import Parts
 from qfleet.telemetry.bottleneck import StageRates
 
-MEASURE_S = 0.5
+MEASURE_S = 1.0
 
 
 def stage_rates(parts: Parts, end_to_end: float) -> StageRates:

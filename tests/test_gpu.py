@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import qfleet
+from qfleet.accelerator.inference import DeviceInference
+from qfleet.accelerator.tuning import Choice, apply_choice, copy_state
+from qfleet.build import TorchSettings, make_memory, make_network, make_objective, make_updater
 from qfleet.config import Config
-from qfleet.core import FIRST, SKIP, TERMINATED, Block, EnvSpec
+from qfleet.core import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
+from qfleet.envs import make_envs
+from qfleet.learner import Learner
 from qfleet.memory import PrioritizedSampler, Ring
+from qfleet.placement import Placement
 from qfleet.presets import resolve
+from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.timers import Timers
 from qfleet.updaters.local import LocalUpdater
 from qfleet.updaters.optimisers import make_optimiser
 from qfleet.weights import FlatWeights
@@ -21,6 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 CUDA = torch.device("cuda")
+IMAGES = EnvSpec("pong", (4, 84, 84), "uint8", 6, frame_stack=4, frame_skip=4)
 
 
 def updater(name: str, device: torch.device) -> tuple[FlatWeights, LocalUpdater]:
@@ -95,6 +106,182 @@ def test_atari_trains_on_the_device(algo: str, tmp_path: Path) -> None:
     assert trained.result.peak_device_bytes
     resumed = qfleet.resume(tmp_path / "run", steps=800)
     assert resumed.result.updates == 150
+
+
+def learner_pair(
+    algo: str, buffer_size: int = 4000
+) -> tuple[tuple[Learner, Ring, Clock], tuple[Learner, Ring, Clock]]:
+    config, _ = resolve(
+        "ALE/Pong-v5",
+        algo,
+        fields={"envs": 8, "buffer_size": buffer_size, "batch_size": 16, "steps": 10**6,
+                "engine": "pipeline", "target_update_interval": 400, "device": "cuda"},
+    )  # fmt: skip
+    place = Placement(CUDA, CUDA, ahead=True, unasked=True)
+
+    def make() -> tuple[Learner, Ring, Clock]:
+        clock = Clock()
+        memory = make_memory(config, IMAGES, place, seed=1)
+        learner = Learner(
+            config=config,
+            online=make_network(config, IMAGES, CUDA, 0),
+            target=make_network(config, IMAGES, CUDA, 0),
+            memory=memory,
+            objective=make_objective(config, CUDA, 2),
+            make_updater=lambda weights: make_updater(config, weights),
+            clock=clock,
+            timers=Timers(),
+            device=CUDA,
+            seed=3,
+            unasked=True,
+        )
+        return learner, memory, clock
+
+    return make(), make()
+
+
+def fill(memory: Ring, clock: Clock, seed: int) -> None:
+    random = torch.Generator(CUDA).manual_seed(seed)
+    kind = torch.randint(0, 30, (20, 8), generator=random, device=CUDA)
+    memory.extend(
+        Block(
+            obs=torch.randint(
+                0, 255, (20, 8, 84, 84), generator=random, device=CUDA, dtype=torch.uint8
+            ),
+            action=torch.randint(0, 6, (20, 8), generator=random, device=CUDA),
+            reward=torch.randint(-1, 2, (20, 8), generator=random, device=CUDA).float(),
+            flags=((kind == 1) * TERMINATED + (kind == 2) * SKIP + (kind == 3) * FIRST).to(
+                torch.uint8
+            ),
+        )
+    )
+    clock.env_steps += 160
+
+
+@pytest.mark.parametrize("algo", ["dqn", "rainbow"])
+def test_recorded_updates_equal_eager_ones_over_a_thousand(
+    algo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    (eager, eager_memory, eager_clock), (recorded, memory, clock) = learner_pair(algo)
+    saved = copy_state({"learner": recorded.state_dict(), "memory": memory.state_dict()})
+    recorded.record(8)
+    recorded.load_state_dict(saved["learner"])
+    memory.load_state_dict(saved["memory"])
+    eager._at_once = 8
+    start = eager.weights.data.clone()
+    for turn in range(10):
+        fill(eager_memory, eager_clock, turn)
+        fill(memory, clock, turn)
+        eager.learn(100)
+        recorded.learn(100)
+    assert clock.updates == eager_clock.updates == 1000
+    moved = float((eager.weights.data - start).norm())
+    apart = float((eager.weights.data - recorded.weights.data).norm())
+    print(f"{algo}: weights moved {moved:.3f}, apart {apart:.3g}")
+    assert apart <= 1e-3 * moved
+    assert float(recorded.read_metrics()["skipped"]) == 0
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_compiled_updates_point_where_plain_ones_do(precision: Any) -> None:
+    settings = TorchSettings()
+    (plain, plain_memory, plain_clock), (compiled, memory, clock) = learner_pair("dqn")
+    try:
+        for turn in range(3):
+            fill(plain_memory, plain_clock, turn)
+            fill(memory, clock, turn)
+        apply_choice(Choice("fp32", False), plain.networks, plain.compilables())
+        plain._at_once = compiled._at_once = 4
+        plain.learn(4)
+        apply_choice(Choice(precision, True), compiled.networks, compiled.compilables())
+        compiled.learn(4)
+        assert [f.failure for f in compiled.compilables()] == [None] * len(compiled.compilables())
+        one, other = plain.weights.grad, compiled.weights.grad
+        alike = float(torch.nn.functional.cosine_similarity(one, other, dim=0))
+        print(f"{precision}: cosine of gradients {alike:.5f}")
+        assert alike > 0.99
+    finally:
+        settings.restore()
+
+
+def test_stacks_on_the_device_are_those_of_the_environments() -> None:
+    config, _ = resolve("ALE/Pong-v5", fields={"envs": 4, "max_episode_steps": 30})
+    envs = make_envs(config, 4, 0, training=True, on_fault=FaultLog())
+    network = make_network(config, envs.spec, CUDA, 0)
+    inference = DeviceInference(network, envs.spec, [4], CUDA, 0, frames_stay=True, compiled=False)
+    frames = inference.host_frames((1, 1, 4, *envs.spec.frame_shape))
+    random = np.random.default_rng(0)
+    obs, opened = envs.reset(), np.ones(4, dtype=np.bool_)
+    for _ in range(120):
+        frames[0, 0] = obs[:, -1]
+        actions = inference.choose(0, 0, 0, slice(0, 4), obs, opened, needed=True)
+        assert np.array_equal(inference._stacks[0].cpu().numpy(), obs)
+        with torch.no_grad():
+            expected = network.q_values(torch.from_numpy(obs).to(CUDA)).argmax(1)
+        assert np.array_equal(actions, expected.cpu().numpy())
+        step = envs.step(random.integers(6, size=4))
+        obs, opened = step.obs, step.fresh
+    envs.close()
+
+
+def test_recorded_inference_and_updates_do_not_spoil_each_other() -> None:
+    (learner, memory, clock), _ = learner_pair("dqn")
+    fill(memory, clock, 0)
+    saved = copy_state(learner.state_dict())
+    learner.record(8)
+    learner.load_state_dict(saved)
+    network = make_network(resolve("ALE/Pong-v5")[0], IMAGES, CUDA, 5)
+    inference = DeviceInference(network, IMAGES, [64], CUDA, 0, frames_stay=False, compiled=False)
+    frames = inference.host_frames((1, 1, 64, 84, 84))
+    frames[:] = np.random.default_rng(1).integers(0, 255, frames.shape, dtype=np.uint8)
+    nobody, everybody = np.zeros(64, dtype=np.bool_), slice(0, 64)
+    obs = np.zeros(0)
+    for _ in range(4):
+        alone = inference.choose(0, 0, 0, everybody, obs, nobody, needed=True)
+    for _ in range(100):
+        learner.learn(16)
+        beside = inference.choose(0, 0, 0, everybody, obs, nobody, needed=True)
+        assert np.array_equal(alone, beside)
+    assert learner.read_metrics()["skipped"] == 0
+
+
+@pytest.mark.parametrize("algo", ["dqn", "rainbow"])
+def test_the_pipeline_trains_and_resumes_on_the_device(
+    algo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config, _ = resolve(
+        "ALE/Pong-v5",
+        algo,
+        fields={
+            "steps": 3200, "learning_starts": 800, "buffer_size": 4000, "envs": 8,
+            "env_groups": 2, "eval_freq": 0, "n_eval_episodes": 1, "max_episode_steps": 100,
+            "tensorboard": False, "compile": "off", "log_interval": 400, "engine": "pipeline",
+        },
+    )  # fmt: skip
+    trained = qfleet.train(config=config, run_dir=tmp_path / "run")
+    result = trained.result
+    assert result.updates == 600
+    assert result.faults == {}
+    assert result.rates is not None
+    assert result.communication["bytes_sent"] >= 3200 * 84 * 84
+    assert result.communication["bytes_sent"] < 1.3 * 3200 * 84 * 84
+    resumed = qfleet.resume(tmp_path / "run", steps=4000)
+    assert resumed.result.updates == 800
+
+
+def test_replay_on_the_host_feeds_recorded_updates(tmp_path: Path) -> None:
+    config, _ = resolve(
+        "ALE/Pong-v5",
+        fields={
+            "steps": 1600, "learning_starts": 800, "buffer_size": 4000, "envs": 8,
+            "eval_freq": 0, "n_eval_episodes": 1, "max_episode_steps": 100,
+            "tensorboard": False, "compile": "off", "precision": "tf32",
+            "replay_device": "cpu", "engine": "pipeline",
+        },
+    )  # fmt: skip
+    assert qfleet.train(config=config, run_dir=tmp_path / "run").result.updates == 200
 
 
 def test_device_auto_takes_the_accelerator_for_images_only() -> None:

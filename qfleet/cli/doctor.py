@@ -4,58 +4,106 @@ from __future__ import annotations
 
 import json as json_module
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from qfleet.cli.parsing import parse
+from qfleet.cli.sitting import quiet_stdout
 
-HELP = "show hardware and libraries; measure which vectoriser and how many envs are quickest"
+if TYPE_CHECKING:
+    from qfleet.doctor import TuningReport
+
+HELP = "show hardware and libraries; measure what is quickest: vectoriser, envs, precision"
 
 DESCRIPTION = """Show what this machine has, and measure for a few seconds which way of vectorising
-and how many environments are quickest on it.
+and how many environments are quickest on it. With --tune: try instead on the accelerator which
+precision is quickest, and whether compiled, and where actions are chosen.
 
 Examples:
   qfleet doctor
   qfleet doctor --env ALE/Pong-v5 --seconds 1
+  qfleet doctor --tune --env ALE/Breakout-v5
 """
+
+MEASURED_ENV, TUNED_ENV = "CartPole-v1", "ALE/Pong-v5"
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    env: str = "CartPole-v1"
-    """Environment to measure with."""
+    env: str | None = None
+    """Environment to measure with; default CartPole-v1, with --tune ALE/Pong-v5."""
     envs: tuple[int, ...] = (1, 4, 16, 64)
     """Numbers of envs to try."""
     seconds: float = 0.3
     """How long each measurement lasts."""
+    tune: bool = False
+    """Tune the pipeline for the accelerator, and show every choice with its time."""
     json: bool = False
     """Print one JSON object and nothing else."""
 
 
 def run(argv: list[str]) -> int:
     options = parse(DoctorOptions, argv, "doctor", description=DESCRIPTION)
-    from qfleet import doctor
     from qfleet.errors import ConfigError
 
     if options.seconds <= 0 or not options.envs or min(options.envs) < 1:
         raise ConfigError("--seconds and --envs must be positive")
+    if options.tune:
+        return _tune(options.env or TUNED_ENV, options.json)
+    return _measure(options.env or MEASURED_ENV, options)
+
+
+def _measure(env: str, options: DoctorOptions) -> int:
+    from qfleet import doctor
+
     machine = doctor.machine()
-    rates = doctor.measure_vectorisers(options.env, options.envs, options.seconds)
-    memory = doctor.replay_capacity(options.env)
+    rates = doctor.measure_vectorisers(env, options.envs, options.seconds)
+    memory = doctor.replay_capacity(env)
     if options.json:
         rows = [dict(zip(("vectorize", "envs", "env_steps_per_s"), r, strict=True)) for r in rates]
-        print(json_module.dumps({**machine, "env": options.env, "rates": rows, **memory}))
+        print(json_module.dumps({**machine, "env": env, "rates": rows, **memory}))
         return 0
     for name, value in machine.items():
         shown = (
             ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
         )
         print(f"{name:<14} {shown}")
-    print(f"\nenv steps per second, {options.env}, random actions:")
+    print(f"\nenv steps per second, {env}, random actions:")
     best = max(rates, key=lambda rate: rate[2])
     for vectorize, count, rate in rates:
         mark = "  ◄ quickest" if (vectorize, count, rate) == best else ""
         print(f"  --vectorize {vectorize:<7} --envs {count:<4} {rate:>12,.0f}{mark}")
     print(
         f"\nmemory: {memory['available_bytes'] / 2**30:.1f} GiB free; "
-        f"the largest --buffer-size for {options.env} is {memory['largest_buffer_size']:,}"
+        f"the largest --buffer-size for {env} is {memory['largest_buffer_size']:,}"
     )
     return 0
+
+
+def _tune(env: str, json: bool) -> int:
+    from qfleet import doctor
+
+    with quiet_stdout(json):
+        report = doctor.tune_pipeline(env)
+    if json:
+        print(json_module.dumps({"env": env, **report.as_dict()}))
+    elif report.why_nothing is not None:
+        print(f"nothing to tune: {report.why_nothing}")
+    else:
+        print("\n".join(_tuning_lines(env, report)))
+    return 0
+
+
+def _tuning_lines(env: str, report: TuningReport) -> list[str]:
+    from qfleet.remembered import cache_path
+
+    tuning = report.tuning
+    assert tuning is not None, "a report without a tuning says why"
+    lines = [f"µs per update, {env}, {report.device}:"]
+    for name, update_s in tuning.update_s.items():
+        mark = "  ◄ chosen" if name == str(tuning.choice) else ""
+        lines.append(f"  {name:<16} {update_s * 1e6:>10,.1f}{mark}")
+    lines += [f"  {name:<16} {'failed':>10}  {why}" for name, why in tuning.failed.items()]
+    lines += ["", *report.notes, ""]
+    if tuning.from_cache:
+        return [*lines, f"known from {cache_path()}; remove that file to measure again"]
+    return [*lines, f"kept in {cache_path()}"]

@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 from qfleet.errors import QfleetError, UnknownNameError
 
-VERBS = ("train", "resume", "evaluate", "plot", "video", "runs", "doctor", "lab")
+VERBS = ("train", "resume", "evaluate", "plot", "video", "runs", "profile", "doctor", "lab")
 
 EXAMPLES = """\
 examples:

@@ -6,6 +6,7 @@ import contextlib
 import json as json_module
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qfleet.cli.parsing import parse_duration
@@ -22,6 +23,9 @@ class SittingOptions:
     """End this sitting after so many env steps in total; changes no schedule, resume goes on."""
     max_wall: str | None = None
     """End this sitting after so long (90s, 30m, 1h30m); changes no schedule, resume goes on."""
+    trace: bool = False
+    """Record what every thread does: trace.json (chrome://tracing, ui.perfetto.dev) and
+    plots/timeline.png in the run's folder."""
     quiet: bool = False
     """Show no progress, only the final report."""
     json: bool = False
@@ -40,13 +44,24 @@ class SittingOptions:
             stop_after=self.stop_after,
             max_wall_s=max_wall_s,
             display=choose_mode(self.quiet or self.json, sys.stdout),
+            trace=self.trace,
         )
 
     def quiet_stdout(self) -> contextlib.AbstractContextManager[object]:
-        """With --json, standard output is for the result alone, whatever an env prints."""
-        if self.json:
-            return contextlib.redirect_stdout(sys.stderr)
-        return contextlib.nullcontext()
+        return quiet_stdout(self.json)
+
+
+def quiet_stdout(json: bool) -> contextlib.AbstractContextManager[object]:
+    """With --json, standard output is for the result alone, whatever an env prints."""
+    return contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
+
+
+def trace_path(folder: Path) -> Path:
+    return folder / "trace.json"
+
+
+def timeline_path(folder: Path) -> Path:
+    return folder / "plots" / "timeline.png"
 
 
 def show(trained: Trained) -> None:
@@ -70,6 +85,9 @@ def finish(trained: Trained, options: SittingOptions) -> int:
         print(json_module.dumps(result_dict(trained)))
     else:
         show(trained)
+        if options.trace:
+            print(f"  trace      {trace_path(trained.folder)}")
+            print(f"  timeline   {timeline_path(trained.folder)}")
         if trained.result.env_steps < trained.config.steps:
             print(f"  go on with: qfleet resume {trained.folder}")
     return 128 + trained.interrupted_by if trained.interrupted_by else 0

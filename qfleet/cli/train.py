@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
@@ -49,31 +49,51 @@ class TrainOptions:
     """Name of the run below runs/; default from env, algorithm, seed and time."""
 
 
-def run(argv: list[str]) -> int:
-    argv = spell(argv)
-    if argv and not argv[0].startswith("-"):
-        argv = ["--env", *argv]
+class Start(NamedTuple):
+    """What a command line that trains starts from, before its options are parsed."""
+
+    argv: list[str]
+    """With the environment, which may stand first, as ``--env``, and in our spelling."""
+    base: Config
+    """What the options override."""
+    preset: str | None
+    names_task: bool
+
+    def config(self, parsed: Config, verb: str) -> Config:
+        """The parsed configuration, checked."""
+        if not self.names_task:
+            raise UserError(f"{verb} needs an environment: qfleet {verb} CartPole-v1")
+        # The algorithm's row was resolved from its alias; the parse saw the user's spelling.
+        return parsed.replace(algo=self.base.algo).validate()
+
+
+def read_start(argv: list[str]) -> Start:
+    """Find environment, algorithm, preset and file in ``argv``: they decide all the defaults."""
+    argv = _with_env_named(argv)
     said = _peek(argv, ("--env", "--algo", "--preset", "--config"))
-    if said["--preset"] == "list":
+    file_fields = read_fields(Path(said["--config"])) if said["--config"] else None
+    base, preset = resolve(said["--env"], said["--algo"], said["--preset"], file_fields)
+    names_task = bool(said["--env"] or file_fields is not None or preset)
+    return Start(argv, base, preset, names_task)
+
+
+def run(argv: list[str]) -> int:
+    if _peek(_with_env_named(argv), ("--preset",))["--preset"] == "list":
         for name, recipe in PRESETS.items():
             print(f"{name:<18} {' '.join((recipe.__doc__ or '').split())}")
         return 0
-    file_fields = read_fields(Path(said["--config"])) if said["--config"] else None
-    base, preset = resolve(said["--env"], said["--algo"], said["--preset"], file_fields)
+    start = read_start(argv)
     options = parse(
         TrainOptions,
-        argv,
+        start.argv,
         "train",
-        default=TrainOptions(base, SittingOptions()),
+        default=TrainOptions(start.base, SittingOptions()),
         description=DESCRIPTION,
     )
-    if said["--env"] is None and file_fields is None and preset is None:
-        raise UserError("train needs an environment: qfleet train CartPole-v1")
-    # The algorithm's row was resolved from its alias; the parse saw the user's spelling.
-    config = options.experiment.replace(algo=base.algo).validate()
+    config = start.config(options.experiment, "train")
     if options.seeds < 1:
         raise ConfigError(f"seeds {options.seeds} must be at least 1")
-    return _train(config, options, preset)
+    return _train(config, options, start.preset)
 
 
 def _train(config: Config, options: TrainOptions, preset: str | None) -> int:
@@ -112,6 +132,11 @@ def _train(config: Config, options: TrainOptions, preset: str | None) -> int:
         print(f"  folder     {trained.folder}\n  curve      {trained.curve}")
     interrupted = trained.runs[-1].interrupted_by
     return 128 + interrupted if interrupted else 0
+
+
+def _with_env_named(argv: list[str]) -> list[str]:
+    argv = spell(argv)
+    return ["--env", *argv] if argv and not argv[0].startswith("-") else argv
 
 
 def _peek(argv: list[str], names: tuple[str, ...]) -> dict[str, Any]:

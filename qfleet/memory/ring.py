@@ -290,7 +290,7 @@ class Ring:
         cuts = [(start, min(start + rows, filled)) for start in range(0, filled, rows)]
         return Segments(
             # Compressed frames must not all be unpacked at once: theirs is a lazy sequence.
-            tensors=self._frames.pieces(cuts),  # type: ignore[arg-type]
+            tensors=self._frames.pieces(cuts),
             versions=[self._newest_row_in(start, stop) for start, stop in cuts],
         )
 

@@ -155,16 +155,16 @@ def pong() -> Config:
     """qfleet's own: Pong solved in minutes on a GPU, told in docs/performance.md."""
     return atari_dqn().replace(
         algo="n-step-dqn",
+        double=True,
         n_steps=3,
-        steps=2_000_000,
+        steps=3_000_000,
         learning_rate=2.5e-4,
-        lr_schedule="linear",
         optimizer_eps=1e-5,
         buffer_size=200_000,
         learning_starts=20_000,
         target_update_interval=2000,
-        exploration_fraction=0.05,
-        eval_freq=200_000,
+        exploration_fraction=0.03,
+        eval_freq=100_000,
         target_return=18.0,
     )
 

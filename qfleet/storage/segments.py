@@ -5,6 +5,7 @@ In: a memory hands over its pieces with a version each. Out: a loaded checkpoint
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 class Segments:
     """Pieces of a ring. Equal versions of piece i promise equal contents within one run."""
 
-    tensors: list[Tensor]
+    tensors: Sequence[Tensor]
     versions: list[int]
 
     def __post_init__(self) -> None:

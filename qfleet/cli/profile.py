@@ -1,0 +1,211 @@
+"""``qfleet profile``: which stage holds a task back on this machine.
+
+In: an environment and options like those of train. Out: the rate of every stage alone and of all
+together, one sentence about them, and a trace of what every thread did.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from qfleet.cli.parsing import parse
+from qfleet.cli.sitting import quiet_stdout, timeline_path, trace_path
+from qfleet.cli.train import read_start
+from qfleet.config import Config
+from qfleet.errors import ConfigError
+from qfleet.telemetry.formatting import format_duration
+
+if TYPE_CHECKING:
+    from qfleet.result import Result
+    from qfleet.telemetry.bottleneck import Diagnosis, StageRates
+
+HELP = "train for some seconds, traced, and say which stage is the bottleneck"
+
+DESCRIPTION = """Train for some seconds and say how fast every stage is: qfleet profile ENV
+
+Every option of the configuration works as in train. What is profiled is the learning phase, so
+some defaults differ: learning starts at once with the final ε, nothing is evaluated, and no
+checkpoint is written but the last. The folder gets trace.json (chrome://tracing,
+ui.perfetto.dev) and plots/timeline.png beside the usual files.
+
+Examples:
+  qfleet profile CartPole-v1
+  qfleet profile ALE/Pong-v5 --seconds 60 --engine pipeline
+  qfleet profile CartPole-v1 --envs 64 --engine serial --json
+"""
+
+ENDLESS = 10**9
+"""Env steps that no profile reaches."""
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    experiment: Annotated[Config, tyro.conf.arg(name="")]
+    seconds: float = 20.0
+    """How long to train; building, tuning and measuring the stages come on top."""
+    preset: str | None = None
+    """Published recipe to start from; 'none' for plain defaults."""
+    config: Path | None = None
+    """JSON file with fields of the configuration, e.g. the config.json of a run."""
+    run_dir: Path | None = None
+    """Folder of the profiled run; default runs/profile-NAME."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+
+def run(argv: list[str]) -> int:
+    start = read_start(argv)
+    options = parse(
+        ProfileOptions,
+        start.argv,
+        "profile",
+        default=ProfileOptions(_learning_phase(start.base)),
+        description=DESCRIPTION,
+    )
+    config = start.config(options.experiment, "profile")
+    if not 0 < options.seconds < math.inf:
+        raise ConfigError(f"--seconds {options.seconds:g} must be positive")
+    return _profile(config, options)
+
+
+def _learning_phase(config: Config) -> Config:
+    """Defaults under which a few seconds look like most of a run; options still override them."""
+    return config.replace(
+        steps=ENDLESS,
+        learning_starts=0,
+        exploration_fraction=0.0,
+        eval_freq=0,
+        checkpoint_freq=ENDLESS,
+        patience=0,
+        lr_plateau_patience=0,
+    )
+
+
+def _profile(config: Config, options: ProfileOptions) -> int:
+    from qfleet import api
+    from qfleet.callbacks import Callback
+    from qfleet.run import Run, Sitting
+    from qfleet.storage.rundir import default_name, new_run_dir
+
+    class Watch(Callback):
+        """Keeps what a result does not hold."""
+
+        rate: float | None = None
+        ended: Run
+
+        def on_log(self, _run: Run, scalars: dict[str, float | None]) -> None:
+            # The last log comes before the last checkpoint, which is no part of training.
+            elapsed_s, env_steps = scalars["time/time_elapsed"], scalars["time/env_steps"]
+            self.rate = env_steps / elapsed_s if elapsed_s and env_steps else None
+
+        def on_end(self, run: Run, _result: Result) -> None:
+            self.ended = run
+
+    folder = options.run_dir
+    if folder is None:
+        name = f"profile-{default_name(config.env, config.algo, config.seed)}"
+        folder = new_run_dir(api.RUNS, name, explicit=False)
+    if not options.json:
+        print(f"profiling {config.env} for {format_duration(options.seconds)} …", file=sys.stderr)
+    watch = Watch()
+    with quiet_stdout(options.json):
+        trained = api.train(
+            config=config,
+            run_dir=folder,
+            sitting=Sitting(max_wall_s=options.seconds, trace=True),
+            callbacks=[watch],
+        )
+    run, result = watch.ended, trained.result
+    rates, diagnosis = run.rates, run.diagnosis
+    from_timers = rates is None or diagnosis is None
+    if rates is None or diagnosis is None:
+        rates, diagnosis = rates_from_timers(
+            result, trained.config, watch.rate or 0.0, run.parts.device.type
+        )
+    if options.json:
+        print(json_module.dumps(_as_dict(result, rates, diagnosis, trained.folder, from_timers)))
+    else:
+        for note in run.parts.notes:
+            print(note)
+        _show(result, rates, diagnosis, trained.folder, from_timers)
+    return 128 + trained.interrupted_by if trained.interrupted_by else 0
+
+
+def rates_from_timers(
+    result: Result, config: Config, end_to_end: float, device_type: str
+) -> tuple[StageRates, Diagnosis]:
+    """The rates of stages that took turns on one thread, from the seconds each of them took."""
+    import os
+
+    from qfleet.telemetry.bottleneck import StageRates, diagnose
+
+    spent_s = {stage: (share or 0.0) * result.wall_s for stage, share in result.time_share.items()}
+
+    def rate(env_steps: float, seconds: float) -> float | None:
+        return env_steps / seconds if env_steps and seconds > 0 else None
+
+    rates = StageRates(
+        env_only=rate(result.env_steps, spent_s["env"]),
+        inference_only=rate(result.env_steps, spent_s["act"]),
+        learner_only=rate(
+            result.updates / config.updates_per_env_step, spent_s["learn"] + spent_s["copy"]
+        ),
+        end_to_end=end_to_end,
+    )
+    diagnosis = diagnose(
+        rates,
+        cores=os.cpu_count() or 1,
+        envs=config.envs,
+        device_type=device_type,
+        updates_per_env_step=config.updates_per_env_step,
+        batch_size=config.batch_size,
+    )
+    return rates, diagnosis
+
+
+def _as_dict(
+    result: Result, rates: StageRates, diagnosis: Diagnosis, folder: Path, from_timers: bool
+) -> dict[str, Any]:
+    return {
+        "env_id": result.env_id,
+        "algo": result.algo,
+        "engine": result.engine,
+        "env_steps": result.env_steps,
+        "updates": result.updates,
+        "wall_s": result.wall_s,
+        "stopped_by": result.stopped_by,
+        **asdict(rates),
+        **asdict(diagnosis),
+        "from_timers": from_timers,
+        "time_share": result.time_share,
+        "faults": result.faults,
+        "run_dir": str(folder),
+        "trace": str(trace_path(folder)),
+        "timeline": str(timeline_path(folder)),
+    }
+
+
+def _show(
+    result: Result, rates: StageRates, diagnosis: Diagnosis, folder: Path, from_timers: bool
+) -> None:
+    from qfleet.telemetry.bottleneck import rates_table
+
+    print(
+        f"{result.env_id} · {result.algo} · {result.engine} · {result.env_steps:,} steps, "
+        f"{result.updates:,} updates in {format_duration(result.wall_s)}\n"
+    )
+    print(rates_table(rates, diagnosis))
+    if from_timers:
+        print(
+            "(One thread took turns: a stage's rate is from the time it took, not measured alone.)"
+        )
+    if result.faults:
+        print("faults: " + ", ".join(f"{kind} ×{count}" for kind, count in result.faults.items()))
+    print(f"\n  trace      {trace_path(folder)}\n  timeline   {timeline_path(folder)}")
