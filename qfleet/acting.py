@@ -133,7 +133,7 @@ class _RecordedNetwork:
         if self._launch is None:
             self._obs = torch.from_numpy(obs).to(self._device)
             self._actions = torch.zeros(self._batch[0], dtype=torch.int64, device=self._device)
-            self._launch = record(self._choose, self._device, ())
+            self._launch = record(self._choose, self._device, (), "evaluation")
         self._obs.copy_(torch.from_numpy(obs))
         self._launch()
         actions: NDArray[np.int64] = self._actions.cpu().numpy()

@@ -246,6 +246,8 @@ def prepare_learner(parts: Parts, memory: Ring) -> Choice:
         nonlocal in_force
         if choice != in_force:
             in_force = None
+            # Code for another choice is of no use, and torch.compile keeps only so many versions.
+            torch.compiler.reset()
             apply_choice(choice, learner.networks, learner.compilables())
             if record_them:
                 learner.record(at_once, samples)

@@ -228,9 +228,8 @@ class Learner:
             part = samples and samples.split(count * self._config.batch_size)[0]
             # Single updates are rare: what depends on their number is not compiled for them.
             switch(sized, compiled and count == updates_at_once)
-            launch = record(
-                functools.partial(self._replayed, count, part), self._device, drawn_from
-            )
+            once = functools.partial(self._replayed, count, part)
+            launch = record(once, self._device, drawn_from, "learner")
             self._recorded[count] = functools.partial(self._launch, count, part, launch)
             self._newest_of[count] = self._newest
         self._newest = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import signal
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from qfleet import schedules
+from qfleet.accounts import make_result, pipeline_scalars
 from qfleet.build import Parts, TorchSettings, build
 from qfleet.callbacks import Callback
 from qfleet.config import Config
@@ -31,9 +31,9 @@ from qfleet.errors import CheckpointError, DivergedError, QfleetError
 from qfleet.evaluation import Evaluation, evaluate_policy
 from qfleet.judge import Judge
 from qfleet.plan import settle
-from qfleet.result import Result, peak_device_bytes, peak_rss_bytes
+from qfleet.result import Result
 from qfleet.signals import Signals
-from qfleet.stages import stage_rates
+from qfleet.stages import Stages, measure_stages
 from qfleet.storage.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -42,7 +42,6 @@ from qfleet.storage.checkpoint import (
     save_policy,
 )
 from qfleet.storage.rundir import RunLock, atomic_write_text
-from qfleet.telemetry.bottleneck import Diagnosis, StageRates, diagnose, rates_table
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.progress import Progress
 from qfleet.telemetry.timeline import draw_timeline
@@ -113,8 +112,7 @@ class Run:
         """Seconds spent on evaluations and checkpoints since then."""
         self._end_to_end = 0.0
         """Env steps per second, learning, but for what was spent aside."""
-        self.rates: StageRates | None = None
-        self.diagnosis: Diagnosis | None = None
+        self.stages: Stages | None = None
         self._stop: str | None = None
         self._signal: int | None = None
         self._earlier_wall_s = 0.0
@@ -284,7 +282,7 @@ class Run:
             "train/q_mean": metrics.get("q_mean"),
             "train/abs_q_max": metrics.get("abs_q_max"),
         }
-        scalars |= self._pipeline_scalars()
+        scalars |= pipeline_scalars(self.parts, self.wall_s())
         shares = Timers.merged(self.parts.timers).shares(self.wall_s())
         scalars |= {f"time/share_{stage}": share for stage, share in shares.items()}
         self._writers.write(clock.env_steps, scalars)
@@ -294,23 +292,6 @@ class Run:
         self._watch(metrics)
         if not self._call("on_log", scalars):
             self._stop = "callback"
-
-    def _pipeline_scalars(self) -> dict[str, float | None]:
-        """How well stages that work side by side keep each other busy."""
-        if len(self.parts.timers) < 2:
-            return {}
-        learner, collector = (timers.shares(self.wall_s())["idle"] for timers in self.parts.timers)
-        lag, traffic = self.parts.channel.lag, self.parts.traffic
-        scalars = {
-            "pipeline/idle_learner": learner,
-            "pipeline/idle_collector": collector,
-            "pipeline/version_lag_mean": lag.mean,
-            "pipeline/version_lag_max": float(lag.largest),
-        }
-        if traffic is not None:
-            scalars["pipeline/bytes_to_device"] = float(traffic.bytes_to_device)
-            scalars["pipeline/copy_bytes_per_s"] = traffic.bandwidth_bytes_per_s
-        return scalars
 
     def _watch(self, metrics: dict[str, float]) -> None:
         """Stop a run whose data or values have gone bad instead of training on."""
@@ -395,17 +376,9 @@ class Run:
         """What each stage could do alone, where stages work side by side."""
         if len(self.parts.timers) < 2 or self._signal is not None:
             return
-        self.rates = stage_rates(self.parts, self._end_to_end)
-        self.diagnosis = diagnose(
-            self.rates,
-            cores=os.cpu_count() or 1,
-            envs=self.config.envs,
-            device_type=self.parts.device.type,
-            updates_per_env_step=self.config.updates_per_env_step,
-            batch_size=self.config.batch_size,
-        )
+        self.stages = measure_stages(self.parts, self._end_to_end)
         if self._sitting.display != "silent":
-            self._progress.message(rates_table(self.rates, self.diagnosis))
+            self._progress.message(self.stages.table())
 
     # --- what is kept -----------------------------------------------------------------------
 
@@ -496,56 +469,17 @@ class Run:
             self._judge.best_return = max(kept, self._judge.best_return or kept)
 
     def _write_result(self) -> Result:
-        config, clock, wall_s = self.config, self.parts.clock, self.wall_s()
-        evaluation = self.evaluation
-        result = Result(
-            env_id=config.env,
-            algo=config.algo,
-            engine=config.engine,
-            seed=config.seed,
-            env_steps=clock.env_steps,
-            frames=clock.frames,
-            updates=clock.updates,
-            wall_s=wall_s,
-            env_steps_per_s=clock.env_steps / wall_s,
-            updates_per_s=clock.updates / wall_s,
-            replay_ratio=clock.updates * config.batch_size / clock.env_steps
-            if clock.env_steps
-            else None,
-            eval_return_mean=evaluation.mean if evaluation else None,
-            eval_return_std=evaluation.std if evaluation else None,
-            best_eval_return=self._judge.best_return,
+        result = make_result(
+            self.parts,
+            wall_s=self.wall_s(),
+            evaluation=self.evaluation,
+            best_return=self._judge.best_return,
             stopped_by=self._stop or "steps",
-            rates=self._rates_dict(),
-            time_share=Timers.merged(self.parts.timers).shares(wall_s),
-            communication=self._communication(),
-            faults=self._faults.counts,
-            peak_rss_bytes=peak_rss_bytes(),
-            peak_device_bytes=peak_device_bytes(self.parts.device),
+            stages=self.stages,
         )
         text = json.dumps(dataclasses.asdict(result), indent=2)
         atomic_write_text(self.folder / "result.json", text)
         return result
-
-    def _rates_dict(self) -> dict[str, float | str | None] | None:
-        if self.rates is None or self.diagnosis is None:
-            return None
-        return {
-            **dataclasses.asdict(self.rates),
-            "share_of_slowest": self.diagnosis.share_of_slowest,
-            "bottleneck": self.diagnosis.bottleneck,
-        }
-
-    def _communication(self) -> dict[str, int | None]:
-        """What crossed to the accelerator and back, where actions are chosen there."""
-        traffic = self.parts.traffic
-        if traffic is None:
-            return dict.fromkeys(("bytes_sent", "bytes_received", "messages"))
-        return {
-            "bytes_sent": traffic.bytes_to_device,
-            "bytes_received": traffic.bytes_to_host,
-            "messages": traffic.copies,
-        }
 
     def _call(self, method: str, *arguments: Any) -> bool:
         """Run a callback method of everybody; False if anybody said stop."""

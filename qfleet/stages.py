@@ -1,23 +1,54 @@
 """What each stage of a run could do alone, and what they reach together.
 
-In: the parts of a run that has just ended. Out: its ``StageRates``: env steps per second of the
-environments, of choosing actions, of learning, and of the whole.
+In: the parts of a run that has just ended. Out: ``Stages``: env steps per second of the
+environments, of choosing actions, of learning and of the whole, and which is the bottleneck.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import time
+from typing import NamedTuple
 
 import numpy as np
 
 from qfleet.build import Parts
-from qfleet.telemetry.bottleneck import StageRates
+from qfleet.telemetry.bottleneck import Diagnosis, StageRates, diagnose, rates_table
 
 MEASURE_S = 1.0
 
 
-def stage_rates(parts: Parts, end_to_end: float) -> StageRates:
+class Stages(NamedTuple):
+    rates: StageRates
+    diagnosis: Diagnosis
+
+    def table(self) -> str:
+        return rates_table(self.rates, self.diagnosis)
+
+    def as_dict(self) -> dict[str, float | str | None]:
+        return {
+            **dataclasses.asdict(self.rates),
+            "share_of_slowest": self.diagnosis.share_of_slowest,
+            "bottleneck": self.diagnosis.bottleneck,
+        }
+
+
+def measure_stages(parts: Parts, end_to_end: float) -> Stages:
     """``end_to_end`` is what the run reached, in env steps per second."""
+    rates = _rates(parts, end_to_end)
+    diagnosis = diagnose(
+        rates,
+        cores=os.cpu_count() or 1,
+        envs=parts.config.envs,
+        device_type=parts.device.type,
+        updates_per_env_step=parts.config.updates_per_env_step,
+        batch_size=parts.config.batch_size,
+    )
+    return Stages(rates, diagnosis)
+
+
+def _rates(parts: Parts, end_to_end: float) -> StageRates:
     learner_only = parts.only.get("learner_only")
     learning_s = parts.timers[0].seconds["learn"] + parts.timers[0].seconds["copy"]
     if learner_only is None and learning_s > 0 and parts.clock.updates:

@@ -54,7 +54,7 @@ class ScriptedGroup:
         self.seeds = list(range(size))
         self._group, self._log = group, log
         self._env = np.arange(first_env, first_env + size)
-        self._length = np.array([length_of(env) for env in self._env])
+        self._length = np.array([length_of(env) for env in self._env.tolist()])
         self._episode = np.zeros(size, dtype=np.int64)
         self._step = np.zeros(size, dtype=np.int64)
         self._sent: NDArray[np.int64] | None = None
@@ -172,12 +172,8 @@ class Scene:
     """(group, call) of every call of every group."""
 
     def collect(self, rows: list[int]) -> list[Block]:
-        """Copies of so many rows: the actor fills its blocks again."""
-        blocks = [self.actor.collect(count, version=0) for count in rows[:1]]
-        kept = [copied(block) for block in blocks]
-        for count in rows[1:]:
-            kept.append(copied(self.actor.collect(count, version=0)))
-        return kept
+        """Blocks of so many rows each; copies, for the actor fills its own again."""
+        return [copied(self.actor.collect(count, version=0)) for count in rows]
 
 
 def copied(block: Block) -> Block:
@@ -259,12 +255,6 @@ def test_every_row_belongs_together(sizes: tuple[int, ...], rows: list[int], sta
     assert played.actor.env_steps == sum(rows) * sum(sizes)
     chosen = torch.cat([block.action for block in blocks])
     assert {GREEDY, *range(ACTIONS)} == set(chosen.flatten().tolist())
-
-
-@pytest.mark.parametrize("sizes", [(2, 2), (3, 2, 1)], ids=str)
-def test_groups_that_share_one_block_keep_their_rows_too(sizes: tuple[int, ...]) -> None:
-    """As build makes them where nobody works ahead: a block is taken before the next is begun."""
-    check_rows(scene(sizes, blocks=1).collect([5] * 6), sum(sizes))
 
 
 def test_a_block_stays_as_it_was_while_the_next_ones_are_filled() -> None:
@@ -367,8 +357,8 @@ def test_never_exploring_every_action_is_greedy(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
 def test_the_ladder_gives_every_column_its_own_rate(sizes: tuple[int, ...]) -> None:
     """0.9, 0.9^(10/3), 0.9^(17/3) and 0.9^8 = 0.43, whichever group an env is in."""
-    config = {"exploration_ladder": True, "epsilon": 0.9}
-    actions = torch.cat([b.action for b in scene(sizes, **config).collect([5] * 200)])
+    played = scene(sizes, epsilon=0.9, exploration_ladder=True)
+    actions = torch.cat([block.action for block in played.collect([5] * 200)])
     explored = (actions != GREEDY).float().mean(dim=0).numpy()
     expected = 0.9 ** (1 + 7 * np.arange(4) / 3)
     # 1000 draws of a fixed seed: the largest deviation to be expected is about 0.05.

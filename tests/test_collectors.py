@@ -31,7 +31,7 @@ CONFIG = Config(env="Toy-v0", envs=2, steps=26, train_freq=8, learning_starts=0,
 class FakeActor:
     """Numbers its blocks; ``before(k)`` runs in the thread before block k is complete."""
 
-    def __init__(self, before: Callable[[int], None] = lambda number: None) -> None:
+    def __init__(self, before: Callable[[int], None] = lambda _: None) -> None:
         self._before = before
         self.asked: list[tuple[int, int]] = []
         """(rows, version) of each block begun."""
@@ -235,7 +235,7 @@ def test_closing_ends_the_thread() -> None:
 
 def test_a_block_that_never_comes_names_the_env_and_the_mend(gate: threading.Event) -> None:
     config = CONFIG.replace(env_timeout_s=0.01, max_env_restarts=3)
-    scene = Scene(FakeActor(before=lambda number: cast(None, gate.wait(DEADLINE_S))), config)
+    scene = Scene(FakeActor(before=lambda _: cast(None, gate.wait(DEADLINE_S))), config)
     with pytest.raises(EnvironmentFault) as caught:
         scene.take()
     message = str(caught.value)

@@ -14,6 +14,8 @@ import torch
 WARM_UPS = 3
 """Calls before recording: lazy initialisation, library heuristics and compilation happen there."""
 
+_STREAMS: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+
 
 def why_no_graphs(device: torch.device) -> str | None:
     """Why nothing can be recorded on this device; None if it can."""
@@ -28,27 +30,32 @@ def stream_of(device: torch.device, urgent: bool = False) -> torch.Stream:
 
 
 def record(
-    function: Callable[[], None], device: torch.device, generators: Sequence[torch.Generator]
+    function: Callable[[], None],
+    device: torch.device,
+    generators: Sequence[torch.Generator],
+    role: str,
 ) -> Callable[[], None]:
     """``function`` as one launch. It is called a few times before, so undo what it did.
 
     ``generators`` are those it draws from: their state moves on with every replay, as if the
-    function had been called.
+    function had been called. Recordings of one ``role`` must not be replayed side by side: matrix
+    libraries keep one scratch buffer per stream that they were recorded on, and each role has one.
     """
     if why_no_graphs(device) is not None:
         return function
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side = _STREAMS.setdefault(
+        (device, role),
+        torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+    )
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         for _ in range(WARM_UPS):
             function()
     torch.cuda.current_stream(device).wait_stream(side)
     torch.cuda.synchronize(device)
-    # Recorded on a stream of its own: matrix libraries keep one scratch buffer per stream they were
-    # called on, and recordings that share one spoil each other when they are replayed side by side.
     # Thread-local: other threads may go on using the device meanwhile.
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         function()

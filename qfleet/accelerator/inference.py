@@ -81,7 +81,7 @@ class DeviceInference:
         self._copy_start = torch.Event(device, enable_timing=True)
         self._copy_end = torch.Event(device, enable_timing=True)
         self._graphs = [
-            record(lambda group=group: self._forward(group), device, ())  # type: ignore[misc]
+            record(lambda group=group: self._forward(group), device, (), "actor")  # type: ignore[misc]
             for group in range(len(group_sizes))
         ]
         self.forget()

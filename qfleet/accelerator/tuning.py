@@ -62,9 +62,6 @@ def apply_choice(choice: Choice, networks: list[QNetwork], compilables: list[Com
     torch.set_float32_matmul_precision("highest" if choice.precision == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = choice.precision != "fp32"
     torch.backends.cudnn.benchmark = True
-    if choice.compiled:
-        # Code for another choice is of no use, and torch.compile keeps only so many versions.
-        torch.compiler.reset()
     for network in networks:
         network.autocast_dtype = torch.bfloat16 if choice.precision == "bf16" else None
     switch(compilables, choice.compiled)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json as json_module
 import math
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from qfleet.telemetry.formatting import format_duration
 
 if TYPE_CHECKING:
     from qfleet.result import Result
-    from qfleet.telemetry.bottleneck import Diagnosis, StageRates
+    from qfleet.stages import Stages
 
 HELP = "train for some seconds, traced, and say which stage is the bottleneck"
 
@@ -123,27 +124,25 @@ def _profile(config: Config, options: ProfileOptions) -> int:
             callbacks=[watch],
         )
     run, result = watch.ended, trained.result
-    rates, diagnosis = run.rates, run.diagnosis
-    from_timers = rates is None or diagnosis is None
-    if rates is None or diagnosis is None:
-        rates, diagnosis = rates_from_timers(
-            result, trained.config, watch.rate or 0.0, run.parts.device.type
-        )
+    measured = run.stages
+    stages = measured or stages_from_timers(
+        result, trained.config, watch.rate or 0.0, run.parts.device.type
+    )
+    from_timers = measured is None
     if options.json:
-        print(json_module.dumps(_as_dict(result, rates, diagnosis, trained.folder, from_timers)))
+        print(json_module.dumps(_as_dict(result, stages, trained.folder, from_timers)))
     else:
         for note in run.parts.notes:
             print(note)
-        _show(result, rates, diagnosis, trained.folder, from_timers)
+        _show(result, stages, trained.folder, from_timers)
     return 128 + trained.interrupted_by if trained.interrupted_by else 0
 
 
-def rates_from_timers(
+def stages_from_timers(
     result: Result, config: Config, end_to_end: float, device_type: str
-) -> tuple[StageRates, Diagnosis]:
+) -> Stages:
     """The rates of stages that took turns on one thread, from the seconds each of them took."""
-    import os
-
+    from qfleet.stages import Stages
     from qfleet.telemetry.bottleneck import StageRates, diagnose
 
     spent_s = {stage: (share or 0.0) * result.wall_s for stage, share in result.time_share.items()}
@@ -167,12 +166,10 @@ def rates_from_timers(
         updates_per_env_step=config.updates_per_env_step,
         batch_size=config.batch_size,
     )
-    return rates, diagnosis
+    return Stages(rates, diagnosis)
 
 
-def _as_dict(
-    result: Result, rates: StageRates, diagnosis: Diagnosis, folder: Path, from_timers: bool
-) -> dict[str, Any]:
+def _as_dict(result: Result, stages: Stages, folder: Path, from_timers: bool) -> dict[str, Any]:
     return {
         "env_id": result.env_id,
         "algo": result.algo,
@@ -181,8 +178,8 @@ def _as_dict(
         "updates": result.updates,
         "wall_s": result.wall_s,
         "stopped_by": result.stopped_by,
-        **asdict(rates),
-        **asdict(diagnosis),
+        **asdict(stages.rates),
+        **asdict(stages.diagnosis),
         "from_timers": from_timers,
         "time_share": result.time_share,
         "faults": result.faults,
@@ -192,16 +189,12 @@ def _as_dict(
     }
 
 
-def _show(
-    result: Result, rates: StageRates, diagnosis: Diagnosis, folder: Path, from_timers: bool
-) -> None:
-    from qfleet.telemetry.bottleneck import rates_table
-
+def _show(result: Result, stages: Stages, folder: Path, from_timers: bool) -> None:
     print(
         f"{result.env_id} · {result.algo} · {result.engine} · {result.env_steps:,} steps, "
         f"{result.updates:,} updates in {format_duration(result.wall_s)}\n"
     )
-    print(rates_table(rates, diagnosis))
+    print(stages.table())
     if from_timers:
         print(
             "(One thread took turns: a stage's rate is from the time it took, not measured alone.)"

@@ -1,0 +1,77 @@
+"""What a run has come to, in numbers: its result, and how well its threads keep each other busy.
+
+In: the parts of a run and what its clockwork knows. Out: a ``Result``, and scalars for the log.
+"""
+
+from __future__ import annotations
+
+from qfleet.build import Parts
+from qfleet.evaluation import Evaluation
+from qfleet.result import Result, peak_device_bytes, peak_rss_bytes
+from qfleet.stages import Stages
+from qfleet.telemetry.timers import Timers
+
+
+def make_result(
+    parts: Parts,
+    *,
+    wall_s: float,
+    evaluation: Evaluation | None,
+    best_return: float | None,
+    stopped_by: str,
+    stages: Stages | None,
+) -> Result:
+    config, clock = parts.config, parts.clock
+    samples = clock.updates * config.batch_size
+    return Result(
+        env_id=config.env,
+        algo=config.algo,
+        engine=config.engine,
+        seed=config.seed,
+        env_steps=clock.env_steps,
+        frames=clock.frames,
+        updates=clock.updates,
+        wall_s=wall_s,
+        env_steps_per_s=clock.env_steps / wall_s,
+        updates_per_s=clock.updates / wall_s,
+        replay_ratio=samples / clock.env_steps if clock.env_steps else None,
+        eval_return_mean=evaluation.mean if evaluation else None,
+        eval_return_std=evaluation.std if evaluation else None,
+        best_eval_return=best_return,
+        stopped_by=stopped_by,
+        time_share=Timers.merged(parts.timers).shares(wall_s),
+        rates=stages.as_dict() if stages else None,
+        communication=_communication(parts),
+        faults=parts.faults.counts,
+        peak_rss_bytes=peak_rss_bytes(),
+        peak_device_bytes=peak_device_bytes(parts.device),
+    )
+
+
+def _communication(parts: Parts) -> dict[str, int | None]:
+    """What crossed to the accelerator and back, where actions are chosen there."""
+    traffic = parts.traffic
+    if traffic is None:
+        return dict.fromkeys(("bytes_sent", "bytes_received", "messages"))
+    return {
+        "bytes_sent": traffic.bytes_to_device,
+        "bytes_received": traffic.bytes_to_host,
+        "messages": traffic.copies,
+    }
+
+
+def pipeline_scalars(parts: Parts, wall_s: float) -> dict[str, float | None]:
+    """How well stages that work side by side keep each other busy; nothing on serial."""
+    if len(parts.timers) < 2:
+        return {}
+    learner, collector = (timers.shares(wall_s)["idle"] for timers in parts.timers)
+    scalars = {
+        "pipeline/idle_learner": learner,
+        "pipeline/idle_collector": collector,
+        "pipeline/version_lag_mean": parts.channel.lag.mean,
+        "pipeline/version_lag_max": float(parts.channel.lag.largest),
+    }
+    if parts.traffic is not None:
+        scalars["pipeline/bytes_to_device"] = float(parts.traffic.bytes_to_device)
+        scalars["pipeline/copy_bytes_per_s"] = parts.traffic.bandwidth_bytes_per_s
+    return scalars

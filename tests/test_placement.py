@@ -1,0 +1,232 @@
+"""Which device learns, keeps the replay and chooses the actions; accelerators are made up here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from qfleet import placement
+from qfleet.build import make_network
+from qfleet.config import Config
+from qfleet.core import EnvSpec
+from qfleet.errors import ConfigError
+from qfleet.memory import replay_bytes
+from qfleet.networks import QNetwork
+from qfleet.placement import RESERVED_BYTES, Acting, Placement, place_inference, resolve_device
+from qfleet.weights import FlatWeights, Mailbox
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+IMAGES = EnvSpec("toy", (4, 84, 84), "uint8", 3, frame_stack=4)
+VECTORS = EnvSpec("toy", (3,), "float32", 2)
+PIPELINE = Config(engine="pipeline", envs=8, buffer_size=10_000)
+NEEDED_BYTES = replay_bytes(IMAGES, 8, 10_000, prioritized=False)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up CUDA device with room for everything."""
+    monkeypatch.setattr(
+        placement, "resolve_device", lambda name, _: CUDA if name == "auto" else torch.device(name)
+    )
+    free(monkeypatch, 2**40)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    monkeypatch.setattr(placement, "free_device_bytes", lambda _: free_bytes)
+
+
+def place(config: Config, in_background: bool = True) -> Placement:
+    return Placement.of(config, IMAGES, in_background)
+
+
+# --- devices by name --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "spec", "expected"),
+    [(None, IMAGES, CPU), (CUDA, IMAGES, CUDA), (CUDA, VECTORS, CPU)],
+)
+def test_auto_is_the_accelerator_for_images_only(
+    accelerator: torch.device | None,
+    spec: EnvSpec,
+    expected: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
+    assert resolve_device("auto", spec) == expected
+
+
+@pytest.mark.parametrize("name", ["nosuch", "xpu", "cpu:x"])
+def test_a_device_that_is_not_there_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"device '{name}' is not usable here .*; try cpu"):
+        resolve_device(name, VECTORS)
+    assert resolve_device("cpu", IMAGES) == CPU
+
+
+# --- replay -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("cuda")
+def test_replay_that_fits_lies_beside_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, NEEDED_BYTES + RESERVED_BYTES)
+    assert place(PIPELINE) == Placement(CUDA, CUDA, ahead=True, unasked=True)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_replay_that_does_not_fit_stays_on_the_host_and_updates_are_still_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free(monkeypatch, NEEDED_BYTES + RESERVED_BYTES - 1)
+    placed = place(PIPELINE)
+    assert (placed.device, placed.replay, placed.unasked) == (CUDA, CPU, True)
+    (note,) = placed.notes
+    assert "0.1 GiB do not fit beside the learner (0.1 GiB left on cuda)" in note
+    free(monkeypatch, 0)
+    assert "(0.0 GiB left on cuda)" in place(PIPELINE).notes[0]
+
+
+@pytest.mark.usefixtures("cuda")
+def test_priorities_need_room_too_and_on_the_host_forbid_recording(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = PIPELINE.replace(prioritized_replay=True)
+    assert place(config).unasked is True
+    free(monkeypatch, NEEDED_BYTES + RESERVED_BYTES)
+    placed = place(config)
+    assert (placed.replay, placed.unasked) == (CPU, False)
+    assert "updates are not recorded: priorities are kept on the host" in placed.notes
+
+
+@pytest.mark.parametrize("fields", [{"replay_dir": "frames"}, {"replay_compression": "lz4"}])
+@pytest.mark.usefixtures("cuda")
+def test_files_and_compressed_frames_are_the_hosts(fields: dict[str, Any]) -> None:
+    placed = place(PIPELINE.replace(**fields))
+    assert placed.replay == CPU
+    assert placed.notes == ("replay on the host: it is kept in files or compressed",)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("cpu", CPU), ("cuda", CUDA)])
+@pytest.mark.usefixtures("cuda")
+def test_what_was_asked_for_is_done_without_a_word(
+    name: str, expected: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(monkeypatch, 0)
+    placed = place(PIPELINE.replace(replay_device=name))
+    assert (placed.replay, placed.notes) == (expected, ())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"replay_device": "mps"},
+        {"replay_device": "cuda", "device": "cpu"},
+        {"replay_device": "cuda", "engine": "serial"},
+    ],
+)
+@pytest.mark.usefixtures("cuda")
+def test_a_third_device_is_refused(fields: dict[str, Any]) -> None:
+    name = fields["replay_device"]
+    with pytest.raises(ConfigError, match=f"replay_device '{name}' must be the learner's device"):
+        place(PIPELINE.replace(**fields))
+
+
+@pytest.mark.usefixtures("cuda")
+def test_serial_keeps_replay_on_the_host_whatever_learns() -> None:
+    placed = place(PIPELINE.replace(engine="serial"))
+    assert placed == Placement(CUDA, CPU, ahead=False, unasked=False)
+
+
+# --- who works ahead --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "in_background", "ahead", "notes"),
+    [
+        ({"device": "cpu"}, True, True, 0),
+        ({"device": "cpu"}, False, False, 1),
+        ({"device": "cpu", "lockstep": True}, True, False, 0),
+        ({"device": "cpu", "lockstep": True}, False, False, 0),
+        ({"device": "cpu", "engine": "serial"}, True, False, 0),
+        ({}, False, True, 0),
+        ({"lockstep": True}, True, False, 0),
+    ],
+)
+@pytest.mark.usefixtures("cuda")
+def test_collecting_goes_on_alone_where_it_can(
+    fields: dict[str, Any], in_background: bool, ahead: bool, notes: int
+) -> None:
+    placed = place(PIPELINE.replace(**fields), in_background)
+    assert placed.ahead is ahead
+    assert len(placed.notes) == notes
+    assert all("collecting in turn with learning" in note for note in placed.notes)
+
+
+# --- inference --------------------------------------------------------------------------------
+
+ON_CPU = Placement(CPU, CPU, ahead=True, unasked=False)
+
+
+def network_on(device: torch.device) -> QNetwork:
+    return make_network(Config(net_arch=(8,)), VECTORS, device, seed=0)
+
+
+def choose(config: Config, place: Placement, source: FlatWeights) -> Acting:
+    return place_inference(
+        config, VECTORS, [2, 2], place, source, network_on, compiled=False, seed=0
+    )
+
+
+@pytest.mark.parametrize(("asked", "how"), [("auto", "no accelerator"), ("cpu", "asked for")])
+def test_on_the_host_a_network_of_the_actors_own_follows_the_learners(
+    asked: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "MEASURE_S", 0.005)
+    source = FlatWeights(network_on(CPU))
+    acting = choose(PIPELINE.replace(inference_device=asked), ON_CPU, source)
+    assert acting.env_steps_per_s > 0
+    assert acting.note == f"inference on cpu ({how}: cpu {acting.env_steps_per_s:,.0f}/s)"
+    assert acting.traffic is None
+    acting.block_ready()  # nothing to wait for
+    assert isinstance(acting.channel, Mailbox)
+    reader = acting.channel._reader.data
+    acting.channel.refresh()
+    source.data.add_(1.0)
+    assert not torch.equal(reader, source.data)
+    acting.channel.publish(7)
+    assert acting.channel.refresh() == 7
+    assert torch.equal(reader, source.data)
+
+
+def test_inference_elsewhere_than_the_learner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "resolve_device", lambda name, _: torch.device(name))
+    words = r"inference_device 'cuda' must be the learner's device \(cpu\) or cpu"
+    with pytest.raises(ConfigError, match=words):
+        choose(PIPELINE.replace(inference_device="cuda"), ON_CPU, FlatWeights(network_on(CPU)))
+
+
+@pytest.mark.parametrize(
+    ("rates", "best"), [({"cpu": 50.0, "cuda": 70.0}, "cuda"), ({"cpu": 80.0, "cuda": 70.0}, "cpu")]
+)
+def test_with_an_accelerator_the_quicker_one_chooses(
+    rates: dict[str, float], best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def acting_on(device: torch.device, *_: object) -> Acting:
+        host: Any = None
+        return Acting(host, host, lambda: None, None, rates[device.type], "")
+
+    monkeypatch.setattr(placement, "_acting_on", acting_on)
+    acting = place_inference(
+        PIPELINE,
+        VECTORS,
+        [2, 2],
+        Placement(CUDA, CUDA, ahead=True, unasked=True),
+        FlatWeights(network_on(CPU)),
+        lambda _: network_on(CPU),
+        compiled=False,
+        seed=0,
+    )
+    assert acting.env_steps_per_s == max(rates.values())
+    told = f"cpu {rates['cpu']:.0f}/s, cuda {rates['cuda']:.0f}/s"
+    assert acting.note == f"inference on {best} (measured: {told})"

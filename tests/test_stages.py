@@ -1,0 +1,120 @@
+"""What each stage could do alone: measured where stages work side by side, and in the result."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import qfleet
+from qfleet.api import Trained
+from qfleet.build import build
+from qfleet.config import Config
+from qfleet.engines import ENGINES
+from qfleet.stages import measure_stages
+from qfleet.telemetry.faults import FaultLog
+
+SMALL = Config(
+    envs=2,
+    steps=200,
+    learning_starts=20,
+    net_arch=(8,),
+    batch_size=8,
+    buffer_size=500,
+    eval_freq=0,
+    n_eval_episodes=1,
+    max_episode_steps=30,
+    tensorboard=False,
+)
+STAGES = ("env_only", "inference_only", "learner_only", "end_to_end")
+
+
+@pytest.fixture(autouse=True)
+def briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("qfleet.stages.MEASURE_S", 0.02)
+    monkeypatch.setattr("qfleet.placement.MEASURE_S", 0.02)
+
+
+def train(folder: Path, **fields: Any) -> tuple[Trained, dict[str, Any]]:
+    trained = qfleet.train(config=SMALL.replace(**fields), run_dir=folder)
+    return trained, json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"vectorize": "async"}, {"vectorize": "sync", "lockstep": True}],
+    ids=["async", "lockstep"],
+)
+def test_a_pipeline_run_says_what_each_stage_could_do(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    trained, written = train(tmp_path / "run", engine="pipeline", **fields)
+    rates = trained.result.rates
+    assert rates is not None
+    assert written["rates"] == rates
+    assert set(rates) == {*STAGES, "share_of_slowest", "bottleneck"}
+    figures = {stage: rates[stage] for stage in STAGES}
+    for figure in figures.values():
+        assert isinstance(figure, float)
+        assert math.isfinite(figure)
+        assert figure > 0
+    slowest = min(figures[stage] for stage in STAGES[:3])  # type: ignore[type-var]
+    assert rates["share_of_slowest"] == pytest.approx(figures["end_to_end"] / slowest)  # type: ignore[operator]
+    assert rates["bottleneck"] in ("env", "inference", "learner", "overhead")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"engine": "serial"}, {"engine": "pipeline", "vectorize": "sync"}],
+    ids=["serial", "pipeline in one thread"],
+)
+def test_stages_that_take_turns_in_one_thread_have_no_rates(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    trained, written = train(tmp_path / "run", **fields)
+    assert trained.result.rates is None
+    assert written["rates"] is None
+
+
+def test_the_learners_rate_is_in_env_steps() -> None:
+    config = SMALL.replace(engine="pipeline", lockstep=True, train_freq=8, gradient_steps=2)
+    parts = build(config, FaultLog())
+    try:
+        ENGINES["pipeline"](parts, lambda: parts.clock.env_steps < 200)
+        spent_s = parts.timers[0].seconds
+        spent_s["learn"], spent_s["copy"] = 1.5, 0.5
+        rates = measure_stages(parts, end_to_end=7.0).rates
+    finally:
+        parts.close()
+    assert parts.clock.updates == 44
+    # 44 updates in 2 s; four env steps for each.
+    assert rates.learner_only == pytest.approx(44 / 2 * 4)
+    assert rates.inference_only == parts.only["inference_only"]
+    assert rates.end_to_end == 7.0
+
+
+def test_a_rate_measured_at_the_start_is_believed() -> None:
+    parts = build(SMALL.replace(engine="pipeline", lockstep=True), FaultLog())
+    try:
+        parts.only["learner_only"] = 123.0
+        rates = measure_stages(parts, end_to_end=1.0).rates
+    finally:
+        parts.close()
+    assert rates.learner_only == 123.0
+
+
+def test_a_run_that_never_learnt_has_no_learners_rate() -> None:
+    config = SMALL.replace(engine="pipeline", lockstep=True, learning_starts=150)
+    parts = build(config, FaultLog())
+    try:
+        ENGINES["pipeline"](parts, lambda: parts.clock.env_steps < 40)
+        rates = measure_stages(parts, end_to_end=1.0).rates
+    finally:
+        parts.close()
+    assert rates.learner_only is None
+    assert rates.env_only is not None
+    assert rates.env_only > 0
