@@ -40,7 +40,7 @@ def end_to_end(config: Config, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run = Run(config, Path(folder) / "run", Sitting(max_wall_s=seconds))
         ready_s = time.perf_counter() - start
-        notes, only = list(run.parts.notes), dict(run.parts.only)
+        notes = list(run.parts.notes)
         result = run.go()
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     logged = [json.loads(line) for line in lines]
@@ -50,8 +50,8 @@ def end_to_end(config: Config, seconds: float) -> dict[str, Any]:
         "updates": result.updates,
         "ready_s": ready_s,
         "env_only": result.rates and result.rates["env_only"],
-        "learner_only": only.get("learner_only"),
-        "inference_only": only.get("inference_only"),
+        "learner_only": result.rates and result.rates["learner_only"],
+        "inference_only": result.rates and result.rates["inference_only"],
         "notes": notes,
         "faults": result.faults,
         "time_share": result.time_share,

@@ -39,7 +39,14 @@ from qfleet.learner import Learner
 from qfleet.loop import RateLimiter, rows_per_block
 from qfleet.memory import PrioritizedSampler, Ring, Sampler, UniformSampler, check_fits
 from qfleet.networks import QNetwork, build_network
-from qfleet.placement import Placement, free_device_bytes, is_image, place_inference
+from qfleet.placement import (
+    Placement,
+    free_device_bytes,
+    has_streams,
+    inference_rate,
+    is_image,
+    place_inference,
+)
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
@@ -97,8 +104,10 @@ class Parts:
     """What was chosen for this machine, and why, for whoever watches."""
     tuning: Tuning | None = None
     """What was tried on the accelerator, and chosen."""
-    only: dict[str, float | None] = dataclasses.field(default_factory=dict)
-    """Rates of single stages, as measured at the start."""
+    learner_only: float | None = None
+    """Env steps per second that learning alone allows, where it was measured at the start."""
+    measure_inference: Callable[[], float] | None = None
+    """The same for choosing actions; to be called when nothing else runs."""
 
     def close(self) -> None:
         self.collector.close()
@@ -167,7 +176,12 @@ def build(
             seeds=seeds,
             notes=list(place.notes),
         )
-        choice = prepare_learner(parts, memory) if place.unasked else Choice("fp32", False)
+        if place.unasked:
+            choice = prepare_learner(parts, memory)
+        else:
+            choice = Choice("fp32" if config.precision == "auto" else config.precision, False)
+            if config.precision != "auto":
+                apply_choice(choice, learner.networks, [])
         if place.ahead or (config.engine == "pipeline" and config.lockstep):
             _act_in_a_thread(parts, place, choice, trace)
         else:
@@ -209,7 +223,9 @@ def _act_in_a_thread(parts: Parts, place: Placement, choice: Choice, trace: Trac
     parts.timers.append(timers)
     parts.channel, parts.traffic = acting.channel, acting.traffic
     parts.notes.append(acting.note)
-    parts.only["inference_only"] = acting.env_steps_per_s
+    parts.measure_inference = lambda: inference_rate(
+        acting.inference, parts.spec, parts.envs[0].num_envs
+    )
     actor = Actor(
         parts.envs,
         acting.inference,
@@ -264,7 +280,7 @@ def prepare_learner(parts: Parts, memory: Ring) -> Choice:
     parts.timers[0].load_state_dict({})  # what was tried out is no part of the run
     failures = {f.name: f.failure for f in learner.compilables() if f.failure is not None}
     parts.tuning = dataclasses.replace(tuning, failed={**tuning.failed, **failures})
-    parts.only["learner_only"] = 1 / update_s / config.updates_per_env_step
+    parts.learner_only = 1 / update_s / config.updates_per_env_step
     how = "known" if tuning.from_cache else "tuned"
     recorded = f"{at_once} updates a launch" if record_them else "not recorded"
     parts.notes.append(
@@ -310,10 +326,10 @@ def make_network(config: Config, spec: EnvSpec, device: torch.device, seed: int)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = build_network(spec, config)
-    return model_transform(config)(network.to(device))
+    return model_transform(config, device)(network.to(device))
 
 
-def model_transform(config: Config) -> ModelTransform:
+def model_transform(config: Config, device: torch.device) -> ModelTransform:
     """What is done to a network from outside once it is built; the network never knows."""
 
     def compiled(network: QNetwork) -> QNetwork:
@@ -321,8 +337,9 @@ def model_transform(config: Config) -> ModelTransform:
         network.allows_shortcuts = False
         return network
 
-    # The pipeline compiles whole updates, in which the network is one part.
-    in_itself = config.compile == "on" and config.engine != "pipeline"
+    # On an accelerator the pipeline compiles whole updates, in which the network is one part.
+    whole_updates = config.engine == "pipeline" and has_streams(device)
+    in_itself = config.compile == "on" and not whole_updates
     return compiled if in_itself else lambda network: network
 
 

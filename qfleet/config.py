@@ -191,7 +191,7 @@ class Config:
     graphs: bool = True
     """Pipeline: record bursts of updates as graphs, where the device can."""
     lockstep: bool = False
-    """Pipeline: collect and learn in turn, which gives the very numbers of serial."""
+    """Pipeline: collect and learn in turn, which on a CPU gives the very numbers of serial."""
     seed: int = 0
     """Seed of everything random."""
     device: str = "auto"

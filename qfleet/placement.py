@@ -20,6 +20,7 @@ from qfleet.config import Config
 from qfleet.core import EnvSpec
 from qfleet.errors import ConfigError
 from qfleet.memory import replay_bytes
+from qfleet.memory.sizing import USABLE_PERCENT
 from qfleet.networks import QNetwork
 from qfleet.networks.torsos import image_layout
 from qfleet.weights import DeviceMailbox, FlatWeights, Mailbox
@@ -48,8 +49,13 @@ def resolve_device(name: str, spec: EnvSpec) -> torch.device:
     return device
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether work can be queued side by side on a device, which the pipeline's fast parts need."""
+    return device.type in ("cuda", "xpu")
+
+
 def free_device_bytes(device: torch.device) -> int:
-    """Memory that can still be taken on an accelerator."""
+    """Memory that can still be taken on an accelerator with streams."""
     free, _ = torch.get_device_module(device).mem_get_info(device)
     return int(free)
 
@@ -75,7 +81,17 @@ class Placement:
         notes = [why] if why else []
         if on_pipeline and not config.lockstep and not ahead:
             notes.append("collecting in turn with learning: these envs need the same interpreter")
-        unasked = on_pipeline and device.type != "cpu"
+        unasked = on_pipeline and has_streams(device)
+        if on_pipeline and device.type != "cpu" and not unasked:
+            notes.append(f"updates are not recorded: torch queues nothing on {device.type}")
+        in_a_thread = ahead or (on_pipeline and config.lockstep)
+        if not in_a_thread and config.inference_device != "auto":
+            raise ConfigError(
+                f"inference_device '{config.inference_device}' is for a pipeline that collects while "
+                "it learns; here the learner's network acts, on its device"
+            )
+        if device.type == "cpu" and config.precision not in ("auto", "fp32"):
+            raise ConfigError(f"precision '{config.precision}' is for accelerators; a CPU has fp32")
         if unasked and config.prioritized_replay and replay.type == "cpu":
             unasked = False
             notes.append("updates are not recorded: priorities are kept on the host")
@@ -95,12 +111,13 @@ def _place_replay(
                 f"({learner}) or cpu; serial keeps replay on the cpu"
             )
         return device, None
-    if learner.type == "cpu":
+    if not has_streams(learner):
         return host, None
     if config.replay_dir or config.replay_compression != "none":
         return host, "replay on the host: it is kept in files or compressed"
     needed = replay_bytes(spec, config.envs, config.buffer_size, config.prioritized_replay)
-    free = free_device_bytes(learner) - RESERVED_BYTES
+    free = free_device_bytes(learner)
+    free = min(free - RESERVED_BYTES, free * USABLE_PERCENT // 100)
     if needed > free:
         return host, (
             f"replay on the host: {needed / 2**30:.1f} GiB do not fit beside the learner "
@@ -164,9 +181,9 @@ def _acting_on(
     seed: int,
 ) -> Acting:
     reader = FlatWeights(network)
-    if device.type == "cpu":
+    if not has_streams(device):
         host = HostInference(network, device, spec.obs_dtype, seed)
-        rate = _rate(host, spec, group_sizes[0])
+        rate = inference_rate(host, spec, group_sizes[0])
         return Acting(host, Mailbox(source, reader), _nothing, None, rate, "")
     on_device = DeviceInference(
         network,
@@ -177,7 +194,7 @@ def _acting_on(
         frames_stay=place.replay.type != "cpu",
         compiled=compiled,
     )
-    rate = _rate(on_device, spec, group_sizes[0])
+    rate = inference_rate(on_device, spec, group_sizes[0])
     on_device.forget()
 
     earlier, newest = torch.Event(device), torch.Event(device)
@@ -204,7 +221,7 @@ def _nothing() -> None:
     """A block on the host is ready when it is complete."""
 
 
-def _rate(inference: Inference, spec: EnvSpec, envs: int) -> float:
+def inference_rate(inference: Inference, spec: EnvSpec, envs: int) -> float:
     """Env steps per second that choosing actions alone allows, for one group."""
     obs = np.zeros((envs, *spec.obs_shape), dtype=spec.obs_dtype)
     opened = np.zeros(envs, dtype=np.bool_)

@@ -17,7 +17,7 @@ from qfleet.config import Config
 from qfleet.core import EnvSpec
 from qfleet.engines import ENGINES
 from qfleet.envs import ale_game, make_envs, steps_in_background
-from qfleet.placement import resolve_device
+from qfleet.placement import has_streams, resolve_device
 from qfleet.remembered import recall, remember
 from qfleet.telemetry.faults import FaultLog
 
@@ -54,6 +54,8 @@ def settle(config: Config) -> tuple[Config, str | None]:
 
 def _choose_engine(config: Config) -> tuple[str, str]:
     accelerator = _learner_device(config)
+    if accelerator.type != "cpu" and not has_streams(accelerator):
+        return "serial", f"the pipeline was never tried on {accelerator.type}"
     if accelerator.type != "cpu":
         name = torch.get_device_module(accelerator).get_device_name(accelerator)
         return "pipeline", f"the {name} learns while the cores step"

@@ -49,7 +49,7 @@ def measure_stages(parts: Parts, end_to_end: float) -> Stages:
 
 
 def _rates(parts: Parts, end_to_end: float) -> StageRates:
-    learner_only = parts.only.get("learner_only")
+    learner_only = parts.learner_only
     learning_s = parts.timers[0].seconds["learn"] + parts.timers[0].seconds["copy"]
     if learner_only is None and learning_s > 0 and parts.clock.updates:
         # On the host a span of learning is the time it took.
@@ -57,7 +57,7 @@ def _rates(parts: Parts, end_to_end: float) -> StageRates:
         learner_only = updates_per_s / parts.config.updates_per_env_step
     return StageRates(
         env_only=_env_only(parts),
-        inference_only=parts.only.get("inference_only"),
+        inference_only=parts.measure_inference() if parts.measure_inference else None,
         learner_only=learner_only,
         end_to_end=end_to_end,
     )
