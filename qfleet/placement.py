@@ -87,8 +87,8 @@ class Placement:
         in_a_thread = ahead or (on_pipeline and config.lockstep)
         if not in_a_thread and config.inference_device != "auto":
             raise ConfigError(
-                f"inference_device '{config.inference_device}' is for a pipeline that collects while "
-                "it learns; here the learner's network acts, on its device"
+                f"inference_device '{config.inference_device}' is for a pipeline that collects "
+                "while it learns; here the learner's network acts, on its device"
             )
         if device.type == "cpu" and config.precision not in ("auto", "fp32"):
             raise ConfigError(f"precision '{config.precision}' is for accelerators; a CPU has fp32")

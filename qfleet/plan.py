@@ -13,7 +13,7 @@ import time
 import torch
 
 from qfleet.build import TorchSettings, build
-from qfleet.config import Config
+from qfleet.config import FIELDS, Config
 from qfleet.core import EnvSpec
 from qfleet.engines import ENGINES
 from qfleet.envs import ale_game, make_envs, steps_in_background
@@ -32,6 +32,16 @@ MOST_ROWS = 4
 """Of a block; the weights that act are up to two blocks old."""
 TRIAL_S = 2.0
 """How long an engine is tried."""
+# fmt: off
+_NO_MATTER = {
+    "engine", "seed", "steps", "learning_starts", "buffer_size", "replay_dir", "eval_freq",
+    "n_eval_episodes", "eval_eps", "target_return", "patience", "log_interval", "checkpoint_freq",
+    "keep_checkpoints", "tensorboard", "track", "max_fault_rate", "max_env_restarts",
+    "env_timeout_s", "max_abs_q", "learning_rate", "lr_schedule", "lr_plateau_patience",
+    "lr_plateau_factor", "gamma", "exploration_fraction", "exploration_initial_eps",
+}
+# fmt: on
+"""Fields that do not change which engine is quicker."""
 WORTHWHILE = 1.05
 """How much quicker than serial another engine must be to be chosen."""
 
@@ -105,15 +115,9 @@ def _with_shape(config: Config) -> Config:
 
 def _try_engines(config: Config) -> tuple[str, str]:
     """Serial or pipeline, by running both for a moment."""
-    # fmt: off
-    names = [
-        "env", "env_kwargs", "vectorize", "envs", "algo", "head", "network", "batch_size",
-        "train_freq", "gradient_steps", "n_steps", "threads", "dueling", "noisy", "net_arch",
-    ]
-    # fmt: on
-    key = {name: getattr(config, name) for name in names}
-    rates: dict[str, float] | None = recall("engine", key)
-    if rates is None:
+    key = {name: getattr(config, name) for name in FIELDS if name not in _NO_MATTER}
+    rates = recall("engine", key)
+    if not isinstance(rates, dict) or set(rates) != {"serial", "pipeline"}:
         rates = {name: _trial_rate(config.replace(engine=name)) for name in ("serial", "pipeline")}
         remember("engine", key, rates)
     gain = rates["pipeline"] / rates["serial"]

@@ -446,7 +446,7 @@ class Run:
         if not parts.collector.load_state_dict(state["actor"], parts.clock.env_steps):
             parts.memory.end_open_episodes()
             self._progress.message(
-                "the checkpoint has no state of the environments: open episodes were cut and restarted"
+                "the checkpoint has no state of the envs: open episodes were cut and restarted"
             )
             self._respect_best()
         parts.channel.restart(parts.clock.updates)

@@ -54,7 +54,8 @@ def _rates(parts: Parts, end_to_end: float) -> StageRates:
     if learner_only is None and learning_s > 0 and parts.clock.updates:
         # On the host a span of learning is the time it took.
         updates_per_s = parts.clock.updates / learning_s
-        learner_only = updates_per_s / parts.config.updates_per_env_step
+        # The first updates are slow; a stage is never slower than the whole.
+        learner_only = max(updates_per_s / parts.config.updates_per_env_step, end_to_end)
     return StageRates(
         env_only=_env_only(parts),
         inference_only=parts.measure_inference() if parts.measure_inference else None,

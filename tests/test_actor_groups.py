@@ -241,7 +241,9 @@ def check_rows(blocks: list[Block], num_envs: int) -> list[Episode]:
 
 
 @pytest.mark.parametrize("stack", [1, 2], ids=["plain", "stacked"])
-@pytest.mark.parametrize("rows", [[1] * 40, [5] * 8, [5, 1, 3, 5, 2, 5, 4, 1, 5, 5]], ids=str)
+@pytest.mark.parametrize(
+    "rows", [[1] * 40, [5] * 8, [5, 1, 3, 5, 2, 5, 4, 1, 5, 5]], ids=["ones", "fives", "mixed"]
+)
 @pytest.mark.parametrize("sizes", GROUPINGS, ids=str)
 def test_every_row_belongs_together(sizes: tuple[int, ...], rows: list[int], stack: int) -> None:
     played = scene(sizes, stack=stack)

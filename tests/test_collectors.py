@@ -5,6 +5,7 @@ A scripted actor goes in; it stops wherever a test wants it to.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -170,7 +171,11 @@ def test_the_learner_is_free_while_the_next_block_is_collected(
     assert int(scene.take().action[0, 0]) == 1
 
 
-@pytest.mark.parametrize("error", [EnvironmentFault("no licence"), ValueError("boom")])
+@pytest.mark.parametrize(
+    "error",
+    [EnvironmentFault("no licence"), ValueError("boom"), TimeoutError("a simulator's own")],
+    ids=lambda error: type(error).__name__,
+)
 @pytest.mark.parametrize("number", [0, 1], ids=["on the spot", "ahead"])
 def test_an_error_in_the_thread_is_raised_where_it_is_waited_for(
     error: Exception, number: int, opened: list[Scene]
@@ -240,7 +245,7 @@ def test_a_block_that_never_comes_names_the_env_and_the_mend(gate: threading.Eve
         scene.take()
     message = str(caught.value)
     assert "'Toy-v0'" in message
-    assert "0.05 s" in message
+    assert re.search(r"within [\d.]+ s", message)
     assert "--vectorize async" in message
     assert "env_timeout_s" in message
     gate.set()

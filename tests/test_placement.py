@@ -13,6 +13,7 @@ from qfleet.config import Config
 from qfleet.core import EnvSpec
 from qfleet.errors import ConfigError
 from qfleet.memory import replay_bytes
+from qfleet.memory.sizing import USABLE_PERCENT
 from qfleet.networks import QNetwork
 from qfleet.placement import RESERVED_BYTES, Acting, Placement, place_inference, resolve_device
 from qfleet.weights import FlatWeights, Mailbox
@@ -85,6 +86,18 @@ def test_replay_that_does_not_fit_stays_on_the_host_and_updates_are_still_record
     assert "0.1 GiB do not fit beside the learner (0.1 GiB left on cuda)" in note
     free(monkeypatch, 0)
     assert "(0.0 GiB left on cuda)" in place(PIPELINE).notes[0]
+
+
+@pytest.mark.usefixtures("cuda")
+def test_of_a_large_device_a_share_is_left_free_not_only_the_reserve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = PIPELINE.replace(buffer_size=10_000_000)
+    needed = replay_bytes(IMAGES, 8, 10_000_000, prioritized=False)
+    free(monkeypatch, needed + RESERVED_BYTES)
+    assert place(config).replay == CPU
+    free(monkeypatch, needed * 100 // USABLE_PERCENT + 1)
+    assert place(config).replay == CUDA
 
 
 @pytest.mark.usefixtures("cuda")
@@ -161,6 +174,30 @@ def test_collecting_goes_on_alone_where_it_can(
     assert placed.ahead is ahead
     assert len(placed.notes) == notes
     assert all("collecting in turn with learning" in note for note in placed.notes)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_device_without_streams_learns_and_keeps_nothing_else() -> None:
+    placed = place(PIPELINE.replace(device="mps", prioritized_replay=True))
+    assert (placed.device.type, placed.replay) == ("mps", CPU)
+    assert (placed.ahead, placed.unasked) == (True, False)
+    assert placed.notes == ("updates are not recorded: torch queues nothing on mps",)
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("fields", "in_background", "words"),
+    [
+        ({"engine": "serial", "inference_device": "cpu"}, True, "inference_device 'cpu' is for a"),
+        ({"device": "cpu", "inference_device": "cpu"}, False, "inference_device 'cpu' is for a"),
+        ({"device": "cpu", "precision": "bf16"}, True, "precision 'bf16' is for accelerators"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(
+    fields: dict[str, Any], in_background: bool, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        place(PIPELINE.replace(**fields), in_background)
 
 
 # --- inference --------------------------------------------------------------------------------

@@ -217,6 +217,15 @@ def test_an_accelerator_learns_while_the_cores_step(
     assert trial.tried == []
 
 
+def test_a_device_without_streams_stays_on_serial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_learner_device", lambda _: torch.device("mps"))
+    trial = Trial(monkeypatch, 1, 100)
+    config, sentence = settle(resolve("ALE/Pong-v5", fields={"envs": 4})[0])
+    assert shape(config) == ("serial", 4, 1, 0)
+    assert sentence == "engine serial, 4 envs: the pipeline was never tried on mps"
+    assert trial.tried == []
+
+
 @pytest.mark.usefixtures("gpu")
 def test_serial_asked_for_on_an_accelerator_keeps_its_shape() -> None:
     asked = resolve("ALE/Pong-v5", fields={"engine": "serial", "envs": 0})[0]

@@ -87,20 +87,21 @@ def test_the_learners_rate_is_in_env_steps() -> None:
         ENGINES["pipeline"](parts, lambda: parts.clock.env_steps < 200)
         spent_s = parts.timers[0].seconds
         spent_s["learn"], spent_s["copy"] = 1.5, 0.5
+        parts.measure_inference = lambda: 55.0
         rates = measure_stages(parts, end_to_end=7.0).rates
     finally:
         parts.close()
     assert parts.clock.updates == 44
     # 44 updates in 2 s; four env steps for each.
     assert rates.learner_only == pytest.approx(44 / 2 * 4)
-    assert rates.inference_only == parts.only["inference_only"]
+    assert rates.inference_only == 55.0
     assert rates.end_to_end == 7.0
 
 
 def test_a_rate_measured_at_the_start_is_believed() -> None:
     parts = build(SMALL.replace(engine="pipeline", lockstep=True), FaultLog())
     try:
-        parts.only["learner_only"] = 123.0
+        parts.learner_only = 123.0
         rates = measure_stages(parts, end_to_end=1.0).rates
     finally:
         parts.close()

@@ -254,7 +254,6 @@ def test_what_cannot_be_compiled_stays_plain_and_says_why(monkeypatch: pytest.Mo
     assert len(compiler.compiled) == 1  # it is not tried again
 
 
-@pytest.mark.xfail(strict=True, reason="torch.compile is called outside of Compilable's try")
 def test_a_torch_without_a_compiler_is_a_failure_like_any_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -26,9 +26,9 @@ class Compilable:
             return self._plain(*arguments)
         if self._compiled is not None:
             return self._compiled(*arguments)
-        # Shapes never change within a run, and code for one shape is the quickest.
-        compiled = torch.compile(self._plain, dynamic=False)
         try:
+            # Shapes never change within a run, and code for one shape is the quickest.
+            compiled = torch.compile(self._plain, dynamic=False)
             result = compiled(*arguments)
         except Exception as error:  # a compiler fails in many ways, all of them before it runs
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]

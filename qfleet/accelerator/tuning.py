@@ -7,6 +7,7 @@ file by hardware, network and versions, so that the next run of the same kind on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -79,10 +80,9 @@ def tune(
     is no compiler on this machine, say) is passed over, but for the first option.
     """
     known = recall("tuning", key)
-    if known is not None:
-        return Tuning(
-            Choice(**known["choice"]), known["update_s"], known["failed"], from_cache=True
-        )
+    with contextlib.suppress(KeyError, TypeError):  # nothing known, or another version's entry
+        choice = Choice(**known["choice"])
+        return Tuning(choice, known["update_s"], known["failed"], from_cache=True)
     times: dict[Choice, float] = {}
     failed: dict[str, str] = {}
 

@@ -76,6 +76,8 @@ class Sampler(Protocol):
 
 CANDIDATES = 16
 """Draws per sample that an unasked sampler makes at once, to take the first that is no SKIP."""
+LEAST_CANDIDATES = 4096
+"""Of all samples together: so many are never all SKIP while anything can be sampled at all."""
 
 
 class UniformSampler:
@@ -124,7 +126,7 @@ class UniformSampler:
     def _draw_unasked(self, count: int) -> Tensor:
         # 53 bits, so that every slot of the largest ring is as likely as the next.
         uniform = torch.rand(
-            (CANDIDATES, count),
+            (max(CANDIDATES, -(-LEAST_CANDIDATES // count)), count),
             generator=self._generator,
             device=self._flags.device,
             dtype=torch.float64,
@@ -135,17 +137,18 @@ class UniformSampler:
     def _first_usable(self, uniform: Tensor) -> Tensor:
         """The first candidate of each sample that is no SKIP.
 
-        Where all of a sample's are (for one row in two SKIP, once in 65,536), it shares the usable
-        candidate of another: still uniform, only drawn twice.
+        Where all of a sample's are (for one row in two SKIP, once in 65,536), it takes a usable one
+        of the others', each of them in turn: still uniform, only perhaps drawn twice.
         """
         slots = self._flags.numel()
         index = (uniform * self._size).long() + self._start
         index = index.clamp(max=2 * slots - 1).remainder(slots)
         usable = (self._flags.view(-1)[index] & self._skip) == 0
         chosen = index.gather(0, usable.to(torch.uint8).argmax(0, keepdim=True)).squeeze(0)
-        anywhere = usable.view(-1).to(torch.uint8).argmax(0, keepdim=True)
-        spare = index.view(-1).gather(0, anywhere)
-        return torch.where(usable.any(0), chosen, spare)
+        found = usable.view(-1).cumsum(0)
+        turn = torch.arange(uniform.shape[1], device=index.device) % found[-1:].clamp(min=1)
+        spare = torch.searchsorted(found, turn + 1).clamp(max=index.numel() - 1)
+        return torch.where(usable.any(0), chosen, index.view(-1).gather(0, spare))
 
     def update(self, _index: Tensor, _priority: Tensor, /) -> None:
         """Errors do not matter here."""
