@@ -110,7 +110,7 @@ class Actor:
             # The very first row: explore, as every run does at its start.
             start = self._random.integers(self.spec.num_actions, size=n)
             for group in range(len(self._groups)):
-                self._send(group, number, 0, np.ones(n), start)
+                self._send(group, number, 0, np.zeros(n), start)
         if not self._keeps_in_flight:
             for row in range(rows):
                 self._send(0, number, row, chance[row], random_actions[row])

@@ -194,7 +194,16 @@ def _act_in_turn(parts: Parts) -> None:
     """The learner's network acts, in the learner's thread."""
     config, seed = parts.config, parts.seeds.actor
     inference = HostInference(parts.learner.online, parts.device, parts.spec.obs_dtype, seed)
-    actor = Actor(parts.envs, inference, config, parts.timers[0], rows_per_block(config), seed)
+    actor = Actor(
+        parts.envs,
+        inference,
+        config,
+        parts.timers[0],
+        rows_per_block(config),
+        seed,
+        # Groups in flight have begun the next block when one is handed over.
+        blocks=min(2, len(parts.envs)),
+    )
     parts.channel = SameWeights()
     parts.collector = Inline(actor, parts.channel)
 

@@ -74,23 +74,22 @@ class Ahead:
         timers: Timers,
         *,
         lockstep: bool,
-        start_thread: Callable[[], None] = lambda: None,
         block_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """``start_thread`` runs first in the thread; ``block_ready`` in the caller's, per block."""
+        """``block_ready`` is called in the caller's thread before it gets a block."""
         self._actor, self._channel = actor, channel
         self._config, self._clock, self._lockstep = config, clock, lockstep
         self._waiting = timers.span("idle")
         self._block_ready = block_ready
         self._under_way: Future[_Collected] | None = None
         self._episodes: list[Episode] = []
+        self._rows = 0
+        """Of the block under way."""
         self._jobs: queue.SimpleQueue[tuple[int, int, Future[_Collected]] | None]
         self._jobs = queue.SimpleQueue()
         # A daemon, unlike an executor's threads: an environment that hangs must not keep the
         # process from ending.
-        self._thread = threading.Thread(
-            target=self._work, args=(start_thread,), name="collector", daemon=True
-        )
+        self._thread = threading.Thread(target=self._work, name="collector", daemon=True)
         self._thread.start()
 
     def collect(self, rows: int) -> Block:
@@ -105,12 +104,12 @@ class Ahead:
 
     def _start(self, rows: int) -> Future[_Collected]:
         # The weights are taken over here, while nobody acts, and never later.
+        self._rows = rows
         future: Future[_Collected] = Future()
         self._jobs.put((rows, self._channel.refresh(), future))
         return future
 
-    def _work(self, start_thread: Callable[[], None]) -> None:
-        start_thread()
+    def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             rows, version, future = job
             try:
@@ -126,11 +125,14 @@ class Ahead:
 
     def _result(self, future: Future[_Collected]) -> _Collected:
         # Envs that hang have their own deadline and restarts; this one is beyond all of them.
-        deadline_s = self._config.env_timeout_s * (self._config.max_env_restarts + 2)
+        patience = self._rows + self._config.max_env_restarts + 1
+        deadline_s = self._config.env_timeout_s * patience
         try:
             with self._waiting:
                 return future.result(deadline_s)
         except FutureTimeout:
+            if future.done():
+                raise  # an environment's own, from the thread
             raise EnvironmentFault(
                 f"no block of '{self._config.env}' within {deadline_s:g} s: an environment hangs; "
                 "run it with --vectorize async, which restarts such ones, or raise env_timeout_s"

@@ -27,7 +27,7 @@ from qfleet.config import Config
 from qfleet.core import StateDict, VectorEnv
 from qfleet.engines import ENGINES
 from qfleet.envs import make_envs
-from qfleet.errors import CheckpointError, DivergedError, QfleetError
+from qfleet.errors import CheckpointError, DivergedError, EnvironmentFault, QfleetError
 from qfleet.evaluation import Evaluation, evaluate_policy
 from qfleet.judge import Judge
 from qfleet.plan import settle
@@ -376,7 +376,11 @@ class Run:
         """What each stage could do alone, where stages work side by side."""
         if len(self.parts.timers) < 2 or self._signal is not None:
             return
-        self.stages = measure_stages(self.parts, self._end_to_end)
+        self._faults.close()  # what happens while measuring is no part of the run
+        try:
+            self.stages = measure_stages(self.parts, self._end_to_end)
+        except EnvironmentFault:
+            return
         if self._sitting.display != "silent":
             self._progress.message(self.stages.table())
 
@@ -431,7 +435,7 @@ class Run:
                 else dataclasses.asdict(self.evaluation),
                 "evaluated_at": self._evaluated_at,
                 "wall_s": self.wall_s(),
-                "timers": Timers.merged(parts.timers).state_dict(),
+                "timers": {str(i): timers.state_dict() for i, timers in enumerate(parts.timers)},
                 "faults": self._faults.state_dict(),
             },
         }
@@ -456,7 +460,8 @@ class Run:
             self.evaluation = Evaluation(**own["evaluation"])
         self._evaluated_at = own["evaluated_at"]
         self._earlier_wall_s = own["wall_s"]
-        parts.timers[0].load_state_dict(own["timers"])
+        for timers, spent in zip(parts.timers, own["timers"].values(), strict=True):
+            timers.load_state_dict(spent)
         self._faults.load_state_dict(own["faults"])
 
     def _respect_best(self) -> None:

@@ -97,6 +97,7 @@ def test_atari_trains_on_the_device(algo: str, tmp_path: Path) -> None:
         algo,
         fields={
             "steps": 600, "learning_starts": 200, "buffer_size": 2000, "device": "cuda",
+            "engine": "serial", "envs": 8,
             "eval_freq": 0, "n_eval_episodes": 1, "max_episode_steps": 100, "tensorboard": False,
         },
     )  # fmt: skip

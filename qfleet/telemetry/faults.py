@@ -44,8 +44,15 @@ class FaultLog:
         self._clock = clock
         self._kinds: dict[str, _Kind] = {}
         self._lock = threading.Lock()  # environments report from their own threads
+        self._closed = False
+
+    def close(self) -> None:
+        """The run is over: what is reported from now on is not counted and not told."""
+        self._closed = True
 
     def __call__(self, kind: str, message: str) -> None:
+        if self._closed:
+            return
         now_s = self._clock()
         with self._lock:
             entry = self._kinds.setdefault(kind, _Kind())

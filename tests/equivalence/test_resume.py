@@ -70,7 +70,7 @@ def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         for key, entry in value.items():
             yield from leaves(entry, f"{name}.{key}")
     elif isinstance(value, Segments):
-        yield name, torch.cat(value.tensors)
+        yield name, torch.cat(list(value.tensors))
     else:
         yield name, value
 
