@@ -17,6 +17,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import NamedTuple
 
+import torch
+
 from qfleet.actor import Actor
 from qfleet.config import Config
 from qfleet.core import Block, Clock, Episode, StateDict, WeightsChannel
@@ -74,9 +76,14 @@ class Ahead:
         timers: Timers,
         *,
         lockstep: bool,
+        tensor_threads: int | None = None,
         block_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """``block_ready`` is called in the caller's thread before it gets a block."""
+        """``block_ready`` is called in the caller's thread before it gets a block.
+
+        ``tensor_threads``: torch's threads for work that this thread asks for; None leaves its own
+        choice, which is every core, as it is for the learner's thread beside it.
+        """
         self._actor, self._channel = actor, channel
         self._config, self._clock, self._lockstep = config, clock, lockstep
         self._waiting = timers.span("idle")
@@ -89,7 +96,9 @@ class Ahead:
         self._jobs = queue.SimpleQueue()
         # A daemon, unlike an executor's threads: an environment that hangs must not keep the
         # process from ending.
-        self._thread = threading.Thread(target=self._work, name="collector", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, args=(tensor_threads,), name="collector", daemon=True
+        )
         self._thread.start()
 
     def collect(self, rows: int) -> Block:
@@ -109,7 +118,9 @@ class Ahead:
         self._jobs.put((rows, self._channel.refresh(), future))
         return future
 
-    def _work(self) -> None:
+    def _work(self, tensor_threads: int | None) -> None:
+        if tensor_threads is not None:
+            torch.set_num_threads(tensor_threads)
         while (job := self._jobs.get()) is not None:
             rows, version, future = job
             try:

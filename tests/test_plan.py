@@ -72,12 +72,12 @@ def shape(config: Config) -> tuple[str, int, int, int]:
         ({"engine": "serial", "envs": 0}, ("serial", 8, 1, 0)),
         ({"engine": "serial", "envs": 4, "block_rows": 3}, ("serial", 4, 1, 3)),
         ({"engine": "pipeline", "envs": 4}, ("pipeline", 4, 1, 0)),
-        # Envs in processes: two groups, and blocks of 64 env steps.
-        ({"engine": "pipeline", "envs": 4, "vectorize": "async"}, ("pipeline", 4, 2, 16)),
-        ({"engine": "pipeline", "envs": 1, "vectorize": "async"}, ("pipeline", 1, 1, 0)),
+        # Envs in processes: blocks of 64 env steps.
+        ({"engine": "pipeline", "envs": 4, "vectorize": "async"}, ("pipeline", 4, 1, 16)),
+        ({"engine": "pipeline", "envs": 1, "vectorize": "async"}, ("pipeline", 1, 1, 64)),
         (
             {"engine": "pipeline", "envs": 4, "vectorize": "async", "train_freq": 256},
-            ("pipeline", 4, 2, 64),
+            ("pipeline", 4, 1, 64),
         ),
         (
             {"engine": "pipeline", "envs": 6, "vectorize": "async", "env_groups": 3},
@@ -128,7 +128,7 @@ def test_one_core_has_nothing_to_overlap(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("pipeline", "expected", "told"),
     [
-        (150.0, ("pipeline", 4, 2, 16), "engine pipeline, 4 envs in 2 groups: tried both: "),
+        (150.0, ("pipeline", 4, 1, 16), "engine pipeline, 4 envs: tried both: "),
         (104.0, ("serial", 4, 1, 0), "engine serial, 4 envs: tried both: "),
         (60.0, ("serial", 4, 1, 0), "engine serial, 4 envs: tried both: "),
     ],
@@ -157,7 +157,7 @@ def test_envs_in_the_background_are_tried_once_and_remembered(
 def test_atari_steps_in_the_background_too(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = Trial(monkeypatch, 100.0, 200.0)
     config, _ = settle(resolve("ALE/Pong-v5", fields={"envs": 0})[0])
-    assert shape(config)[:3] == ("pipeline", 8, 2)
+    assert shape(config)[:3] == ("pipeline", 8, 1)
     assert trial.tried == ["serial", "pipeline"]
 
 
@@ -242,7 +242,7 @@ def test_envs_in_this_process_are_one_group_on_an_accelerator() -> None:
 def test_a_learner_told_to_stay_on_the_cpu_is_tried_there(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = Trial(monkeypatch, 100, 200)
     config, _ = settle(ASYNC.replace(device="cpu"))
-    assert shape(config) == ("pipeline", 4, 2, 16)
+    assert shape(config) == ("pipeline", 4, 1, 16)
     assert trial.tried == ["serial", "pipeline"]
 
 
