@@ -77,7 +77,7 @@ def shape(config: Config) -> tuple[str, int, int, int]:
         ({"engine": "pipeline", "envs": 1, "vectorize": "async"}, ("pipeline", 1, 1, 64)),
         (
             {"engine": "pipeline", "envs": 4, "vectorize": "async", "train_freq": 256},
-            ("pipeline", 4, 1, 64),
+            ("pipeline", 4, 1, 16),
         ),
         (
             {"engine": "pipeline", "envs": 6, "vectorize": "async", "env_groups": 3},
