@@ -74,7 +74,7 @@ def test_every_field_has_a_docstring_line() -> None:
 # --- checked ----------------------------------------------------------------------------------
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"envs": 0}, "envs 0 must be positive"),
+    ({"envs": -1}, "envs -1 must not be negative"),
     ({"frame_skip": 0}, "frame_skip 0 must be positive"),
     ({"n_steps": 0}, "n_steps 0 must be positive"),
     ({"n_quantiles": 0}, "n_quantiles 0 must be positive"),

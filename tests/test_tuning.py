@@ -117,7 +117,7 @@ def test_what_was_found_is_remembered_by_its_key() -> None:
 
 
 def test_the_plainest_comes_first_and_what_was_asked_for_alone() -> None:
-    assert candidates(Config(), CUDA) == OPTIONS
+    assert candidates(Config(), CUDA) == [FP32, TF32]
     assert candidates(Config(), torch.device("mps")) == [FP32]
     assert candidates(Config(precision="bf16"), CUDA) == [BF16]
     assert candidates(Config(precision="tf32"), torch.device("mps")) == [TF32]

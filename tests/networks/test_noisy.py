@@ -7,7 +7,7 @@ import math
 import torch
 from torch import tensor
 
-from qfleet.networks.noisy import NoisyLinear
+from qfleet.networks.noisy import NoisyLinear, resample_noise
 
 
 def hand_made() -> NoisyLinear:
@@ -32,7 +32,7 @@ def test_forward_in_eval_mode_uses_the_means() -> None:
     # 1·1 + 10·2 + 3 = 24, whatever the noise
     layer = hand_made().eval()
     torch.testing.assert_close(layer(tensor([[1.0, 10.0]])), tensor([[24.0]]))
-    layer.resample(torch.Generator().manual_seed(0))
+    resample_noise([layer], torch.Generator().manual_seed(0))
     torch.testing.assert_close(layer(tensor([[1.0, 10.0]])), tensor([[24.0]]))
 
 
@@ -56,11 +56,11 @@ def test_initial_scale() -> None:
 
 
 def test_resample_shapes_the_draw() -> None:
-    layer = NoisyLinear(3, 2, sigma0=0.5)
-    layer.resample(torch.Generator().manual_seed(5))
-    draw = torch.randn(5, generator=torch.Generator().manual_seed(5))
+    one, two = NoisyLinear(3, 2, sigma0=0.5), NoisyLinear(2, 4, sigma0=0.5)
+    resample_noise([one, two], torch.Generator().manual_seed(5))
+    draw = torch.randn(11, generator=torch.Generator().manual_seed(5))
     expected = [math.copysign(math.sqrt(abs(v)), v) for v in draw.tolist()]
-    actual = torch.cat([layer.noise_in, layer.noise_out])
+    actual = torch.cat([one.noise_in, one.noise_out, two.noise_in, two.noise_out])
     torch.testing.assert_close(actual, tensor(expected))
 
 
