@@ -124,7 +124,11 @@ class _Worker:
         # The pipe breaks a moment before the exit code is known.
         self._process.join(CLOSE_S)
         text = f"the process of {self.name} died (exit code {self._process.exitcode})"
-        return _Loss("env_process", text, "run it with --vectorize sync to see why")
+        mend = "run it with --vectorize sync to see why"
+        if not self.is_up:
+            # Each process imports the user's script again, which must not train there too.
+            mend += ", put a script's own code under if __name__ == '__main__'"
+        return _Loss("env_process", text, mend)
 
     def end(self, grace_s: float) -> None:
         """Wait for the process to end, and kill it if it does not; a lost one never would."""
