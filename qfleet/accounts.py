@@ -8,7 +8,6 @@ from __future__ import annotations
 from qfleet.build import Parts
 from qfleet.evaluation import Evaluation
 from qfleet.result import Result, peak_device_bytes, peak_rss_bytes
-from qfleet.stages import Stages
 from qfleet.telemetry.timers import Timers
 
 
@@ -19,8 +18,8 @@ def make_result(
     evaluation: Evaluation | None,
     best_return: float | None,
     stopped_by: str,
-    stages: Stages | None,
 ) -> Result:
+    """What the run has come to now; ``rates`` are filled in where they are measured."""
     config, clock = parts.config, parts.clock
     samples = clock.updates * config.batch_size
     return Result(
@@ -40,7 +39,7 @@ def make_result(
         best_eval_return=best_return,
         stopped_by=stopped_by,
         time_share=Timers.merged(parts.timers).shares(wall_s),
-        rates=stages.as_dict() if stages else None,
+        rates=None,
         communication=_communication(parts),
         faults=parts.faults.counts,
         peak_rss_bytes=peak_rss_bytes(),

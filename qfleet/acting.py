@@ -19,6 +19,7 @@ from torch import Tensor
 from qfleet.accelerator.graphs import record, why_no_graphs
 from qfleet.core import Block
 from qfleet.networks import QNetwork
+from qfleet.randomness import restore_generator
 
 Greedy: TypeAlias = Callable[[NDArray[Any]], NDArray[np.int64]]
 
@@ -93,7 +94,7 @@ class HostInference:
         return self._noise.get_state()
 
     def load_noise_state(self, state: Tensor) -> None:
-        self._noise.set_state(state)
+        restore_generator(self._noise, state)
 
 
 def make_greedy(

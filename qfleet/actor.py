@@ -79,6 +79,8 @@ class Actor:
         self._columns = [slice(end - g.num_envs, end) for g, end in zip(groups, ends, strict=True)]
         self._keeps_in_flight = len(groups) > 1
         self._in_flight = False
+        self._sent_with = 0
+        """Version of the weights that chose what is in flight."""
         self._stacked = self.spec.frame_stack > 1
         self._ladder = (
             epsilon_ladder(n, config.exploration_final_eps).numpy()
@@ -111,6 +113,7 @@ class Actor:
             start = self._random.integers(self.spec.num_actions, size=n)
             for group in range(len(self._groups)):
                 self._send(group, number, 0, np.zeros(n), start)
+            self._sent_with = version
         if not self._keeps_in_flight:
             for row in range(rows):
                 self._send(0, number, row, chance[row], random_actions[row])
@@ -124,6 +127,8 @@ class Actor:
                     self._send(group, *at, chance[row], random_actions[row])
                 self.env_steps += n
             self._in_flight = True
+            # Row 0 was chosen in the call before: a block is as old as its oldest row.
+            version, self._sent_with = self._sent_with, version
         self._newest = then
         return self._block(number, rows, opening, version)
 

@@ -31,7 +31,7 @@ from qfleet.actor import Actor
 from qfleet.algorithms.objective import Objective
 from qfleet.collectors import Ahead, Inline
 from qfleet.config import Config
-from qfleet.core import Batch, Clock, EnvSpec, Memory, Updater, VectorEnv
+from qfleet.core import Batch, Block, Clock, EnvSpec, Memory, Updater, VectorEnv
 from qfleet.envs import make_envs
 from qfleet.envs.seeding import mix_seeds
 from qfleet.errors import ConfigError
@@ -253,7 +253,9 @@ def _act_in_a_thread(parts: Parts, place: Placement, choice: Choice, trace: Trac
         lockstep=config.lockstep,
         # Two threads that each take every core get in each other's way: on two cores Pong's updates
         # ran at 0.94 of their rate beside inference on two, and at 1.01 beside inference on one.
-        tensor_threads=None if config.lockstep else max(1, torch.get_num_threads() // 2),
+        tensor_threads=max(1, torch.get_num_threads() // 2)
+        if place.ahead and place.device.type == "cpu"
+        else None,
         block_ready=acting.block_ready,
     )
 
@@ -266,6 +268,9 @@ def prepare_learner(parts: Parts, memory: Ring) -> Choice:
     samples = None
     if memory.device.type != device.type:
         samples = blank_batch(parts.spec, at_once * config.batch_size, device)
+        # A memory on the host refuses to be sampled while it is empty.
+        memory.extend(blank_block(parts.spec, config.envs, config.n_steps + 1))
+    learner.limit_bursts(at_once)
     record_them = config.graphs and why_no_graphs(device) is None
 
     in_force: Choice | None = None
@@ -307,6 +312,12 @@ def updates_at_once(config: Config, most: int) -> int:
     owed = max(1, rows_per_block(config) * config.envs * config.gradient_steps // config.train_freq)
     launches = -(-owed // min(most, RECORDED_UPDATES))
     return owed // launches
+
+
+def blank_block(spec: EnvSpec, envs: int, rows: int) -> Block:
+    number = torch.zeros((rows, envs), dtype=torch.int64)
+    obs = torch.zeros((rows, envs, *spec.frame_shape), dtype=spec.torch_dtype)
+    return Block(obs, number, number.float(), number.to(torch.uint8))
 
 
 def blank_batch(spec: EnvSpec, size: int, device: torch.device) -> Batch:

@@ -60,6 +60,8 @@ class _Collected(NamedTuple):
     episodes: list[Episode]
 
 
+BOOT_S = 60.0
+"""How long a restarted environment's process may take to come up."""
 CLOSE_S = 5.0
 """How long the thread may take to finish its block when the run is over."""
 
@@ -136,8 +138,9 @@ class Ahead:
 
     def _result(self, future: Future[_Collected]) -> _Collected:
         # Envs that hang have their own deadline and restarts; this one is beyond all of them.
-        patience = self._rows + self._config.max_env_restarts + 1
-        deadline_s = self._config.env_timeout_s * patience
+        restarts = self._config.max_env_restarts + 1
+        waits = self._rows * max(1, self._config.env_groups) + restarts
+        deadline_s = self._config.env_timeout_s * waits + BOOT_S * restarts
         try:
             with self._waiting:
                 return future.result(deadline_s)
@@ -164,7 +167,12 @@ class Ahead:
 
     def state_dict(self) -> StateDict:
         """The actor's state. With a block under way the envs are ahead of the memory: no state."""
-        self._settle()
+        try:
+            self._settle()
+        except EnvironmentFault:
+            if self._lockstep:
+                raise
+            # Of no use to the checkpoint; whoever takes the block will hear of it.
         state = self._actor.state_dict()
         state["episodes"] = [[e.env, e.reward, e.length] for e in self._episodes]
         return state if self._lockstep else {**state, "envs": None}

@@ -272,6 +272,12 @@ class Config:
             f"is too small for {self.envs} envs and batches of {self.batch_size}",
         )
         _require(
+            self.engine != "serial" or self.env_groups <= 1,
+            "env_groups",
+            self.env_groups,
+            "is for --engine pipeline; serial steps all envs together",
+        )
+        _require(
             not self.lockstep or self.env_groups <= 1,
             "env_groups",
             self.env_groups,

@@ -21,6 +21,7 @@ from qfleet.config import Config
 from qfleet.core import Batch, Clock, Memory, StateDict, Updater
 from qfleet.gradients import Graded, make_gradient
 from qfleet.networks import QNetwork
+from qfleet.randomness import restore_generator
 from qfleet.telemetry.timers import Timers
 from qfleet.weights import FlatWeights
 
@@ -100,9 +101,13 @@ class Learner:
 
     def _chunk(self, updates: int) -> int:
         """How many of these updates to make at once; recorded bursts come in two sizes."""
-        if not self._unasked:
+        if not self._recorded:
             return min(updates, self._at_once)
         return self._at_once if updates >= self._at_once else 1
+
+    def limit_bursts(self, updates_at_once: int) -> None:
+        """Make bursts of at most so many updates."""
+        self._at_once = updates_at_once
 
     def _read_schedules(self) -> None:
         """Bring what depends on the clock up to now."""
@@ -220,7 +225,7 @@ class Learner:
         assert self._unasked, "only a learner that never asks the host can be recorded"
         drawn_from = [self._noise, self._objective.generator]
         drawn_from += self._memory.generators() if self._draws_recorded else []
-        self._at_once = updates_at_once
+        self.limit_bursts(updates_at_once)
         self._recorded.clear()
         sized = [function for function in self.compilables() if function.is_sized]
         compiled = any(function.on for function in sized)
@@ -282,14 +287,15 @@ class Learner:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
+        self._newest = None
         self.weights.data.copy_(state["weights"])
         self._target_weights.data.copy_(state["target_weights"])
         for network, key in ((self.online, "buffers"), (self._target_network, "target_buffers")):
             for name, buffer in _flat_names(network):
                 buffer.copy_(state[key][name])
         self._updater.load_state_dict(state["optimiser"])
-        self._noise.set_state(state["noise"])
-        self._objective.generator.set_state(state["objective"])
+        restore_generator(self._noise, state["noise"])
+        restore_generator(self._objective.generator, state["objective"])
         self._target_updates = state["target_updates"]
         self.lr_scale = state["lr_scale"]
         for name in ("target_move", "skipped"):

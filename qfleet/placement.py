@@ -54,6 +54,10 @@ def has_streams(device: torch.device) -> bool:
     return device.type in ("cuda", "xpu")
 
 
+def _same(one: torch.device, other: torch.device) -> bool:
+    return (one.type, one.index or 0) == (other.type, other.index or 0)
+
+
 def free_device_bytes(device: torch.device) -> int:
     """Memory that can still be taken on an accelerator with streams."""
     free, _ = torch.get_device_module(device).mem_get_info(device)
@@ -88,10 +92,12 @@ class Placement:
         if not in_a_thread and config.inference_device != "auto":
             raise ConfigError(
                 f"inference_device '{config.inference_device}' is for a pipeline that collects "
-                "while it learns; here the learner's network acts, on its device"
+                "while it learns; here the learner's network acts, so leave it out"
             )
         if device.type == "cpu" and config.precision not in ("auto", "fp32"):
-            raise ConfigError(f"precision '{config.precision}' is for accelerators; a CPU has fp32")
+            raise ConfigError(
+                f"precision '{config.precision}' is for accelerators; drop it on a CPU"
+            )
         if unasked and config.prioritized_replay and replay.type == "cpu":
             unasked = False
             notes.append("updates are not recorded: priorities are kept on the host")
@@ -105,7 +111,7 @@ def _place_replay(
     host = torch.device("cpu")
     if config.replay_device != "auto":
         device = resolve_device(config.replay_device, spec)
-        if device.type != "cpu" and device.type != learner.type:
+        if device.type != "cpu" and not _same(device, learner):
             raise ConfigError(
                 f"replay_device '{config.replay_device}' must be the learner's device "
                 f"({learner}) or cpu; serial keeps replay on the cpu"
@@ -157,7 +163,7 @@ def place_inference(
         devices.append(place.device)
     options = []
     for device in devices:
-        if device.type != "cpu" and device.type != place.device.type:
+        if device.type != "cpu" and not _same(device, place.device):
             raise ConfigError(
                 f"inference_device '{asked}' must be the learner's device ({place.device}) or cpu"
             )

@@ -55,7 +55,8 @@ def settle(config: Config) -> tuple[Config, str | None]:
     why = ""
     if engine == "auto":
         engine, why = _choose_engine(config)
-    config = _with_shape(config.replace(engine=engine))
+    config = config.replace(engine=engine)
+    config = _with_shape(config.replace(env_groups=0) if engine == "serial" else config)
     if asked.engine != "auto":
         return config, None
     shape = f"{config.envs} env{'s' if config.envs > 1 else ''}"
@@ -101,6 +102,8 @@ def _with_shape(config: Config) -> Config:
     if envs == 0:
         envs = min(256, max(16, ENVS_PER_CORE * cores)) if accelerated and background else 8
     groups = config.env_groups
+    if not on_pipeline:
+        groups = 1
     if groups == 0:
         # On a CPU inference wants the cores that the other group would step on, and whole batches:
         # with two groups Pong ran at 0.69 of serial on two cores, with one at 1.25.

@@ -34,7 +34,7 @@ def recall(kind: str, key: Mapping[str, Any]) -> Any:
 
 def remember(kind: str, key: Mapping[str, Any], value: Any) -> None:
     entry = {"kind": kind, "for": {**key, **_machine()}, "value": value}
-    with contextlib.suppress(OSError):  # a read-only home
+    with contextlib.suppress(OSError, RuntimeError):  # a read-only home, or none
         cache_path().parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({**_read(), _name(kind, key): entry}, indent=1)
         atomic_write_text(cache_path(), text)
@@ -63,6 +63,6 @@ def _machine() -> dict[str, Any]:
 def _read() -> dict[str, Any]:
     try:
         known = json.loads(cache_path().read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):
         return {}  # never written, or damaged: measure again
     return known if isinstance(known, dict) else {}

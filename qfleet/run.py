@@ -113,6 +113,7 @@ class Run:
         self._end_to_end = 0.0
         """Env steps per second, learning, but for what was spent aside."""
         self.stages: Stages | None = None
+        self._final: Result | None = None
         self._stop: str | None = None
         self._signal: int | None = None
         self._earlier_wall_s = 0.0
@@ -376,11 +377,14 @@ class Run:
         """What each stage could do alone, where stages work side by side."""
         if len(self.parts.timers) < 2 or self._signal is not None:
             return
-        self._faults.close()  # what happens while measuring is no part of the run
+        # What happens while measuring is no part of the run: neither its faults nor its time.
+        self._faults.close()
+        self._final = self._result()
         try:
             self.stages = measure_stages(self.parts, self._end_to_end)
         except EnvironmentFault:
             return
+        self._final = dataclasses.replace(self._final, rates=self.stages.as_dict())
         if self._sitting.display != "silent":
             self._progress.message(self.stages.table())
 
@@ -460,7 +464,7 @@ class Run:
             self.evaluation = Evaluation(**own["evaluation"])
         self._evaluated_at = own["evaluated_at"]
         self._earlier_wall_s = own["wall_s"]
-        for timers, spent in zip(parts.timers, own["timers"].values(), strict=True):
+        for timers, spent in zip(parts.timers, own["timers"].values(), strict=False):
             timers.load_state_dict(spent)
         self._faults.load_state_dict(own["faults"])
 
@@ -473,15 +477,17 @@ class Run:
         if kept is not None:
             self._judge.best_return = max(kept, self._judge.best_return or kept)
 
-    def _write_result(self) -> Result:
-        result = make_result(
+    def _result(self) -> Result:
+        return make_result(
             self.parts,
             wall_s=self.wall_s(),
             evaluation=self.evaluation,
             best_return=self._judge.best_return,
             stopped_by=self._stop or "steps",
-            stages=self.stages,
         )
+
+    def _write_result(self) -> Result:
+        result = self._final or self._result()
         text = json.dumps(dataclasses.asdict(result), indent=2)
         atomic_write_text(self.folder / "result.json", text)
         return result

@@ -118,7 +118,8 @@ class DeviceMailbox:
 
     What was published last is still being computed; waiting for it would make collecting wait for
     learning. So ``refresh`` takes the publication before, and never the one after, however fast the
-    device is: a run computes the same whatever its timing.
+    device is: a run computes the same whatever its timing. Where nothing was published since the
+    last time, it takes the newest.
     """
 
     def __init__(
@@ -131,9 +132,10 @@ class DeviceMailbox:
         self._versions = [0, 0, 0]
         self._filled = [torch.Event(self._device) for _ in range(3)]
         self._emptied = torch.Event(self._device)
-        self._count = 0
+        self._count = self._seen = 0
         self._read = -1
         self.lag = Lag()
+        self._filled[0].record(torch.accelerator.current_stream(self._device))
 
     def restart(self, version: int) -> None:
         for _ in self._letters:
@@ -150,7 +152,10 @@ class DeviceMailbox:
         self._filled[place].record(stream)
 
     def refresh(self) -> int:
-        place = (self._count - 1) % 3
+        # Nothing new since last time: the newest is complete by now.
+        before = 0 if self._count == self._seen else 1
+        self._seen = self._count
+        place = (self._count - before) % 3
         if self._read != self._versions[place]:
             self._stream.wait_event(self._filled[place])
             with self._stream:

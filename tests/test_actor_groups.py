@@ -272,9 +272,11 @@ def test_a_block_stays_as_it_was_while_the_next_ones_are_filled() -> None:
     assert not torch.equal(first.obs, before.obs)
 
 
-def test_a_block_names_the_weights_that_it_was_asked_with() -> None:
-    played = scene((2, 2))
-    assert [played.actor.collect(2, version).version for version in (3, 8)] == [3, 8]
+def test_a_block_is_as_old_as_the_weights_that_chose_its_first_row() -> None:
+    alone, groups = scene((4,)), scene((2, 2))
+    versions = (3, 8, 9)
+    assert [alone.actor.collect(2, version).version for version in versions] == [3, 8, 9]
+    assert [groups.actor.collect(2, version).version for version in versions] == [3, 3, 8]
 
 
 def test_rewards_are_clipped_to_learn_from_and_not_in_reports() -> None:

@@ -166,10 +166,10 @@ def test_recorded_updates_equal_eager_ones_over_a_thousand(
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     (eager, eager_memory, eager_clock), (recorded, memory, clock) = learner_pair(algo)
     saved = copy_state({"learner": recorded.state_dict(), "memory": memory.state_dict()})
-    recorded.record(8)
+    recorded.record(10)
     recorded.load_state_dict(saved["learner"])
     memory.load_state_dict(saved["memory"])
-    eager._at_once = 8
+    eager.limit_bursts(10)
     start = eager.weights.data.clone()
     for turn in range(10):
         fill(eager_memory, eager_clock, turn)
@@ -193,7 +193,8 @@ def test_compiled_updates_point_where_plain_ones_do(precision: Any) -> None:
             fill(plain_memory, plain_clock, turn)
             fill(memory, clock, turn)
         apply_choice(Choice("fp32", False), plain.networks, plain.compilables())
-        plain._at_once = compiled._at_once = 4
+        plain.limit_bursts(4)
+        compiled.limit_bursts(4)
         plain.learn(4)
         apply_choice(Choice(precision, True), compiled.networks, compiled.compilables())
         compiled.learn(4)

@@ -20,6 +20,7 @@ from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.graphs import record, stream_of
 from qfleet.core import Block, EnvSpec
 from qfleet.networks import QNetwork
+from qfleet.randomness import restore_generator
 
 PACKED_BYTES = 8 + 4 + 1
 """Of a row's action, reward and flags."""
@@ -111,7 +112,9 @@ class DeviceInference:
                 shape, dtype=self._spec.torch_dtype, device=self._device
             )
             blocks, rows, envs = shape[:3]
-            packed = torch.zeros((blocks, rows * envs * PACKED_BYTES), dtype=torch.uint8)
+            # Whole words, so that every block's columns lie where their types may.
+            width = -(-rows * envs * PACKED_BYTES // 8) * 8
+            packed = torch.zeros((blocks, width), dtype=torch.uint8)
             self._packed, self._device_packed = packed.pin_memory(), packed.to(self._device)
         frames: NDArray[Any] = self._host_frames.numpy()
         return frames
@@ -177,7 +180,7 @@ class DeviceInference:
         return self._noise.get_state()
 
     def load_noise_state(self, state: Tensor) -> None:
-        self._noise.set_state(state)
+        restore_generator(self._noise, state)
 
 
 def _values(block: Block) -> tuple[Tensor, Tensor, Tensor]:

@@ -86,7 +86,8 @@ def tune(
     known = recall("tuning", key)
     with contextlib.suppress(KeyError, TypeError):  # nothing known, or another version's entry
         choice = Choice(**known["choice"])
-        return Tuning(choice, known["update_s"], known["failed"], from_cache=True)
+        if choice.precision in {option.precision for option in options}:
+            return Tuning(choice, known["update_s"], known["failed"], from_cache=True)
     times: dict[Choice, float] = {}
     failed: dict[str, str] = {}
 

@@ -64,9 +64,13 @@ class Ring:
         self._row_bytes = num_envs * math.prod(spec.frame_shape) * spec.torch_dtype.itemsize
         self._sampler = sampler
         self._lock = None if directory is None else lock_directory(directory)
-        self._frames, self._action, self._reward, self._flags = allocate(
-            spec, self.rows, num_envs, device, directory, compression
-        )
+        try:
+            self._frames, self._action, self._reward, self._flags = allocate(
+                spec, self.rows, num_envs, device, directory, compression
+            )
+        except BaseException:
+            self.close()
+            raise
         self.device = device
         self._unasked = unasked
         if unasked:

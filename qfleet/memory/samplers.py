@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
 from qfleet.core import SKIP, StateDict
+from qfleet.randomness import restore_generator
 
 
 class Window(NamedTuple):
@@ -163,7 +164,7 @@ class UniformSampler:
         return {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        self._generator.set_state(state["generator"])
+        restore_generator(self._generator, state["generator"])
 
 
 BLOCK = 256
@@ -354,7 +355,7 @@ class PrioritizedSampler:
         self.block_minima.copy_(state["block_minima"])
         self._max_leaf.copy_(state["max_leaf"])
         self._settled = self._window = Window(*state["window"])
-        self._generator.set_state(state["generator"])
+        restore_generator(self._generator, state["generator"])
 
 
 def _below(mass: Tensor, bound: Tensor) -> Tensor:
