@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from qfleet.telemetry.timers import Timers
 from qfleet.updaters.local import LocalUpdater
 from qfleet.updaters.optimisers import make_optimiser
 from qfleet.weights import FlatWeights
+
+sys.path.append(str(Path(__file__).parent / "equivalence"))
+from integrity import assert_rows_tell_the_truth, run, share_of_actions_explained
 
 pytestmark = [
     pytest.mark.gpu,
@@ -271,6 +275,38 @@ def test_the_pipeline_trains_and_resumes_on_the_device(
     assert result.communication["bytes_sent"] < 1.3 * 3200 * 84 * 84
     resumed = qfleet.resume(tmp_path / "run", steps=4000)
     assert resumed.result.updates == 800
+
+
+@pytest.mark.parametrize("changes", [{}, {"n_steps": 3}, {"env_groups": 1}])
+def test_every_row_is_followed_by_what_it_led_to(changes: dict[str, Any]) -> None:
+    """Far more blocks than are in flight, with updates that take longer than collecting."""
+    config, _ = resolve(
+        "telltale_envs:TelltaleEnv",
+        fields={
+            "steps": 20_000, "envs": 16, "env_groups": 4, "block_rows": 4, "vectorize": "async",
+            "buffer_size": 6000, "learning_starts": 200, "batch_size": 32, "train_freq": 2,
+            "frame_stack": 3, "network": "nature", "device": "cuda", "engine": "pipeline", "compile": "off",
+            "precision": "tf32", "inference_device": "cuda", **changes,
+        },
+    )  # fmt: skip
+    parts = run(config)
+    assert isinstance(parts.memory, Ring)
+    assert parts.memory.device.type == "cuda"
+    assert_rows_tell_the_truth(parts.memory)
+
+
+@pytest.mark.parametrize("compile", ["off", "on"])
+def test_the_network_takes_the_remembered_actions_on_the_remembered_stacks(compile: str) -> None:
+    config, _ = resolve(
+        "ALE/Pong-v5",
+        fields={
+            "steps": 8000, "envs": 32, "buffer_size": 6000, "learning_starts": 500,
+            "learning_rate": 1e-30, "exploration_initial_eps": 0.0, "exploration_final_eps": 0.0,
+            "engine": "pipeline", "device": "cuda", "inference_device": "cuda", "compile": compile,
+            "precision": "fp32", "max_episode_steps": 90,
+        },
+    )  # fmt: skip
+    assert share_of_actions_explained(run(config)) > 0.99
 
 
 def test_replay_on_the_host_feeds_recorded_updates(tmp_path: Path) -> None:
