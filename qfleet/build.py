@@ -15,6 +15,7 @@ import torch
 
 from qfleet.accelerator.graphs import seconds_per_call, why_no_graphs
 from qfleet.accelerator.inference import Traffic
+from qfleet.accelerator.streams import has_streams
 from qfleet.accelerator.tuning import (
     TIMED_CALLS,
     Choice,
@@ -42,7 +43,6 @@ from qfleet.networks import QNetwork, build_network
 from qfleet.placement import (
     Placement,
     free_device_bytes,
-    has_streams,
     inference_rate,
     is_image,
     place_inference,

@@ -9,18 +9,18 @@ cores: 0.85 ms by hand, 1.4 ms through autograd).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
 from qfleet.algorithms import losses
-from qfleet.algorithms.objective import Objective
+from qfleet.algorithms.objective import Objective, Prediction
 from qfleet.core import Batch
 from qfleet.networks import QNetwork
 from qfleet.networks.fused import dense_backward, dense_forward
-from qfleet.weights import FlatWeights
+from qfleet.weights import FlatWeights, join
 
 
 class Graded(NamedTuple):
@@ -35,7 +35,13 @@ class Graded(NamedTuple):
 
 
 class Gradient(Protocol):
-    def __call__(self, batch: Batch, target: Tensor) -> Graded: ...
+    """In two parts, so that targets can be found while the network predicts."""
+
+    def predict(self, batch: Batch) -> Any:
+        """The forward pass; only ``__call__`` reads what comes out."""
+        ...
+
+    def __call__(self, predicted: Any, batch: Batch, target: Tensor) -> Graded: ...
 
     def compilables(self) -> list[Compilable]:
         """What torch.compile may be switched on for."""
@@ -50,24 +56,43 @@ class AutogradGradient:
     ) -> None:
         self._network, self._objective, self._weights = network, objective, weights
         self._weighted = weighted
-        self._forward, self._pack = Compilable(self._loss), Compilable(weights.set_grad)
+        self._predict, self._judge = Compilable(self._output), Compilable(self._loss)
+        self._join = Compilable(join)
 
-    def __call__(self, batch: Batch, target: Tensor) -> Graded:
-        mean, priority, prediction = self._forward(batch.obs, batch.action, batch.weight, target)
-        self._pack(*torch.autograd.grad(mean, self._weights.parameters))
+    def predict(self, batch: Batch) -> Prediction:
+        prediction: Prediction = self._predict(batch.obs)
+        return prediction
+
+    def __call__(self, predicted: Prediction, batch: Batch, target: Tensor) -> Graded:
+        mean, priority, prediction = self._judge(*predicted, batch.action, batch.weight, target)
+        gradients = torch.autograd.grad(mean, self._weights.parameters)
+        if self._weights.grad.is_cpu:
+            self._weights.set_grad(gradients)
+        else:
+            self._weights.grad = self._join(*gradients)  # a copy less than into the old one
         detached = mean.detach()  # the graph behind the loss must not outlive this call
         return Graded(lambda: detached, priority, prediction)
 
+    def _output(self, obs: Tensor) -> Prediction:
+        return self._objective.predict(obs, self._network)
+
     def _loss(
-        self, obs: Tensor, action: Tensor, weight: Tensor, target: Tensor
+        self,
+        output: Tensor,
+        fractions: Tensor | None,
+        action: Tensor,
+        weight: Tensor,
+        target: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        loss = self._objective.loss(obs, action, self._network, target)
+        prediction = Prediction(output, fractions)
+        loss = self._objective.loss(prediction, action, self._network, target)
         per_sample = loss.per_sample * weight if self._weighted else loss.per_sample
         return per_sample.mean(), loss.priority, loss.prediction
 
     def compilables(self) -> list[Compilable]:
-        # IQN draws quantile fractions in its loss, from a generator that compilers do not take.
-        return [self._pack] if self._objective.head == "iqn" else [self._forward, self._pack]
+        # IQN draws quantile fractions, from a generator that compilers do not take.
+        predict = [] if self._objective.head == "iqn" else [self._predict]
+        return [*predict, self._judge, self._join]
 
 
 class DenseGradient:
@@ -82,9 +107,13 @@ class DenseGradient:
         grads = weights.grad_views()
         self._layer_grads, self._bias_grads = grads[::2], grads[1::2]
 
+    def predict(self, batch: Batch) -> list[Tensor]:
+        with torch.no_grad():
+            return dense_forward(batch.obs, self._layers, self._biases, False)
+
     @torch.no_grad()
-    def __call__(self, batch: Batch, target: Tensor) -> Graded:
-        outputs = dense_forward(batch.obs, self._layers, self._biases, False)
+    def __call__(self, predicted: list[Tensor], batch: Batch, target: Tensor) -> Graded:
+        outputs = predicted
         action = batch.action.unsqueeze(1)
         prediction = outputs[-1].gather(1, action)
         error = prediction - target.unsqueeze(1)

@@ -16,7 +16,8 @@ from torch import Tensor
 from qfleet import schedules
 from qfleet.accelerator.compiling import Compilable, switch
 from qfleet.accelerator.graphs import record
-from qfleet.algorithms.objective import Objective
+from qfleet.accelerator.streams import Beside
+from qfleet.algorithms.objective import Objective, Outlook, Samples
 from qfleet.config import Config
 from qfleet.core import Batch, Clock, Memory, StateDict, Updater
 from qfleet.gradients import Graded, make_gradient
@@ -64,7 +65,14 @@ class Learner:
         at_once = PRIORITIZED_AT_ONCE if config.prioritized_replay else BURST_SAMPLES
         self._at_once = max(1, min(BURST_SAMPLES // config.batch_size, at_once))
         self._targets_at_once = not (config.double or config.noisy)
+        self._look = Compilable(self._outlook_of, is_sized=not config.noisy)
         self._find_target = Compilable(self._target_of, is_sized=self._targets_at_once)
+        self._keep_noise = Compilable(online.store_noise)
+        self._keep_target_noise = Compilable(target.store_noise)
+        self._ahead = Beside(device)
+        # Coming together costs a few µs, too many where there is nothing to do beside.
+        busy = config.prioritized_replay or not self._targets_at_once
+        self._beside = Beside(device, worthwhile=busy)
         self._draws_recorded = unasked and memory.device.type == device.type
         self._unasked = unasked
         # What a burst reads besides its batches. On an accelerator they are tensors, so that a
@@ -142,38 +150,64 @@ class Learner:
             return self._memory.sample(count * self._config.batch_size, self._beta)
 
     def _train(self, samples: Batch) -> None:
-        """A burst of gradient steps on samples that were drawn together.
-
-        Nor does the target network change, so targets that need it alone are found all at once.
-        """
+        """A burst of gradient steps on samples that were drawn together."""
         self._move_target()
-        size = self._config.batch_size
         with self._copying:
             samples = samples.to(self._device)
-        batches = samples.split(size)
-        if not self._targets_at_once:
-            for batch in batches:
-                self.step(batch, None)
-            return
+        batches = samples.split(self._config.batch_size)
         with self._learning:
-            targets = torch.split(self._target(samples), size)
-        for batch, target in zip(batches, targets, strict=True):
-            self.step(batch, target)
+            targets = self._targets(samples, batches)
+            remembering = [
+                self.step(batch, find_target)
+                for batch, find_target in zip(batches, targets, strict=True)
+            ]
+            remembering[-1]()
 
-    def step(self, batch: Batch, target: Tensor | None) -> None:
-        """One gradient step."""
-        with self._learning:
-            if self._config.noisy:
-                self.online.resample_noise(self._noise)
-                self._target_network.resample_noise(self._noise)
-            if target is None:
-                target = self._target(batch)
-            graded = self._gradient(batch, target)
-            applied = self._updater.apply(self._learning_rate)
-            if self._config.prioritized_replay:
-                self._memory.update_priorities(batch.index, graded.priority)
+    def _targets(self, samples: Batch, batches: list[Batch]) -> list[Callable[[], Tensor]]:
+        """For every batch a function that finds its targets.
+
+        Within a burst the target network does not change. So its outlook is found for all batches
+        at once, and whole targets too where they need nothing else; with noise, which differs from
+        batch to batch, one after another and ahead of its use.
+        """
+        if self._config.noisy:
+            outlooks = [
+                self._ahead.start(functools.partial(self._noisy_outlook, batch))
+                for batch in batches
+            ]
+            return [
+                functools.partial(self._target_later, batch, outlook)
+                for batch, outlook in zip(batches, outlooks, strict=True)
+            ]
+        size = self._config.batch_size
+        outlook = self._outlook(samples)
+        if self._targets_at_once:
+            targets = torch.split(self._target(samples, outlook), size)
+            return [functools.partial(_same, target) for target in targets]
+        aheads = torch.split(outlook.ahead, size)
+        heres = [None] * len(aheads) if outlook.here is None else torch.split(outlook.here, size)
+        return [
+            functools.partial(self._target, batch, Outlook(ahead, here))
+            for batch, ahead, here in zip(batches, aheads, heres, strict=True)
+        ]
+
+    def step(self, batch: Batch, find_target: Callable[[], Tensor]) -> Callable[[], None]:
+        """One gradient step. What comes back waits until new priorities are in place."""
+        if self._config.noisy:
+            self._keep_noise(self.online.draw_noise(self._noise))
+        target_found = self._beside.start(find_target)
+        predicted = self._gradient.predict(batch)
+        target = target_found()
+        graded = self._gradient(predicted, batch, target)
+        remembered = self._beside.start(functools.partial(self._remember, batch, graded))
+        applied = self._updater.apply(self._learning_rate)
         self._skipped += applied["skipped"]
         self._newest = (graded, target, applied["grad_norm"])
+        return remembered
+
+    def _remember(self, batch: Batch, graded: Graded) -> None:
+        if self._config.prioritized_replay:
+            self._memory.update_priorities(batch.index, graded.priority)
 
     def _move_target(self) -> None:
         if isinstance(self._target_move, Tensor):
@@ -187,17 +221,26 @@ class Learner:
         if not self._unasked:
             self._target_move = 0.0
 
-    def _target(self, batch: Batch) -> Tensor:
-        target: Tensor = self._find_target(
-            batch.obs, batch.action, batch.reward, batch.discount, batch.next_obs
-        )
+    def _noisy_outlook(self, batch: Batch) -> Outlook:
+        self._keep_target_noise(self._target_network.draw_noise(self._noise))
+        return self._outlook(batch)
+
+    def _target_later(self, batch: Batch, outlook: Callable[[], Outlook]) -> Tensor:
+        return self._target(batch, outlook())
+
+    def _outlook(self, batch: Batch) -> Outlook:
+        outlook: Outlook = self._look(*_samples(batch))
+        return outlook
+
+    def _outlook_of(self, *columns: Tensor) -> Outlook:
+        return self._objective.outlook(Samples(*columns), self._target_network)
+
+    def _target(self, batch: Batch, outlook: Outlook) -> Tensor:
+        target: Tensor = self._find_target(outlook, *_samples(batch))
         return target
 
-    def _target_of(
-        self, obs: Tensor, action: Tensor, reward: Tensor, discount: Tensor, next_obs: Tensor
-    ) -> Tensor:
-        samples = Batch(obs, action, reward, discount, next_obs, reward, action)
-        return self._objective.target(samples, self.online, self._target_network)
+    def _target_of(self, outlook: Outlook, *columns: Tensor) -> Tensor:
+        return self._objective.target(Samples(*columns), outlook, self.online, self._target_network)
 
     # --- recording --------------------------------------------------------------------------
 
@@ -212,8 +255,9 @@ class Learner:
 
     def compilables(self) -> list[Compilable]:
         """What torch.compile may be switched on for."""
-        ours = [] if self._objective.head == "iqn" else [self._find_target]
+        ours = [] if self._objective.head == "iqn" else [self._look, self._find_target]
         theirs = [*self._gradient.compilables(), *self._updater.compilables()]
+        ours += [self._keep_noise, self._keep_target_noise] if self._config.noisy else []
         return [*ours, *theirs, *(self._memory.compilables() if self._draws_recorded else [])]
 
     def record(self, updates_at_once: int, samples: Batch | None = None) -> None:
@@ -304,6 +348,15 @@ class Learner:
                 held.fill_(state[name])
             else:
                 setattr(self, f"_{name}", state[name])
+
+
+def _samples(batch: Batch) -> Samples:
+    """What targets are made of; compiled functions take its tensors, not batches."""
+    return Samples(batch.obs, batch.action, batch.reward, batch.discount, batch.next_obs)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
 
 
 def _flat_names(network: QNetwork) -> list[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from qfleet.accelerator.inference import DeviceInference, Traffic
+from qfleet.accelerator.streams import has_streams
 from qfleet.acting import HostInference, Inference
 from qfleet.config import Config
 from qfleet.core import EnvSpec
@@ -47,11 +48,6 @@ def resolve_device(name: str, spec: EnvSpec) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device '{name}' is not usable here ({reason}); try cpu") from None
     return device
-
-
-def has_streams(device: torch.device) -> bool:
-    """Whether work can be queued side by side on a device, which the pipeline's fast parts need."""
-    return device.type in ("cuda", "xpu")
 
 
 def _same(one: torch.device, other: torch.device) -> bool:

@@ -12,12 +12,13 @@ import time
 
 import torch
 
+from qfleet.accelerator.streams import has_streams
 from qfleet.build import TorchSettings, build
 from qfleet.config import FIELDS, Config
 from qfleet.core import EnvSpec
 from qfleet.engines import ENGINES
 from qfleet.envs import ale_game, make_envs, steps_in_background
-from qfleet.placement import has_streams, resolve_device
+from qfleet.placement import resolve_device
 from qfleet.remembered import recall, remember
 from qfleet.telemetry.faults import FaultLog
 

@@ -8,6 +8,8 @@ is a slice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -36,16 +38,18 @@ class FlatWeights:
         shaped = zip(parts, self.parameters, strict=True)
         return [part.view(parameter.shape) for part, parameter in shaped]
 
-    def set_grad(self, *gradients: Tensor) -> None:
+    def set_grad(self, gradients: Sequence[Tensor]) -> None:
         """Pack per-parameter gradients into the flat vector: one kernel, nothing to zero first."""
-        if torch.compiler.is_compiling():  # which takes no ``out``, and needs none
-            self.grad.copy_(torch.cat([gradient.reshape(-1) for gradient in gradients]))
-        else:
-            torch.cat([gradient.reshape(-1) for gradient in gradients], out=self.grad)
+        torch.cat([gradient.reshape(-1) for gradient in gradients], out=self.grad)
 
     def describe(self) -> list[list[object]]:
         """Names and shapes, for the checkpoint: ``[["torso.0", [4, 64]], …]``."""
         return [[name, list(shape)] for name, shape in self.layout]
+
+
+def join(*gradients: Tensor) -> Tensor:
+    """Per-parameter gradients as one new flat vector."""
+    return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
 
 class Lag:

@@ -285,8 +285,8 @@ def test_every_row_is_followed_by_what_it_led_to(changes: dict[str, Any]) -> Non
         fields={
             "steps": 20_000, "envs": 16, "env_groups": 4, "block_rows": 4, "vectorize": "async",
             "buffer_size": 6000, "learning_starts": 200, "batch_size": 32, "train_freq": 2,
-            "frame_stack": 3, "network": "nature", "device": "cuda", "engine": "pipeline", "compile": "off",
-            "precision": "tf32", "inference_device": "cuda", **changes,
+            "frame_stack": 3, "network": "nature", "device": "cuda", "engine": "pipeline",
+            "compile": "off", "precision": "tf32", "inference_device": "cuda", **changes,
         },
     )  # fmt: skip
     parts = run(config)

@@ -24,11 +24,6 @@ def why_no_graphs(device: torch.device) -> str | None:
     return f"torch records no graphs on {device.type}"
 
 
-def stream_of(device: torch.device, urgent: bool = False) -> torch.Stream:
-    """A stream of its own, served before others where ``urgent``."""
-    return torch.Stream(device=device, priority=-1 if urgent else 0)
-
-
 def record(
     function: Callable[[], None],
     device: torch.device,

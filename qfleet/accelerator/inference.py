@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
-from qfleet.accelerator.graphs import record, stream_of
+from qfleet.accelerator.graphs import record
+from qfleet.accelerator.streams import stream_of
 from qfleet.core import Block, EnvSpec
 from qfleet.networks import QNetwork
 from qfleet.randomness import restore_generator

@@ -16,7 +16,7 @@ from torch import Tensor
 from qfleet.algorithms import losses, targets
 
 
-class Samples(Protocol):
+class Samples(NamedTuple):
     """The part of a batch that a learning rule reads."""
 
     obs: Tensor
@@ -35,6 +35,24 @@ class ValueNetwork(Protocol):
     def __call__(self, obs: Tensor, fractions: Tensor | None = None) -> Tensor: ...
 
     def expected(self, output: Tensor) -> Tensor: ...
+
+
+class Outlook(NamedTuple):
+    """All that the target network has to say about a batch."""
+
+    ahead: Tensor
+    """With double: targets under every next action, of which the online network will choose one.
+    With Munchausen: the network's output for the next observations. Else: the targets."""
+    here: Tensor | None
+    """The network's output for the observations themselves; only Munchausen asks."""
+
+
+class Prediction(NamedTuple):
+    """What the online network says of a batch, differentiable."""
+
+    output: Tensor
+    fractions: Tensor | None
+    """IQN's, ``[B, K]``."""
 
 
 class Loss(NamedTuple):
@@ -60,28 +78,47 @@ class Objective:
     """Source of IQN's quantile fractions."""
 
     @torch.no_grad()
-    def target(self, batch: Samples, online: ValueNetwork, target: ValueNetwork) -> Tensor:
-        """``[B]`` values (q), ``[B, K]`` probabilities (c51) or ``[B, K]`` quantiles (qr, iqn)."""
-        next_output = target(batch.next_obs, self._fractions(batch.next_obs))
-        if self.double:
-            selector = online.expected(online(batch.next_obs, self._fractions(batch.next_obs)))
-        else:
-            selector = target.expected(next_output)
+    def outlook(self, batch: Samples, target: ValueNetwork) -> Outlook:
+        """The part of a target that does not depend on the online network."""
+        output = target(batch.next_obs, self._fractions(batch.next_obs))
         if self.munchausen:
-            return self._soft_target(batch, target, next_output, selector)
-        chosen = targets.take(next_output, selector.argmax(dim=1))
-        if self.head == "c51":
-            atoms = targets.td_target(
-                batch.reward, batch.discount, target.support.expand_as(chosen)
-            )
-            return targets.project_categorical(chosen.softmax(dim=1), atoms, target.support)
-        return targets.td_target(batch.reward, batch.discount, chosen)
+            return Outlook(output, target(batch.obs, self._fractions(batch.obs)))
+        every = self._under_every_action(batch, output, target.support)
+        if self.double:
+            return Outlook(every, None)
+        return Outlook(targets.take(every, target.expected(output).argmax(dim=1)), None)
+
+    def _under_every_action(self, batch: Samples, output: Tensor, support: Tensor) -> Tensor:
+        if self.head != "c51":
+            return targets.td_target(batch.reward, batch.discount, output)
+        atoms = targets.td_target(
+            batch.reward, batch.discount, support.expand(len(output), len(support))
+        )
+        return targets.project_categorical(output.softmax(dim=2), atoms, support)
+
+    @torch.no_grad()
+    def target(
+        self, batch: Samples, outlook: Outlook, online: ValueNetwork, target: ValueNetwork
+    ) -> Tensor:
+        """``[B]`` values (q), ``[B, K]`` probabilities (c51) or ``[B, K]`` quantiles (qr, iqn).
+
+        ``target`` is not called: its outlook is there already.
+        """
+        if not self.double:
+            if not self.munchausen:
+                return outlook.ahead
+            return self._soft_target(batch, target, outlook, target.expected(outlook.ahead))
+        selector = online.expected(online(batch.next_obs, self._fractions(batch.next_obs)))
+        if self.munchausen:
+            return self._soft_target(batch, target, outlook, selector)
+        return targets.take(outlook.ahead, selector.argmax(dim=1))
 
     def _soft_target(
-        self, batch: Samples, target: ValueNetwork, next_output: Tensor, selector: Tensor
+        self, batch: Samples, target: ValueNetwork, outlook: Outlook, selector: Tensor
     ) -> Tensor:
-        tau = self.munchausen_tau
-        q = target.expected(target(batch.obs, self._fractions(batch.obs)))
+        tau, next_output = self.munchausen_tau, outlook.ahead
+        assert outlook.here is not None
+        q = target.expected(outlook.here)
         bonus = targets.munchausen_bonus(
             q, batch.action, self.munchausen_alpha, tau, self.munchausen_clip
         )
@@ -99,21 +136,27 @@ class Objective:
         ).view(samples, actions, atoms)
         return (policy.unsqueeze(-1) * projected).sum(dim=1)
 
-    def loss(self, obs: Tensor, action: Tensor, online: ValueNetwork, target: Tensor) -> Loss:
+    def predict(self, obs: Tensor, online: ValueNetwork) -> Prediction:
         fractions = self._fractions(obs)
-        output = targets.take(online(obs, fractions), action)
+        return Prediction(online(obs, fractions), fractions)
+
+    def loss(
+        self, prediction: Prediction, action: Tensor, online: ValueNetwork, target: Tensor
+    ) -> Loss:
+        """``online`` is not called: what it predicts is there already."""
+        output = targets.take(prediction.output, action)
         if self.head == "q":
             td = target - output
             per_sample = losses.huber(td) if self.loss_kind == "huber" else losses.squared(td)
             return Loss(per_sample, td.detach().abs(), output.detach())
         if self.head == "c51":
             per_sample = losses.categorical_cross_entropy(output, target)
-            prediction = (output.detach().softmax(dim=1) * online.support).sum(dim=1)
-            return Loss(per_sample, per_sample.detach(), prediction)
-        levels = online.fractions if fractions is None else fractions
+            expected = (output.detach().softmax(dim=1) * online.support).sum(dim=1)
+            return Loss(per_sample, per_sample.detach(), expected)
+        levels = online.fractions if prediction.fractions is None else prediction.fractions
         per_sample = losses.quantile_huber(output, levels, target)
-        prediction = output.detach().mean(dim=1)
-        return Loss(per_sample, (target.mean(dim=1) - prediction).abs(), prediction)
+        expected = output.detach().mean(dim=1)
+        return Loss(per_sample, (target.mean(dim=1) - expected).abs(), expected)
 
     def _fractions(self, obs: Tensor) -> Tensor | None:
         if self.head != "iqn":

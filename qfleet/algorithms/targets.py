@@ -21,14 +21,13 @@ def take(values: Tensor, action: Tensor) -> Tensor:
 
 
 def td_target(reward: Tensor, discount: Tensor, next_value: Tensor) -> Tensor:
-    """r + discount·v (Watkins 1989; 1312.5602), over every atom where v is ``[B, K]``."""
+    """r + discount·v (Watkins 1989; 1312.5602), for every entry where v is ``[B, …]``."""
     assert reward.dim() == 1, f"reward must be [B], not {reward.shape}"
     assert discount.shape == reward.shape, f"discount {discount.shape}, reward {reward.shape}"
-    assert next_value.dim() in (1, 2), f"next_value must be [B] or [B, K], not {next_value.shape}"
     assert next_value.shape[:1] == reward.shape, f"{next_value.shape} for reward {reward.shape}"
     _assert_floating(reward, discount, next_value)
-    if next_value.dim() == 2:
-        reward, discount = reward.unsqueeze(1), discount.unsqueeze(1)
+    for _ in next_value.shape[1:]:
+        reward, discount = reward.unsqueeze(-1), discount.unsqueeze(-1)
     return torch.addcmul(reward, discount, next_value)
 
 
@@ -71,14 +70,18 @@ def munchausen_bonus(
 def project_categorical(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
     """Project masses ``probs`` at ``atoms`` onto ``support`` ``[K]`` (C51, 1707.06887, eq. 7).
 
+    ``atoms`` are ``[B, K]``; ``probs`` too, or ``[B, A, K]``: several masses at the same atoms.
+
     An atom between two support points gives each of them a share linear in its nearness; one
     beyond the ends goes to the end. The position of an atom is taken between its two neighbours'
     own values, so that an atom on a support point stays there exactly, and shares are a dense
     kernel rather than a scatter-add, which on a GPU would sum in no fixed order.
     """
-    assert probs.dim() == 2, f"probs must be [B, K], not {probs.shape}"
-    assert atoms.shape == probs.shape, f"atoms {atoms.shape}, probs {probs.shape}"
-    assert support.shape == probs.shape[1:], f"support {support.shape} for probs {probs.shape}"
+    assert probs.dim() in (2, 3), f"probs must be [B, K] or [B, A, K], not {probs.shape}"
+    assert atoms.dim() == 2, f"atoms must be [B, K], not {atoms.shape}"
+    assert atoms.shape[0] == probs.shape[0], f"atoms {atoms.shape}, probs {probs.shape}"
+    assert atoms.shape[1] == probs.shape[-1], f"atoms {atoms.shape}, probs {probs.shape}"
+    assert support.shape == atoms.shape[1:], f"support {support.shape} for atoms {atoms.shape}"
     _assert_floating(probs, atoms, support)
     last = support.shape[0] - 1
     clipped = torch.minimum(torch.maximum(atoms, support[0]), support[last])
@@ -87,6 +90,8 @@ def project_categorical(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor
     position = lower + (clipped - low) / (high - low)
     index = torch.arange(last + 1, dtype=probs.dtype, device=probs.device)
     share = (1 - (position.unsqueeze(2) - index).abs()).clamp(min=0)
+    if probs.dim() == 3:
+        return torch.bmm(probs, share)
     return torch.bmm(probs.unsqueeze(1), share).squeeze(1)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qfleet.networks.fused import Dense
 from qfleet.networks.noisy import NoisyLinear
@@ -48,20 +49,52 @@ def _stream(features: int, outputs: int, style: Style) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
+def _noisy_layers(stream: nn.Module) -> list[NoisyLinear]:
+    return [layer for layer in stream.children() if isinstance(layer, NoisyLinear)]
+
+
+def _two_noisy(features: Tensor, one: nn.Module, other: nn.Module) -> tuple[Tensor, Tensor]:
+    """Two noisy streams on the same features, layer by layer: one product each for a GPU."""
+    layers = [
+        [m for m in stream.children() if isinstance(m, NoisyLinear)] for stream in (one, other)
+    ]
+    first, *rest = zip(*layers, strict=True)
+    widths = [len(layer.bias_mu) for layer in first]
+    bias = torch.cat([layer.bias() for layer in first])
+    x = torch.addmm(bias, features, torch.cat([layer.weight() for layer in first], dim=1))
+    if not rest:
+        value, advantage = torch.split(x, widths, dim=1)
+        return value, advantage
+    x = x.view(len(features), 2, widths[0]).transpose(0, 1)
+    for pair in rest:
+        widths = [len(layer.bias_mu) for layer in pair]
+        # Products of unlike width become alike by zeros; GPUs like multiples of four.
+        wide = -(-max(widths) // 4) * 4
+        missing = [(0, wide - width) for width in widths]
+        weights = [F.pad(layer.weight(), pad) for layer, pad in zip(pair, missing, strict=True)]
+        biases = [F.pad(layer.bias(), pad) for layer, pad in zip(pair, missing, strict=True)]
+        x = torch.baddbmm(torch.stack(biases).unsqueeze(1), x.relu(), torch.stack(weights))
+        x = x[:, :, : max(widths)]
+    return x[0, :, : widths[0]], x[1, :, : widths[1]]
+
+
 class _Streams(nn.Module):
     """Features ``[B, F]`` → ``[B, A]``, or ``[B, A, K]`` where ``width`` K is given."""
 
     def __init__(self, features: int, num_actions: int, width: int | None, style: Style) -> None:
         super().__init__()
-        self.width = width
+        self.width, self._noisy = width, style.noisy
         self.advantage = _stream(features, num_actions * (width or 1), style)
         self.value = _stream(features, width or 1, style) if style.dueling else None
 
     def forward(self, features: Tensor) -> Tensor:
-        advantage = self._by_action(self.advantage(features))
         if self.value is None:
-            return advantage
-        return combine_streams(self._by_action(self.value(features)), advantage)
+            return self._by_action(self.advantage(features))
+        if self._noisy and not features.is_cpu:
+            value, advantage = _two_noisy(features, self.value, self.advantage)
+        else:
+            value, advantage = self.value(features), self.advantage(features)
+        return combine_streams(self._by_action(value), self._by_action(advantage))
 
     def _by_action(self, output: Tensor) -> Tensor:
         return output if self.width is None else output.view(output.shape[0], -1, self.width)

@@ -42,7 +42,9 @@ class LocalUpdater:
         norm = torch.linalg.vector_norm(grad)
         found_bad = 1.0 - torch.isfinite(norm).to(norm.dtype)
         if math.isfinite(self._max_norm):
-            grad = grad.mul_((self._max_norm / (norm + 1e-6)).clamp(max=1.0))
+            scale = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
+            # Compiled, the product never leaves the kernel that uses it.
+            grad = grad * scale if torch.compiler.is_compiling() else grad.mul_(scale)
         self._optimiser.step(self._weights.data, grad, learning_rate, found_bad)
         return norm, found_bad
 

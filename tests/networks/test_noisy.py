@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import tensor
 
+from qfleet.networks.heads import CategoricalHead, Style, _two_noisy
 from qfleet.networks.noisy import NoisyLinear, resample_noise
 
 
@@ -71,3 +73,25 @@ def test_the_state_holds_the_noise() -> None:
     assert not torch.equal(layer(x), other(x))
     other.load_state_dict(layer.state_dict())
     assert torch.equal(layer(x), other(x))
+
+
+@pytest.mark.parametrize("hidden", [(), (8,), (8, 6)])
+def test_two_streams_in_one_product_are_the_two_streams(hidden: tuple[int, ...]) -> None:
+    """What an accelerator does instead of two products each."""
+    torch.manual_seed(3)
+    head = CategoricalHead(12, 4, 5, Style(dueling=True, noisy=True, hidden=hidden))
+    resample_noise([m for m in head.modules() if isinstance(m, NoisyLinear)], torch.Generator())
+    features = torch.randn(7, 12)
+    for module in (head.train(), head.eval()):
+        assert module.value is not None
+        value, advantage = _two_noisy(features, module.value, module.advantage)
+        torch.testing.assert_close(value, module.value(features))
+        torch.testing.assert_close(advantage, module.advantage(features))
+
+
+def test_the_weights_in_force_give_what_the_layer_gives() -> None:
+    layer = NoisyLinear(6, 3, sigma0=0.5)
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(torch.addmm(layer.bias(), x, layer.weight()), layer(x))
+    layer.eval()
+    assert torch.equal(torch.addmm(layer.bias(), x, layer.weight()), layer(x))
