@@ -3,6 +3,7 @@
     python benchmarks/pipeline.py                     Pong on the accelerator: all rows
     python benchmarks/pipeline.py --rows dqn32 dqn256 --seconds 20
     python benchmarks/pipeline.py --rows cpu          two CPU rows: pipeline against serial
+    python benchmarks/pipeline.py --rows engines      what --engine auto takes, beside each by hand
 
 Each rate is the median over log intervals of the second half of a run, so that start-up, compiling
 and filling the memory do not count; they are printed apart. Absolute rates vary with the machine;
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from qfleet import stages
 from qfleet.config import Config
 from qfleet.plan import settle
 from qfleet.presets import resolve
@@ -29,9 +31,9 @@ from qfleet.run import Run, Sitting
 UNTIMED = {"eval_freq": 0, "n_eval_episodes": 1, "checkpoint_freq": 10**9, "tensorboard": False}
 
 
-def configure(algo: str | None = None, **fields: Any) -> Config:
-    pong = {"steps": 10**8, "learning_starts": 5000, "exploration_initial_eps": 0.05}
-    config, _ = resolve("ALE/Pong-v5", algo, fields={**pong, **UNTIMED, **fields})
+def configure(algo: str | None = None, env: str = "ALE/Pong-v5", **fields: Any) -> Config:
+    long = {"steps": 10**8, "learning_starts": 5000, "exploration_initial_eps": 0.05}
+    config, _ = resolve(env, algo, fields={**long, **UNTIMED, **fields})
     return settle(config.validate())[0]
 
 
@@ -125,6 +127,38 @@ def on_cpu(seconds: float) -> dict[str, Any]:
     return found
 
 
+def by_engine(seconds: float) -> dict[str, Any]:
+    """What ``auto`` takes, and each engine by hand, on the device that suits the task."""
+    found: dict[str, Any] = {}
+    tasks: dict[str, dict[str, Any]] = {
+        "ALE/Pong-v5": {"buffer_size": 20_000},
+        "CartPole-v1": {"log_interval": 1000},
+    }
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        tasks["ALE/Pong-v5"] |= {"buffer_size": 8000, "learning_starts": 320, "log_interval": 64}
+    for env, fields in tasks.items():
+        configs = {
+            engine: configure(env=env, engine=engine, **fields)
+            for engine in ("serial", "pipeline", "auto")
+        }
+        rates = {
+            engine: end_to_end(configs[engine], seconds)["steps_per_s"]
+            for engine in ("serial", "pipeline")
+        }
+        # The very configuration of one by hand need not be measured against itself.
+        taken = configs["auto"]
+        same = [engine for engine in rates if configs[engine] == taken]
+        rates["auto"] = rates[same[0]] if same else end_to_end(taken, seconds)["steps_per_s"]
+        ratio = rates["auto"] / max(rates["serial"], rates["pipeline"])
+        found[env] = {**rates, "taken": taken.engine, "ratio": ratio}
+        print(
+            f"{env:<14} serial {rates['serial']:>9,.1f}   pipeline {rates['pipeline']:>9,.1f}   "
+            f"auto ({taken.engine}) {rates['auto']:>9,.1f} steps/s   {ratio:.2f} of the best",
+            flush=True,
+        )
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", default=["dqn32", "dqn256", "rainbow"])
@@ -136,10 +170,14 @@ def main() -> None:
     found: dict[str, Any] = {}
     if "cpu" in options.rows:
         found["cpu"] = on_cpu(options.seconds)
-    rows = [row for row in options.rows if row != "cpu"]
+    if "engines" in options.rows:
+        found["engines"] = by_engine(options.seconds)
+    rows = [row for row in options.rows if row not in ("cpu", "engines")]
     if rows:
         if torch.accelerator.current_accelerator(check_available=True) is None:
             raise SystemExit("no accelerator here; --rows cpu compares engines on the CPU")
+        # For as long as the run itself, so that both meet as many ends of episodes.
+        stages.MEASURE_S = options.seconds
         found |= accelerated(rows, options.seconds, fields)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

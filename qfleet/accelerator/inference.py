@@ -27,8 +27,8 @@ PACKED_BYTES = 8 + 4 + 1
 """Of a row's action, reward and flags."""
 
 
-TIMED_EVERY = 96
-"""Copies between two looks at the device's clock."""
+TIMED_EVERY = 32
+"""Copies of frames between two looks at the device's clock."""
 
 
 class Traffic:
@@ -76,6 +76,8 @@ class DeviceInference:
         self._opened = [torch.zeros(n, dtype=torch.bool, device=device) for n in group_sizes]
         self._actions = [torch.zeros(n, dtype=torch.int64, device=device) for n in group_sizes]
         self._host_opened = [torch.zeros(n, dtype=torch.bool).pin_memory() for n in group_sizes]
+        self._any_opened = [False] * len(group_sizes)
+        self._calls = 0
         self._host_actions = [torch.zeros(n, dtype=torch.int64).pin_memory() for n in group_sizes]
         self._host_frames = self._device_frames = torch.empty(0)
         self._packed = self._device_packed = torch.empty(0)
@@ -135,29 +137,43 @@ class DeviceInference:
         needed: bool,
     ) -> NDArray[np.int64] | None:
         """The stacks must see every frame, so the network runs whether ``needed`` or not."""
-        self._host_opened[group].numpy()[:] = opened
+        timed = self._calls % TIMED_EVERY == 0
+        self._calls += 1
         with self.stream:
-            self._copy_start.record(self.stream)
+            if timed:
+                self._copy_start.record(self.stream)
             self._incoming[group].copy_(self._host_frames[block, row, columns], non_blocking=True)
-            self._copy_end.record(self.stream)
-            self._opened[group].copy_(self._host_opened[group], non_blocking=True)
-            if self._frames_stay:
-                self._device_frames[block, row, columns] = self._incoming[group]
+            if timed:
+                self._copy_end.record(self.stream)
+            self._send_opened(group, opened)
             self._graphs[group]()
             self._host_actions[group].copy_(self._actions[group], non_blocking=True)
             self._done.record(self.stream)
+            if self._frames_stay:  # which no action depends on
+                self._device_frames[block, row, columns] = self._incoming[group]
         # Also where no action is needed: the pinned flags are written again next time.
         self._done.synchronize()
-        self._count(group)
+        self._count(group, timed)
         return self._host_actions[group].numpy().copy() if needed else None
 
-    def _count(self, group: int) -> None:
+    def _send_opened(self, group: int, opened: NDArray[np.bool_]) -> None:
+        """Episodes open rarely: mostly there is nothing to say that was not said before."""
+        any_opened = bool(opened.any())
+        if not any_opened and not self._any_opened[group]:
+            return
+        self._any_opened[group] = any_opened
+        self._host_opened[group].numpy()[:] = opened
+        self._opened[group].copy_(self._host_opened[group], non_blocking=True)
+        self.traffic.bytes_to_device += len(opened)
+        self.traffic.copies += 1
+
+    def _count(self, group: int, timed: bool) -> None:
         frames = self._incoming[group]
         frame_bytes = math.prod(frames.shape) * frames.element_size()
-        self.traffic.bytes_to_device += frame_bytes + len(frames)
+        self.traffic.bytes_to_device += frame_bytes
         self.traffic.bytes_to_host += 8 * len(frames)
-        self.traffic.copies += 3
-        if self.traffic.copies % TIMED_EVERY == 0:
+        self.traffic.copies += 2
+        if timed:
             copy_s = self._copy_start.elapsed_time(self._copy_end) / 1e3
             self.traffic.bandwidth_bytes_per_s = frame_bytes / max(copy_s, 1e-9)
 

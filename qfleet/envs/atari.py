@@ -7,7 +7,6 @@ pads a new episode's stack with zeros and resets on the step after an episode's 
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import ale_py
@@ -21,6 +20,7 @@ from qfleet.envs.guard import one_line
 from qfleet.envs.registry import env_kwargs
 from qfleet.envs.seeding import env_seeds
 from qfleet.envs.spaces import describe
+from qfleet.envs.threads import pool_threads
 from qfleet.errors import CheckpointError, ConfigError, UnknownNameError
 
 _MAX_FRAMES = 108_000
@@ -68,7 +68,7 @@ class AtariEnvs:
             config,
             game,
             num_envs,
-            num_threads=min(num_envs, os.cpu_count() or 1),
+            num_threads=pool_threads(config, num_envs, training=training),
             max_num_frames_per_episode=(
                 config.max_episode_steps * config.frame_skip or _MAX_FRAMES
             ),

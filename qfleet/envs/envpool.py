@@ -15,7 +15,6 @@ One difference stays: where no FIRE is pressed at the start, an episode has one 
 from __future__ import annotations
 
 import importlib
-import os
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from qfleet.envs.guard import one_line
 from qfleet.envs.registry import env_kwargs
 from qfleet.envs.seeding import env_seeds
 from qfleet.envs.spaces import describe
+from qfleet.envs.threads import pool_threads
 from qfleet.errors import CheckpointError, ConfigError, UnknownNameError
 
 _MAX_FRAMES = 108_000
@@ -51,7 +51,7 @@ class EnvPoolEnvs:
         self._task_id = task_id(game)
         self.num_envs = num_envs
         self.seeds = env_seeds(seed, num_envs)
-        self._options = _options(config, self.seeds)
+        self._options = _options(config, self.seeds, training=training)
         self.spec = self._describe(config)
         self._reports_lives = config.episodic_life and training
         self._pool: Any = None
@@ -163,7 +163,7 @@ def _import_library(game: str) -> Any:
     return library
 
 
-def _options(config: Config, seeds: list[int]) -> dict[str, Any]:
+def _options(config: Config, seeds: list[int], *, training: bool) -> dict[str, Any]:
     """The pool's arguments."""
     options = env_kwargs(config)
     for name in options:
@@ -171,7 +171,7 @@ def _options(config: Config, seeds: list[int]) -> dict[str, Any]:
             raise UnknownNameError("EnvPool env_kwargs entry", name, _OPTIONS)
     return {
         "num_envs": len(seeds),
-        "num_threads": min(len(seeds), os.cpu_count() or 1),
+        "num_threads": pool_threads(config, len(seeds), training=training),
         "seed": seeds,
         "max_episode_steps": config.max_episode_steps or -(-_MAX_FRAMES // config.frame_skip),
         "repeat_action_probability": config.sticky_actions,

@@ -1,0 +1,21 @@
+"""How many threads a pool of games gets."""
+
+from __future__ import annotations
+
+import os
+
+from qfleet.config import Config
+
+SHARE = 1.5
+"""Threads per core over all groups: enough that a group whose actions are being chosen leaves no
+core idle, few enough that whoever chooses them is not kept waiting for a core. With 128 envs in 4
+groups on 16 cores, one thread per core for each group (4 in all) made 24.0k steps/s where 1.5
+made 26.5k; the envs alone made 29.0k and 30.4k."""
+
+
+def pool_threads(config: Config, num_envs: int, *, training: bool) -> int:
+    """For one group of envs; evaluation has a single group."""
+    cores = os.cpu_count() or 1
+    groups = config.env_groups if training else 1
+    threads = cores if groups <= 1 else -(-int(SHARE * cores) // groups)
+    return max(1, min(num_envs, threads))
