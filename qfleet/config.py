@@ -105,7 +105,7 @@ class Config:
 
     # --- network ----------------------------------------------------------------------------
     network: str = "auto"
-    """mlp, nature, impala, or package.module:Class; auto picks by the observation's shape."""
+    """mlp, nature, impala, minatar, or package.module:Class; auto picks by what is seen."""
     net_arch: tuple[int, ...] = (64, 64)
     """Hidden layers of the MLP."""
     layer_norm: bool = False

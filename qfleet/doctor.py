@@ -19,6 +19,7 @@ from qfleet.accelerator.tuning import Tuning
 from qfleet.build import TorchSettings, build
 from qfleet.config import Config
 from qfleet.envs import ale_game, make_envs
+from qfleet.envs.device.names import is_tensor_env
 from qfleet.envs.registry import has_vector_entry_point
 from qfleet.memory import available_bytes, largest_capacity
 from qfleet.plan import settle
@@ -76,7 +77,9 @@ def measure_vectorisers(
 ) -> list[tuple[str, int, float]]:
     """(vectorize, envs, env steps per second) for every way that this environment allows."""
     base, _ = resolve(env)
-    if ale_game(env):
+    if is_tensor_env(env):
+        modes = ["auto"]
+    elif ale_game(env):
         modes = ["native"]
     else:
         modes = ["sync", "async"]

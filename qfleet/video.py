@@ -17,11 +17,15 @@ from numpy.typing import NDArray
 
 from qfleet.envs import ale_game, make_single
 from qfleet.envs.atari import AtariEnvs
+from qfleet.envs.device.names import is_tensor_env, make_tensor_env
+from qfleet.envs.device.vector import TensorEnvs
 from qfleet.errors import ConfigError
 from qfleet.policy import Policy
 
 Frame = NDArray[np.uint8]
 SUFFIXES = (".gif", ".mp4")
+BOARD_PIXELS = 32
+"""Side of a cell of a board."""
 
 
 def film(policy: Policy, out: Path, seed: int, max_frames: int, fps: int) -> tuple[int, float]:
@@ -32,7 +36,11 @@ def film(policy: Policy, out: Path, seed: int, max_frames: int, fps: int) -> tup
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     total = 0.0
     frames: list[Frame] = []
-    play = _play_atari if ale_game(policy.config.env) else _play
+    play = _play
+    if ale_game(policy.config.env):
+        play = _play_atari
+    elif is_tensor_env(policy.config.env):
+        play = _play_board
     try:
         for frame, reward in play(policy, seed):
             frames.append(frame)
@@ -91,6 +99,31 @@ def _play_atari(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
     finally:
         player.close()
         camera.close()
+
+
+def _play_board(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
+    envs = TensorEnvs(make_tensor_env(policy.config), 1, seed)
+    if envs.spec.obs_dtype != "uint8" or len(envs.spec.obs_shape) != 3:
+        raise ConfigError(f"'{policy.config.env}' shows numbers, not a board: there is no picture")
+    obs = envs.reset()
+    yield _painted(obs[0]), 0.0
+    while True:
+        step = envs.step(policy.greedy(obs))
+        obs = step.obs
+        yield _painted(obs[0]), float(step.reward[0])
+        if step.terminated[0] or step.truncated[0]:
+            return
+
+
+def _painted(board: NDArray[np.uint8]) -> Frame:
+    """A board ``[10, 10, C]`` in colours, one per channel; the last channel lies on top."""
+    import matplotlib
+
+    colours = matplotlib.colormaps["tab10"](np.arange(board.shape[2]))[:, :3]
+    picture = np.zeros((*board.shape[:2], 3), dtype=np.uint8)
+    for channel, colour in enumerate(colours):
+        picture[board[:, :, channel] > 0] = (255 * colour).astype(np.uint8)
+    return picture.repeat(BOARD_PIXELS, axis=0).repeat(BOARD_PIXELS, axis=1)
 
 
 def _write(frames: list[Frame], out: Path, fps: int) -> None:

@@ -8,6 +8,7 @@ processes  N guarded ones, in processes that are replaced when they die or hang
 worker     what runs inside such a process
 native     Gymnasium's own vector environments
 atari      ale-py's C++ pool
+device     environments as tensors: MinAtar's games, and classics for the GPU
 seeding    one seed to many
 state      the exact state of an environment, for resumes
 """
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 from qfleet.config import Config
 from qfleet.core import VectorEnv
+from qfleet.envs.device.names import is_tensor_env, make_tensor_env
+from qfleet.envs.device.vector import TensorEnvs
 from qfleet.envs.guard import OnFault
 from qfleet.envs.registry import ale_game, close_names, env_kwargs, import_modules, make_single
 from qfleet.envs.registry import has_vector_entry_point as _has_vector_entry_point
@@ -44,6 +47,14 @@ def make_envs(
     was survived; those that cannot be are an EnvironmentFault.
     """
     import_modules(config)
+    if is_tensor_env(config.env):
+        _refuse_atari_fields(config)
+        if config.vectorize != "auto" or config.frame_stack > 1:
+            raise ConfigError(
+                f"'{config.env}' is a stack of tensors already, without frame stacks; leave "
+                "vectorize and frame_stack alone"
+            )
+        return TensorEnvs(make_tensor_env(config), num_envs, seed)
     game = ale_game(config.env)
     if game is None:
         _refuse_atari_fields(config)

@@ -9,15 +9,16 @@ from qfleet.config import Config
 from qfleet.core import EnvSpec
 from qfleet.errors import ConfigError, UnknownNameError
 from qfleet.networks.qnetwork import QNetwork
-from qfleet.networks.torsos import MLP, ImpalaResNet, NatureCNN, is_nature_image
+from qfleet.networks.torsos import MLP, ImpalaResNet, MinAtarCNN, NatureCNN, is_nature_image
 from qfleet.plugins import load_object
 
 __all__ = ["QNetwork", "build_network"]
 
-_NAMES = ("auto", "mlp", "nature", "impala")
-_CONVOLUTIONAL: dict[str, tuple[type[NatureCNN] | type[ImpalaResNet], int]] = {
+_NAMES = ("auto", "mlp", "nature", "impala", "minatar")
+_CONVOLUTIONAL: dict[str, tuple[type[NatureCNN | ImpalaResNet | MinAtarCNN], int]] = {
     "nature": (NatureCNN, 512),
     "impala": (ImpalaResNet, 256),
+    "minatar": (MinAtarCNN, 128),
 }
 """Name → class and width of its dense layer."""
 

@@ -166,6 +166,32 @@ class NatureCNN(nn.Module):
         return x
 
 
+class MinAtarCNN(nn.Module):
+    """The network of MinAtar's paper (1903.03176): one layer of 16 kernels of 3×3.
+
+    ``dense`` = 0 leaves the last layer out, for heads that bring their own.
+    """
+
+    def __init__(self, spec: EnvSpec, dense: int = 128) -> None:
+        super().__init__()
+        layout = image_layout(spec.obs_shape)
+        if layout is None or min(layout.height, layout.width) < 3:
+            raise ConfigError(
+                f"network 'minatar' needs an image of at least 3×3 pixels, not an observation of "
+                f"shape {spec.obs_shape}; try --network mlp"
+            )
+        self.layout = layout
+        self.convolution = nn.Conv2d(layout.channels, 16, 3)
+        flat = 16 * (layout.height - 2) * (layout.width - 2)
+        self.dense = Dense((flat, dense), relu_last=True) if dense else None
+        self.features = dense or flat
+
+    def forward(self, obs: Tensor) -> Tensor:
+        image = _as_image(obs, self.layout)
+        features = F.relu(self.convolution(image)).flatten(1)
+        return features if self.dense is None else self.dense(features)
+
+
 class _Residual(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -24,6 +24,7 @@ PRESETS: dict[str, Callable[[], Config]] = {
     "lunarlander": recipes.lunarlander,
     "atari-dqn": recipes.atari_dqn,
     "pong": recipes.pong,
+    "minatar-dqn": recipes.minatar_dqn,
     "atari-dqn-nature": recipes.atari_dqn_nature,
     "atari-c51": recipes.atari_c51,
     "atari-rainbow": recipes.atari_rainbow,
@@ -35,6 +36,7 @@ _SUITS = [
     (r"MountainCar-v\d", "mountaincar"),
     (r"LunarLander-v\d", "lunarlander"),
     (r"ALE/.+|\w+NoFrameskip-v4", "atari-dqn"),
+    (r"MinAtar/.+", "minatar-dqn"),
 ]
 
 

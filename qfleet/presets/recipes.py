@@ -169,6 +169,29 @@ def pong() -> Config:
     )
 
 
+def minatar_dqn() -> Config:
+    """Young and Tian 2019 (1903.03176), with Adam where they have centred RMSProp."""
+    return Config(
+        env="MinAtar/Breakout-v1",
+        steps=5_000_000,
+        envs=8,
+        network="minatar",
+        learning_rate=2.5e-4,
+        batch_size=32,
+        buffer_size=100_000,
+        learning_starts=5000,
+        gamma=0.99,
+        target_update_interval=1000,
+        train_freq=1,
+        gradient_steps=1,
+        exploration_fraction=0.02,
+        exploration_final_eps=0.1,
+        eval_freq=100_000,
+        checkpoint_freq=500_000,
+        log_interval=10_000,
+    )
+
+
 def atari_dqn_nature() -> Config:
     """Mnih et al. 2015, Nature 518, extended data table 1 (frames there are env steps × 4)."""
     return atari_dqn().replace(

@@ -1,0 +1,14 @@
+"""Environments as tensors, for CPU and GPU alike.
+
+protocol   what a tensor environment must say, and the episodes made of it
+random     random numbers of many environments at once
+names      which names mean one
+vector     one behind ``core.VectorEnv``
+minatar    five games on a board of 10×10
+cartpole, acrobot, mountaincar, maze
+"""
+
+from qfleet.envs.device.protocol import Outcome, State, TensorEnv
+from qfleet.envs.device.random import draw_below, draw_uniform
+
+__all__ = ["Outcome", "State", "TensorEnv", "draw_below", "draw_uniform"]

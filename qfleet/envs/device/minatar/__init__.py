@@ -1,0 +1,1 @@
+"""MinAtar's five games as tensors."""

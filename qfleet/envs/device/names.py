@@ -1,0 +1,84 @@
+"""Which names mean a tensor environment: a configuration in, one of them out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from qfleet.config import Config
+from qfleet.envs.device.minatar.asterix import Asterix
+from qfleet.envs.device.minatar.breakout import Breakout
+from qfleet.envs.device.minatar.freeway import Freeway
+from qfleet.envs.device.minatar.game import Game, MinAtar
+from qfleet.envs.device.minatar.seaquest import Seaquest
+from qfleet.envs.device.minatar.space_invaders import SpaceInvaders
+from qfleet.envs.device.protocol import TensorEnv
+from qfleet.envs.guard import one_line
+from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.plugins import load_object
+
+_RAMPING: dict[str, Callable[[bool], Game]] = {
+    "Asterix": Asterix,
+    "Seaquest": Seaquest,
+    "SpaceInvaders": SpaceInvaders,
+}
+_STEADY: dict[str, Callable[[], Game]] = {"Breakout": Breakout, "Freeway": Freeway}
+MINATAR_IDS = tuple(f"MinAtar/{name}-v1" for name in sorted({**_RAMPING, **_STEADY}))
+
+
+def is_tensor_env(env_id: str) -> bool:
+    """Whether this is a MinAtar game or a class of the user's that is a ``TensorEnv``."""
+    if ":" not in env_id:
+        return env_id.startswith("MinAtar/")
+    # Protocols do not answer issubclass; whoever names it as a base is meant.
+    return TensorEnv in getattr(load_object(env_id, "environment"), "__mro__", ())
+
+
+def make_tensor_env(config: Config) -> TensorEnv:
+    env = _make_own(config) if ":" in config.env else _make_minatar(config)
+    if config.max_episode_steps:
+        env.max_episode_steps = config.max_episode_steps
+    return env
+
+
+def _make_own(config: Config) -> TensorEnv:
+    kwargs = json.loads(config.env_kwargs)
+    try:
+        env: TensorEnv = load_object(config.env, "environment")(**kwargs)
+    except Exception as error:
+        raise ConfigError(
+            f"environment '{config.env}' cannot be made with env_kwargs {kwargs}: {one_line(error)}"
+        ) from error
+    return env
+
+
+def _make_minatar(config: Config) -> MinAtar:
+    """``MinAtar/<game>-v1`` with the actions that do something, ``-v0`` with all six."""
+    found = re.fullmatch(r"MinAtar/(?P<game>\w+)-v(?P<version>[01])", config.env)
+    if found is None or found["game"] not in {**_RAMPING, **_STEADY}:
+        raise UnknownNameError("MinAtar game", config.env, MINATAR_IDS)
+    options = _options(config)
+    name, ramps = found["game"], options.get("difficulty_ramping", True)
+    return MinAtar(
+        _RAMPING[name](ramps) if name in _RAMPING else _STEADY[name](),
+        sticky=options.get("sticky_action_prob", 0.1),
+        all_actions=found["version"] == "0",
+    )
+
+
+def _options(config: Config) -> dict[str, Any]:
+    """``env_kwargs``, by the names that the minatar package has for them."""
+    options: dict[str, Any] = json.loads(config.env_kwargs)
+    for name, value in options.items():
+        if name == "sticky_action_prob":
+            good = isinstance(value, int | float) and 0 <= value <= 1
+        elif name == "difficulty_ramping":
+            good = isinstance(value, bool)
+        else:
+            known = ("sticky_action_prob", "difficulty_ramping")
+            raise UnknownNameError("MinAtar env_kwargs entry", name, known)
+        if not good:
+            raise ConfigError(f"MinAtar game '{config.env}' cannot take {name} = {value!r}")
+    return options

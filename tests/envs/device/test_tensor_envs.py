@@ -1,0 +1,151 @@
+"""Tensor environments behind the same interface as all others, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import qfleet
+from qfleet.envs import make_envs
+from qfleet.envs.device.cartpole import CartPole
+from qfleet.envs.device.names import MINATAR_IDS, make_tensor_env
+from qfleet.envs.device.protocol import begin_episodes, step_episodes
+from qfleet.envs.device.vector import TensorEnvs
+from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.presets import resolve
+from qfleet.telemetry.faults import FaultLog
+
+QUICK: dict[str, Any] = {
+    "steps": 400, "learning_starts": 100, "buffer_size": 300, "eval_freq": 0, "n_eval_episodes": 1,
+    "max_episode_steps": 30, "tensorboard": False, "envs": 4, "exploration_initial_eps": 0.1,
+}  # fmt: skip
+
+
+def make(env: str, num_envs: int = 3, seed: int = 0, **fields: Any) -> Any:
+    config, _ = resolve(env, fields=fields)
+    return make_envs(config.validate(), num_envs, seed, training=True, on_fault=FaultLog())
+
+
+def play(envs: Any, steps: int, seed: int = 0) -> list[Any]:
+    random = np.random.default_rng(seed)
+    actions = random.integers(envs.spec.num_actions, size=(steps, envs.num_envs))
+    return [tuple(np.array(column) for column in envs.step(a)[:6]) for a in actions]
+
+
+def assert_same(one: list[Any], other: list[Any]) -> None:
+    for left, right in zip(one, other, strict=True):
+        for a, b in zip(left, right, strict=True):
+            assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("env", MINATAR_IDS)
+def test_every_game_plays_by_name(env: str) -> None:
+    envs = make(env)
+    first = envs.reset().copy()
+    assert first.shape == (3, *envs.spec.obs_shape)
+    assert set(np.unique(first)) <= {0, 255}
+    begun = play(envs, 60)
+    assert np.array_equal(envs.reset(), first)
+    assert_same(play(envs, 60), begun)
+
+
+def test_v0_has_all_six_actions() -> None:
+    assert make("MinAtar/Breakout-v0").spec.num_actions == 6
+    assert make("MinAtar/Breakout-v1").spec.num_actions == 3
+
+
+@pytest.mark.parametrize(
+    ("env", "fields", "says"),
+    [
+        ("MinAtar/Brekout-v1", {}, "Breakout"),
+        ("MinAtar/Breakout-v7", {}, "MinAtar/Breakout-v1"),
+        ("MinAtar/Breakout-v1", {"env_kwargs": '{"ramping": true}'}, "difficulty_ramping"),
+        ("MinAtar/Breakout-v1", {"env_kwargs": '{"sticky_action_prob": 2}'}, "sticky_action_prob"),
+        ("MinAtar/Breakout-v1", {"vectorize": "async"}, "leave vectorize"),
+        ("MinAtar/Breakout-v1", {"sticky_actions": 0.5}, "sticky_actions"),
+    ],
+)
+def test_mistakes_are_named(env: str, fields: dict[str, Any], says: str) -> None:
+    with pytest.raises((ConfigError, UnknownNameError), match=says):
+        make(env, **fields)
+
+
+def test_options_reach_the_game() -> None:
+    config, _ = resolve(
+        "MinAtar/Asterix-v1",
+        fields={"env_kwargs": '{"sticky_action_prob": 0.0, "difficulty_ramping": false}'},
+    )
+    env = make_tensor_env(config)
+    assert env.sticky == 0.0  # type: ignore[attr-defined]
+    assert env.game.ramping is False  # type: ignore[attr-defined]
+
+
+def test_an_end_is_followed_by_a_new_beginning() -> None:
+    envs = TensorEnvs(CartPole(), 16, seed=3)
+    envs.reset()
+    over = np.zeros(16, dtype=np.bool_)
+    ends = 0
+    for obs, reward, terminated, truncated, invalid, fresh in play(envs, 300):
+        assert np.array_equal(invalid, over)
+        assert np.array_equal(fresh, over)
+        assert (np.abs(obs[over]) <= 0.05).all()
+        assert (reward == ~over).all()
+        assert not (terminated & over).any()
+        over = terminated | truncated
+        ends += int(over.sum())
+    assert ends > 100
+
+
+def test_time_limits_truncate() -> None:
+    envs = make("MinAtar/Freeway-v1", max_episode_steps=7)
+    envs.reset()
+    for at, (_, _, terminated, truncated, invalid, _) in enumerate(play(envs, 40)):
+        assert not terminated.any()
+        assert (truncated == (at % 8 == 6)).all()
+        assert (invalid == (at % 8 == 7)).all()
+
+
+def test_an_environment_does_not_depend_on_those_beside_it() -> None:
+    env = make_tensor_env(resolve("MinAtar/Seaquest-v1")[0])
+    seeds, many = torch.tensor([11, 12, 13]), []
+    for chosen in (seeds, seeds[1:2]):
+        episodes = begin_episodes(env, chosen)
+        seen = []
+        for at in range(200):
+            episodes, step = step_episodes(env, episodes, torch.full_like(chosen, at * 7 % 6))
+            seen.append(step.obs[len(chosen) // 2])
+        many.append(torch.stack(seen))
+    assert torch.equal(*many)
+
+
+def test_states_are_exact() -> None:
+    envs = make("MinAtar/SpaceInvaders-v1")
+    envs.reset()
+    play(envs, 50)
+    state = envs.state_dict()
+    expected = play(envs, 100, seed=1)
+    other = make("MinAtar/SpaceInvaders-v1", seed=5)
+    other.load_state_dict(state)
+    assert_same(play(other, 100, seed=1), expected)
+
+
+@pytest.mark.parametrize("engine", ["serial", "pipeline"])
+def test_a_run_trains_resumes_and_is_filmed(engine: str, tmp_path: Path) -> None:
+    fields = {**QUICK, "engine": engine}
+    whole = qfleet.train("MinAtar/Breakout-v1", run_dir=tmp_path / "whole", **fields)
+    assert whole.result.updates == 300
+    qfleet.train("MinAtar/Breakout-v1", run_dir=tmp_path / "half", **{**fields, "steps": 200})
+    resumed = qfleet.resume(tmp_path / "half", steps=400)
+    assert resumed.result.updates == 300
+    if engine == "serial":
+        one, other = (qfleet.load(tmp_path / name, which="last") for name in ("whole", "half"))
+        board = make("MinAtar/Breakout-v1").reset()
+        assert np.array_equal(one.q_values(board), other.q_values(board))
+        from qfleet.video import film
+
+        frames, _ = film(one, tmp_path / "film.gif", seed=0, max_frames=20, fps=10)
+        assert 1 < frames <= 20
