@@ -124,10 +124,10 @@ class Config:
     """Lower the step size after this many evaluations without a new best; 0: never."""
     lr_plateau_factor: float = 0.5
     """Factor applied to the step size on a plateau."""
-    optimizer: Literal["adam", "rmsprop", "sgd"] = "adam"
+    optimizer: Literal["adam", "radam", "rmsprop", "sgd"] = "adam"
     """Optimiser."""
     optimizer_eps: float = 1e-8
-    """Added to the optimiser's denominator (adam, rmsprop)."""
+    """Added to the optimiser's denominator (adam, radam, rmsprop)."""
     max_grad_norm: float = 10.0
     """Clip the gradient's norm; 0: never."""
     batch_size: int = 32

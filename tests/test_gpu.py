@@ -44,7 +44,7 @@ def updater(name: str, device: torch.device) -> tuple[FlatWeights, LocalUpdater]
     return weights, LocalUpdater(weights, make_optimiser(name, weights.data, 1e-8), 1.0)
 
 
-@pytest.mark.parametrize("name", ["adam", "rmsprop", "sgd"])
+@pytest.mark.parametrize("name", ["adam", "radam", "rmsprop", "sgd"])
 def test_updates_agree_with_the_host_and_bad_gradients_change_nothing(name: str) -> None:
     (host, on_host), (device, on_device) = updater(name, torch.device("cpu")), updater(name, CUDA)
     for step in range(30):

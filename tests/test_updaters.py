@@ -11,13 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from qfleet.updaters.local import LocalUpdater
-from qfleet.updaters.optimisers import SGD, Adam, FlatOptimiser, RMSProp, make_optimiser
+from qfleet.updaters.optimisers import (
+    SGD,
+    Adam,
+    FlatOptimiser,
+    RAdam,
+    RMSProp,
+    make_optimiser,
+)
 from qfleet.weights import FlatWeights
 
 SIZE = 257
 STEPS = 50
 RATE = 1e-2
-NAMES = ["adam", "rmsprop", "sgd"]
+NAMES = ["adam", "radam", "rmsprop", "sgd"]
 
 
 def gradients(count: int = STEPS, size: int = SIZE) -> list[Tensor]:
@@ -50,6 +57,17 @@ def test_adam_is_the_stock_fused_adam_bit_for_bit() -> None:
     ours = descend(Adam(weights, eps=1e-8), weights)
     assert torch.equal(ours, descend_stock(torch.optim.Adam, eps=1e-8, fused=True))
     assert not torch.equal(ours, start())
+
+
+def test_radam_is_the_stock_one() -> None:
+    """Below the threshold, across it and beyond: it lies between the fifth and the sixth step."""
+    weights = start()
+    ours = descend(RAdam(weights, eps=1e-8), weights)
+    stock = descend_stock(torch.optim.RAdam, eps=1e-8)
+    torch.testing.assert_close(ours, stock, rtol=1e-6, atol=1e-7)
+    assert len(gradients()) > 8
+    adam = descend_stock(torch.optim.Adam, eps=1e-8)
+    assert not torch.allclose(stock, adam)
 
 
 def test_rmsprop_is_the_stock_one_with_the_decay_of_nature_dqn() -> None:

@@ -96,6 +96,59 @@ class Adam:
         self.steps.copy_(state["steps"])
 
 
+class RAdam:
+    """Adam that trusts its second moment only once it knows enough of it (1908.03265).
+
+    One formula for host and accelerator: numbers of a step are 0-d tensors, in double precision,
+    for 1 − β₂ᵗ of the first steps has three good digits in float32, and the fifth and sixth step
+    lie on either side of a threshold.
+    """
+
+    TRUSTED = 5.0
+    """Length of the approximated moving average from which the second moment counts."""
+
+    def __init__(
+        self, weights: Tensor, eps: float, beta1: float = 0.9, beta2: float = 0.999
+    ) -> None:
+        self.beta1, self.beta2, self.eps = beta1, beta2, eps
+        self.first = torch.zeros_like(weights)
+        self.second = torch.zeros_like(weights)
+        double = torch.float32 if weights.device.type == "mps" else torch.float64
+        self.steps = torch.zeros((), dtype=double, device=weights.device)
+
+    def step(
+        self, weights: Tensor, grad: Tensor, learning_rate: Rate, found_bad: Tensor | None
+    ) -> None:
+        steps = self.steps + (1.0 if found_bad is None else 1.0 - found_bad)
+        first = torch.lerp(self.first, grad, 1 - self.beta1)
+        second = self.beta2 * self.second + (1 - self.beta2) * grad * grad
+        if found_bad is not None:
+            good = found_bad == 0
+            first = torch.where(good, first, self.first)
+            second = torch.where(good, second, self.second)
+        forgotten = self.beta2**steps
+        longest = 2 / (1 - self.beta2) - 1
+        length = longest - 2 * steps * forgotten / (1 - forgotten)
+        shape = (length - 4) * (length - 2) * longest
+        shape = shape / ((longest - 4) * (longest - 2) * length)
+        rectified = (shape.clamp(min=0) * (1 - forgotten)).sqrt().to(weights.dtype)
+        factor = torch.where(length > self.TRUSTED, rectified / (second.sqrt() + self.eps), 1.0)
+        size = (learning_rate / (1 - self.beta1**steps)).to(weights.dtype)
+        moved = weights - size * first * factor
+        weights.copy_(moved if found_bad is None else torch.where(good, moved, weights))
+        self.first.copy_(first)
+        self.second.copy_(second)
+        self.steps.copy_(steps)
+
+    def state_dict(self) -> StateDict:
+        return {"first": self.first, "second": self.second, "steps": self.steps}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.first.copy_(state["first"])
+        self.second.copy_(state["second"])
+        self.steps.copy_(state["steps"])
+
+
 class RMSProp:
     """Uncentred RMSProp with the decay of the Nature DQN (0.95)."""
 
@@ -150,6 +203,8 @@ class SGD:
 def make_optimiser(name: str, weights: Tensor, eps: float) -> FlatOptimiser:
     if name == "adam":
         return Adam(weights, eps)
+    if name == "radam":
+        return RAdam(weights, eps)
     if name == "rmsprop":
         return RMSProp(weights, eps)
     return SGD()
