@@ -232,7 +232,7 @@ def test_a_preset_is_valid_and_names_its_source(name: str) -> None:
     config = PRESETS[name]()
     assert config.validate() is config
     source = (PRESETS[name].__doc__ or "").lower()
-    known = ("rl-baselines3-zoo", "cleanrl", "nature", "1710.02298", "qfleet")
+    known = ("rl-baselines3-zoo", "cleanrl", "nature", "1710.02298", "1903.03176", "qfleet")
     assert any(word in source for word in known)
     _, switches = algorithm_switches(config.algo)
     for field, value in switches.items():
