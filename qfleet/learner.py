@@ -64,15 +64,20 @@ class Learner:
         """Lowered on a plateau, when asked."""
         at_once = PRIORITIZED_AT_ONCE if config.prioritized_replay else BURST_SAMPLES
         self._at_once = max(1, min(BURST_SAMPLES // config.batch_size, at_once))
-        self._targets_at_once = not (config.double or config.noisy)
-        self._look = Compilable(self._outlook_of, is_sized=not config.noisy)
+        # Noise is drawn for each batch; a torso's own buffers (batch normalisation) tell batches
+        # apart too; and a whole burst of IQN's fractions would fill gigabytes.
+        has_state = any(True for _ in online.torso.buffers())
+        self._looks_singly = config.noisy or has_state or config.head == "iqn"
+        self._targets_at_once = not (config.double or self._looks_singly)
+        self._look = Compilable(self._outlook_of, is_sized=not self._looks_singly)
         self._find_target = Compilable(self._target_of, is_sized=self._targets_at_once)
         self._keep_noise = Compilable(online.store_noise)
         self._keep_target_noise = Compilable(target.store_noise)
-        self._ahead = Beside(device)
-        # Coming together costs a few µs, too many where there is nothing to do beside.
+        self._ahead = Beside(device, "learner, ahead", worthwhile=not has_state)
+        # Coming together costs a few µs, too many where there is nothing to do beside; and buffers
+        # that both sides change would be changed in no fixed order.
         busy = config.prioritized_replay or not self._targets_at_once
-        self._beside = Beside(device, worthwhile=busy)
+        self._beside = Beside(device, "learner, beside", worthwhile=busy and not has_state)
         self._draws_recorded = unasked and memory.device.type == device.type
         self._unasked = unasked
         # What a burst reads besides its batches. On an accelerator they are tensors, so that a
@@ -167,12 +172,12 @@ class Learner:
         """For every batch a function that finds its targets.
 
         Within a burst the target network does not change. So its outlook is found for all batches
-        at once, and whole targets too where they need nothing else; with noise, which differs from
-        batch to batch, one after another and ahead of its use.
+        at once, and whole targets too where they need nothing else; or, where batches must be kept
+        apart, one after another and ahead of its use.
         """
-        if self._config.noisy:
+        if self._looks_singly:
             outlooks = [
-                self._ahead.start(functools.partial(self._noisy_outlook, batch))
+                self._ahead.start(functools.partial(self._single_outlook, batch))
                 for batch in batches
             ]
             return [
@@ -199,11 +204,14 @@ class Learner:
         predicted = self._gradient.predict(batch)
         target = target_found()
         graded = self._gradient(predicted, batch, target)
-        remembered = self._beside.start(functools.partial(self._remember, batch, graded))
+        remember = functools.partial(self._remember, batch, graded)
+        on_host = self._memory.device.type != self._device.type
+        # A memory on the host makes the host wait for the gradient: launch the optimiser before.
+        remembered = None if on_host else self._beside.start(remember)
         applied = self._updater.apply(self._learning_rate)
         self._skipped += applied["skipped"]
         self._newest = (graded, target, applied["grad_norm"])
-        return remembered
+        return self._beside.start(remember) if remembered is None else remembered
 
     def _remember(self, batch: Batch, graded: Graded) -> None:
         if self._config.prioritized_replay:
@@ -221,8 +229,9 @@ class Learner:
         if not self._unasked:
             self._target_move = 0.0
 
-    def _noisy_outlook(self, batch: Batch) -> Outlook:
-        self._keep_target_noise(self._target_network.draw_noise(self._noise))
+    def _single_outlook(self, batch: Batch) -> Outlook:
+        if self._config.noisy:
+            self._keep_target_noise(self._target_network.draw_noise(self._noise))
         return self._outlook(batch)
 
     def _target_later(self, batch: Batch, outlook: Callable[[], Outlook]) -> Tensor:

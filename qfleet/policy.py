@@ -64,6 +64,8 @@ class Policy:
     def _batch(self, obs: Any) -> tuple[NDArray[Any], bool]:
         """A batch as the network takes it, and whether it was a single observation."""
         shape = self.spec.obs_shape
+        if self.spec.obs_dtype == "uint8" and np.asarray(obs).dtype == np.bool_:
+            raise ConfigError("this policy takes pixels of 0 to 255, not booleans: times 255")
         array = np.asarray(obs, dtype=self.spec.obs_dtype)
         is_single = array.shape == shape
         if not is_single and array.shape[1:] != shape:

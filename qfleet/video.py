@@ -116,13 +116,13 @@ def _play_board(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
 
 
 def _painted(board: NDArray[np.uint8]) -> Frame:
-    """A board ``[10, 10, C]`` in colours, one per channel; the last channel lies on top."""
+    """A board ``[C, 10, 10]`` in colours, one per channel; the last channel lies on top."""
     import matplotlib
 
-    colours = matplotlib.colormaps["tab10"](np.arange(board.shape[2]))[:, :3]
-    picture = np.zeros((*board.shape[:2], 3), dtype=np.uint8)
+    colours = matplotlib.colormaps["tab10"](np.arange(len(board)))[:, :3]
+    picture = np.zeros((*board.shape[1:], 3), dtype=np.uint8)
     for channel, colour in enumerate(colours):
-        picture[board[:, :, channel] > 0] = (255 * colour).astype(np.uint8)
+        picture[board[channel] > 0] = (255 * colour).astype(np.uint8)
     return picture.repeat(BOARD_PIXELS, axis=0).repeat(BOARD_PIXELS, axis=1)
 
 

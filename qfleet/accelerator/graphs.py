@@ -41,10 +41,9 @@ def record(
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    side = _STREAMS.setdefault(
-        (device, role),
-        torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
-    )
+    if (device, role) not in _STREAMS:  # one per role: torch has few, and hands them out in turn
+        _STREAMS[device, role] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side = _STREAMS[device, role]
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         for _ in range(WARM_UPS):

@@ -20,6 +20,10 @@ def stream_of(device: torch.device, urgent: bool = False) -> torch.Stream:
     return torch.Stream(device=device, priority=-1 if urgent else 0)
 
 
+_BESIDE: dict[tuple[torch.device, str], torch.Stream] = {}
+"""Torch has few streams and hands them out in turn; with one per role, no two roles share one."""
+
+
 class Beside:
     """A second queue. Small kernels leave most of a GPU idle; two queues of them fill more of it.
 
@@ -28,8 +32,12 @@ class Beside:
     Where a device has one queue only, or two are not ``worthwhile``, work is done on the spot.
     """
 
-    def __init__(self, device: torch.device, worthwhile: bool = True) -> None:
-        self._stream = stream_of(device) if worthwhile and has_streams(device) else None
+    def __init__(self, device: torch.device, role: str, worthwhile: bool = True) -> None:
+        self._stream: torch.Stream | None = None
+        if worthwhile and has_streams(device):
+            if (device, role) not in _BESIDE:
+                _BESIDE[device, role] = stream_of(device)
+            self._stream = _BESIDE[device, role]
 
     def start(self, work: Callable[[], Result]) -> Callable[[], Result]:
         """Begin ``work``, after all that was queued so far. What comes back waits for its end.

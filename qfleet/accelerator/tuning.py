@@ -114,7 +114,10 @@ def tuning_key(
     config: Config, device: torch.device, layout: list[list[object]], updates_at_once: int
 ) -> dict[str, Any]:
     """Whatever, besides the machine, may change which choice is the quickest."""
-    switches = ("double", "noisy", "head", "n_steps", "batch_size", "prioritized_replay")
+    switches = (
+        *("double", "noisy", "munchausen", "head", "n_steps"),
+        *("batch_size", "prioritized_replay", "optimizer"),
+    )
     return {
         "device": str(device),
         "layout": layout,

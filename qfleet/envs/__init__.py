@@ -8,7 +8,7 @@ processes  N guarded ones, in processes that are replaced when they die or hang
 worker     what runs inside such a process
 native     Gymnasium's own vector environments
 atari      ale-py's C++ pool
-device     environments as tensors: MinAtar's games, and classics for the GPU
+device     environments as tensors: MinAtar's games, some classics, the user's own
 seeding    one seed to many
 state      the exact state of an environment, for resumes
 """

@@ -55,10 +55,7 @@ def _noisy_layers(stream: nn.Module) -> list[NoisyLinear]:
 
 def _two_noisy(features: Tensor, one: nn.Module, other: nn.Module) -> tuple[Tensor, Tensor]:
     """Two noisy streams on the same features, layer by layer: one product each for a GPU."""
-    layers = [
-        [m for m in stream.children() if isinstance(m, NoisyLinear)] for stream in (one, other)
-    ]
-    first, *rest = zip(*layers, strict=True)
+    first, *rest = zip(_noisy_layers(one), _noisy_layers(other), strict=True)
     widths = [len(layer.bias_mu) for layer in first]
     bias = torch.cat([layer.bias() for layer in first])
     x = torch.addmm(bias, features, torch.cat([layer.weight() for layer in first], dim=1))

@@ -154,8 +154,9 @@ def atari_dqn() -> Config:
 def pong() -> Config:
     """qfleet's own, for a GPU: 3-step returns, early learning and little exploration.
 
-    A larger learning rate than the zoo's 1e-4, or a larger epsilon of Adam, leaves Pong's rare
-    rewards unnoticed: most convolutions die in the first 500 updates (docs/performance.md).
+    With a larger learning rate than the zoo's 1e-4 nearly all convolutions may die in the first
+    500 updates; with a larger epsilon of Adam states come to differ in value later
+    (docs/performance.md).
     """
     return atari_dqn().replace(
         algo="n-step-dqn",

@@ -7,23 +7,43 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from qfleet.build import Parts, build
 from qfleet.config import Config
 from qfleet.core import FIRST, SKIP
 from qfleet.engines import ENGINES
+from qfleet.envs import make_envs
 from qfleet.memory import Ring
 from qfleet.telemetry.faults import FaultLog
 
 
-def run(config: Config) -> Parts:
+def run(config: Config, balanced: bool = False) -> Parts:
+    """``balanced``: no action is better than the others on the whole, so that all are taken."""
     parts = build(config.validate(), FaultLog())
     try:
+        if balanced:
+            _balance(parts)
         ENGINES[config.engine](parts, lambda: parts.clock.env_steps < config.steps)
     finally:
         parts.close()
     return parts
+
+
+def _balance(parts: Parts) -> None:
+    """Take the mean value of each action, over what random play sees, off the last layer's bias."""
+    envs = make_envs(parts.config, 8, seed=77, training=True, on_fault=FaultLog())
+    random, seen = np.random.default_rng(0), [envs.reset().copy()]
+    for _ in range(40):
+        actions = random.integers(envs.spec.num_actions, size=8)
+        seen.append(envs.step(actions).obs.copy())
+    envs.close()
+    online = parts.learner.online
+    with torch.no_grad():
+        values = online.q_values(torch.from_numpy(np.concatenate(seen[10:])).to(parts.device))
+        biases = [p for name, p in online.head.named_parameters() if name.endswith("bias_1")]
+        biases[0].sub_(values.mean(0))
 
 
 def rows_in_order(memory: Ring) -> dict[str, torch.Tensor]:
@@ -50,10 +70,11 @@ def assert_rows_tell_the_truth(memory: Ring) -> None:
     assert ((step == 0) == opens).all()
 
 
-def share_of_actions_explained(parts: Parts) -> float:
+def share_of_actions_explained(parts: Parts, behind: int = 0) -> float:
     """How many remembered actions the network takes on the remembered observations.
 
-    Where it never changed and never explored, that is all of them but for the first row.
+    Where it never changed and never explored, that is all of them but for the first row; on what
+    was remembered ``behind`` rows earlier, it is not.
     """
     memory, network = parts.memory, parts.learner.online
     assert isinstance(memory, Ring)
@@ -64,12 +85,13 @@ def share_of_actions_explained(parts: Parts) -> float:
     wrapped = state["total_rows"] > memory.rows
     first = state["total_rows"] % memory.rows + memory._stack if wrapped else 1
     agree = count = 0
-    for row in range(first, filled - memory._n_steps):
-        at = torch.full((memory.num_envs,), row, device=memory.device)
-        batch = memory.gather(at, torch.arange(memory.num_envs, device=memory.device))
+    for row in range(first + behind, filled - memory._n_steps):
+        envs = torch.arange(memory.num_envs, device=memory.device)
+        batch = memory.gather(torch.full_like(envs, row), envs)
+        seen = memory.gather(torch.full_like(envs, row - behind), envs).obs
         usable = (memory._flag_rows[row].to(device) & SKIP) == 0
         with torch.no_grad():
-            chosen = network.q_values(batch.obs.to(device)).argmax(1)
+            chosen = network.q_values(seen.to(device)).argmax(1)
         agree += int((chosen == batch.action.to(device))[usable].sum())
         count += int(usable.sum())
     return agree / count

@@ -1,4 +1,4 @@
-"""Environments as tensors, for CPU and GPU alike.
+"""Environments as tensors.
 
 protocol   what a tensor environment must say, and the episodes made of it
 random     random numbers of many environments at once

@@ -73,9 +73,11 @@ def _options(config: Config) -> dict[str, Any]:
     options: dict[str, Any] = json.loads(config.env_kwargs)
     for name, value in options.items():
         if name == "sticky_action_prob":
-            good = isinstance(value, int | float) and 0 <= value <= 1
+            good = type(value) in (int, float) and 0 <= value <= 1
         elif name == "difficulty_ramping":
             good = isinstance(value, bool)
+            if re.fullmatch(rf"MinAtar/({'|'.join(_STEADY)})-v.", config.env):
+                raise ConfigError(f"'{config.env}' has no difficulty_ramping; leave it out")
         else:
             known = ("sticky_action_prob", "difficulty_ramping")
             raise UnknownNameError("MinAtar env_kwargs entry", name, known)

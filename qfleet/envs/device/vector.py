@@ -10,7 +10,38 @@ from numpy.typing import NDArray
 
 from qfleet.core import StateDict, Step
 from qfleet.envs.device.protocol import Episodes, TensorEnv, begin_episodes, step_episodes
+from qfleet.envs.guard import all_finite, one_line
 from qfleet.envs.seeding import env_seeds
+from qfleet.errors import ConfigError, EnvironmentFault
+
+
+def _check(env: TensorEnv) -> None:
+    """Try two environments for a step: a mistake in a class of the user's shows here."""
+    name = type(env).__name__
+    try:
+        spec, _ = env.spec, env.max_episode_steps
+        episodes = begin_episodes(env, torch.arange(2))
+        episodes, step = step_episodes(env, episodes, torch.zeros(2, dtype=torch.int64))
+    except Exception as error:
+        raise ConfigError(
+            f"tensor environment {name} cannot take a step: {type(error).__name__}: "
+            f"{one_line(error)}"
+        ) from error
+    expected = {
+        "obs": ((2, *spec.obs_shape), spec.torch_dtype),
+        "reward": ((2,), torch.float32),
+        "terminated": ((2,), torch.bool),
+    }
+    for part, (shape, dtype) in expected.items():
+        found = getattr(step, part)
+        if tuple(found.shape) != shape or found.dtype != dtype:
+            raise ConfigError(
+                f"tensor environment {name} gives {part} of {found.dtype} {tuple(found.shape)}; "
+                f"for two envs it must be {dtype} {shape}"
+            )
+    for key in episodes.inner:
+        if not isinstance(key, str) or not key.isidentifier():
+            raise ConfigError(f"tensor environment {name} has a state called {key!r}; use a word")
 
 
 class TensorEnvs:
@@ -19,6 +50,7 @@ class TensorEnvs:
     in_background = False
 
     def __init__(self, env: TensorEnv, num_envs: int, seed: int) -> None:
+        _check(env)
         self._env = env
         self.spec, self.num_envs = env.spec, num_envs
         self.seeds = env_seeds(seed, num_envs)
@@ -47,8 +79,18 @@ class TensorEnvs:
     def recv(self) -> Step:
         actions, self._sent = self._sent, None
         assert actions is not None, "recv() without a send() before it"
-        self._episodes, step = step_episodes(self._env, self._episodes, actions)
+        try:
+            self._episodes, step = step_episodes(self._env, self._episodes, actions)
+        except Exception as error:
+            raise EnvironmentFault(
+                f"'{self.spec.env_id}' failed in a step: {one_line(error)}"
+            ) from error
         obs, reward, terminated, truncated, opened = (column.numpy() for column in step)
+        if not all_finite(reward) or not all_finite(obs):
+            raise EnvironmentFault(
+                f"'{self.spec.env_id}' gave a NaN or Inf; no env of a tensor environment can be "
+                "reset alone"
+            )
         return Step(obs, reward, terminated, truncated, opened, opened)
 
     def state_dict(self) -> StateDict:

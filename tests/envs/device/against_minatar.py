@@ -64,6 +64,11 @@ class Sticky:
         return self.thrown
 
 
+def seen_by(obs: Tensor) -> np.ndarray:
+    """Our pixels ``[N, C, 10, 10]`` as the package's boards ``[N, 10, 10, C]``."""
+    return np.moveaxis(obs.numpy() == 255, 1, 3)
+
+
 def compare(
     env: MinAtar,
     make_dice: Callable[[Any], Dice],
@@ -76,7 +81,7 @@ def compare(
     """Step both, compare every observation, reward and end; returns how many episodes ended.
 
     ``make_dice`` gets the package's inner game. Actions are random, or those of ``policy``, which
-    is given our observations ``[N, 10, 10, C]``.
+    is given our boards ``[N, 10, 10, C]``.
     """
     references, dice, sticky = [], [], Sticky()
     names = {"SpaceInvaders": "space_invaders"}
@@ -99,16 +104,16 @@ def compare(
         throw(number, draws)
         reference.reset()
     boards = np.stack([reference.state() for reference in references])
-    assert np.array_equal(env.observe(episodes.inner).numpy() == 255, boards)
+    assert np.array_equal(seen_by(env.observe(episodes.inner)), boards)
     random, ended = np.random.default_rng(0), 0
-    obs = env.observe(episodes.inner)
+    obs = env.observe(episodes.inner).movedim(1, 3)
     for at in range(steps):
         actions = random.integers(len(env.game.useful), size=num_envs)
         if policy is not None:
             actions = policy(obs, random)
         episodes, step = step_episodes(env, episodes, torch.from_numpy(actions))
-        obs, draws = step.obs, Draws(episodes.counters)
-        seen, opened = step.obs.numpy() == 255, step.opened.tolist()
+        obs, draws = step.obs.movedim(1, 3), Draws(episodes.counters)
+        seen, opened = seen_by(step.obs), step.opened.tolist()
         rewards, terminated = step.reward.tolist(), step.terminated.tolist()
         for number, reference in enumerate(references):
             throw(number, draws)

@@ -8,20 +8,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import qfleet
+from qfleet.build import make_network
+from qfleet.core import EnvSpec
 from qfleet.envs import make_envs
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.names import MINATAR_IDS, make_tensor_env
-from qfleet.envs.device.protocol import begin_episodes, step_episodes
+from qfleet.envs.device.protocol import (
+    Outcome,
+    State,
+    TensorEnv,
+    begin_episodes,
+    step_episodes,
+)
 from qfleet.envs.device.vector import TensorEnvs
-from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.errors import ConfigError, EnvironmentFault, UnknownNameError
 from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
 
 QUICK: dict[str, Any] = {
-    "steps": 400, "learning_starts": 100, "buffer_size": 300, "eval_freq": 0, "n_eval_episodes": 1,
+    "steps": 400, "learning_starts": 100, "buffer_size": 300, "eval_freq": 0,
     "max_episode_steps": 30, "tensorboard": False, "envs": 4, "exploration_initial_eps": 0.1,
+    "train_freq": 8, "n_eval_episodes": 1,
 }  # fmt: skip
 
 
@@ -53,6 +63,19 @@ def test_every_game_plays_by_name(env: str) -> None:
     assert_same(play(envs, 60), begun)
 
 
+@pytest.mark.parametrize("env", MINATAR_IDS)
+def test_convolutions_go_over_the_board(env: str) -> None:
+    """What moves a row down on the board moves a row down in the features."""
+    config, _ = resolve(env)
+    spec = make_tensor_env(config).spec
+    torso = make_network(config, spec, torch.device("cpu"), 0).torso
+    board = torch.zeros((2, *spec.obs_shape), dtype=torch.uint8)
+    board[0, 1, 4, 5] = board[1, 1, 5, 5] = 255
+    higher, lower = torso(board).detach().view(2, 16, 8, 8)
+    torch.testing.assert_close(higher[:, :-1], lower[:, 1:])
+    assert not torch.allclose(higher, lower)
+
+
 def test_v0_has_all_six_actions() -> None:
     assert make("MinAtar/Breakout-v0").spec.num_actions == 6
     assert make("MinAtar/Breakout-v1").spec.num_actions == 3
@@ -65,6 +88,8 @@ def test_v0_has_all_six_actions() -> None:
         ("MinAtar/Breakout-v7", {}, "MinAtar/Breakout-v1"),
         ("MinAtar/Breakout-v1", {"env_kwargs": '{"ramping": true}'}, "difficulty_ramping"),
         ("MinAtar/Breakout-v1", {"env_kwargs": '{"sticky_action_prob": 2}'}, "sticky_action_prob"),
+        ("MinAtar/Breakout-v1", {"env_kwargs": '{"sticky_action_prob": true}'}, "sticky_action"),
+        ("MinAtar/Freeway-v1", {"env_kwargs": '{"difficulty_ramping": true}'}, "leave it out"),
         ("MinAtar/Breakout-v1", {"vectorize": "async"}, "leave vectorize"),
         ("MinAtar/Breakout-v1", {"sticky_actions": 0.5}, "sticky_actions"),
     ],
@@ -137,10 +162,10 @@ def test_states_are_exact() -> None:
 def test_a_run_trains_resumes_and_is_filmed(engine: str, tmp_path: Path) -> None:
     fields = {**QUICK, "engine": engine}
     whole = qfleet.train("MinAtar/Breakout-v1", run_dir=tmp_path / "whole", **fields)
-    assert whole.result.updates == 300
+    assert whole.result.updates == 37
     qfleet.train("MinAtar/Breakout-v1", run_dir=tmp_path / "half", **{**fields, "steps": 200})
     resumed = qfleet.resume(tmp_path / "half", steps=400)
-    assert resumed.result.updates == 300
+    assert resumed.result.updates == 37
     if engine == "serial":
         one, other = (qfleet.load(tmp_path / name, which="last") for name in ("whole", "half"))
         board = make("MinAtar/Breakout-v1").reset()
@@ -149,3 +174,64 @@ def test_a_run_trains_resumes_and_is_filmed(engine: str, tmp_path: Path) -> None
 
         frames, _ = film(one, tmp_path / "film.gif", seed=0, max_frames=20, fps=10)
         assert 1 < frames <= 20
+
+
+class Fine(TensorEnv):
+    spec = EnvSpec("Fine", (1,), "float32", 2)
+    max_episode_steps = 9
+
+    def begin(self, counters: Tensor) -> State:
+        return {"place": torch.zeros(len(counters))}
+
+    def advance(self, state: State, action: Tensor, counters: Tensor) -> Outcome:
+        place = state["place"] + 1
+        return Outcome({"place": place}, place, place > 5)
+
+    def observe(self, state: State) -> Tensor:
+        return state["place"].unsqueeze(1)
+
+
+class Flat(Fine):
+    def observe(self, state: State) -> Tensor:
+        return state["place"]
+
+
+class Double(Fine):
+    def observe(self, state: State) -> Tensor:
+        return state["place"].double().unsqueeze(1)
+
+
+class Slashed(Fine):
+    def begin(self, counters: Tensor) -> State:
+        return {**super().begin(counters), "a/b": counters}
+
+    def advance(self, state: State, action: Tensor, counters: Tensor) -> Outcome:
+        after, reward, terminated = super().advance(state, action, counters)
+        return Outcome({**after, "a/b": counters}, reward, terminated)
+
+
+class Limitless(TensorEnv):
+    spec = EnvSpec("Limitless", (1,), "float32", 2)
+    begin, advance, observe = Fine.begin, Fine.advance, Fine.observe  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [(Flat, "obs"), (Double, "float64"), (Slashed, "a/b"), (Limitless, "max_episode_steps")],
+)
+def test_mistakes_in_your_own_are_one_line(kind: type[TensorEnv], says: str) -> None:
+    assert play(TensorEnvs(Fine(), 3, 0), 20)
+    with pytest.raises(ConfigError, match=says):
+        TensorEnvs(kind(), 3, 0)
+
+
+def test_what_is_not_finite_ends_the_run() -> None:
+    class Broken(Fine):
+        def advance(self, state: State, action: Tensor, counters: Tensor) -> Outcome:
+            after, reward, terminated = super().advance(state, action, counters)
+            return Outcome(after, torch.where(reward > 3, torch.nan, reward), terminated)
+
+    envs = TensorEnvs(Broken(), 2, 0)
+    envs.reset()
+    with pytest.raises(EnvironmentFault, match="NaN"):
+        play(envs, 9)

@@ -35,7 +35,7 @@ class Game(Protocol):
 
 
 class MinAtar(TensorEnv):
-    """A game as a ``TensorEnv``: its useful actions, its board as pixels of 0 and 255.
+    """A game as a ``TensorEnv``: its useful actions, its board ``[C, 10, 10]`` in 0 and 255.
 
     ``all_actions``: also those that do nothing in this game, in the package's order. With
     probability ``sticky`` the action before is repeated. An episode starts as if nothing had
@@ -51,7 +51,7 @@ class MinAtar(TensorEnv):
     ) -> None:
         self.game, self.sticky, self.max_episode_steps = game, sticky, 0
         self.actions = tuple(range(FIRE + 1)) if all_actions else game.useful
-        shape, version = (SIDE, SIDE, game.channels), 0 if all_actions else 1
+        shape, version = (game.channels, SIDE, SIDE), 0 if all_actions else 1
         self.spec = EnvSpec(f"MinAtar/{game.name}-v{version}", shape, "uint8", len(self.actions))
 
     def begin(self, counters: Tensor) -> State:
@@ -68,7 +68,8 @@ class MinAtar(TensorEnv):
         return Outcome({**inner, "last_action": chosen}, reward, terminated)
 
     def observe(self, state: State) -> Tensor:
-        return self.game.draw(state).to(torch.uint8) * 255
+        # Channels first: a board of ten channels is a cube, which tells nobody what is what.
+        return self.game.draw(state).movedim(3, 1).to(torch.uint8) * 255
 
 
 def cells(row: Tensor, column: Tensor) -> Tensor:
