@@ -96,7 +96,7 @@ class Adam:
         self.steps.copy_(state["steps"])
 
 
-class RAdam:
+class RAdam(Adam):
     """Adam that trusts its second moment only once it knows enough of it (1908.03265).
 
     One formula for host and accelerator: numbers of a step are 0-d tensors, in double precision,
@@ -110,9 +110,7 @@ class RAdam:
     def __init__(
         self, weights: Tensor, eps: float, beta1: float = 0.9, beta2: float = 0.999
     ) -> None:
-        self.beta1, self.beta2, self.eps = beta1, beta2, eps
-        self.first = torch.zeros_like(weights)
-        self.second = torch.zeros_like(weights)
+        super().__init__(weights, eps, beta1, beta2)
         double = torch.float32 if weights.device.type == "mps" else torch.float64
         self.steps = torch.zeros((), dtype=double, device=weights.device)
 
@@ -139,14 +137,6 @@ class RAdam:
         self.first.copy_(first)
         self.second.copy_(second)
         self.steps.copy_(steps)
-
-    def state_dict(self) -> StateDict:
-        return {"first": self.first, "second": self.second, "steps": self.steps}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        self.first.copy_(state["first"])
-        self.second.copy_(state["second"])
-        self.steps.copy_(state["steps"])
 
 
 class RMSProp:
