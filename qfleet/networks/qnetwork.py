@@ -14,7 +14,7 @@ from qfleet.networks.heads import (
     QuantileHead,
     Style,
 )
-from qfleet.networks.noisy import NoisyLinear, draw_noise, store_noise
+from qfleet.networks.noisy import NoisyLinear, draw_noise, resample_noise, store_noise
 from qfleet.networks.torsos import MLP
 
 
@@ -120,7 +120,7 @@ class QNetwork(nn.Module):
     def resample_noise(self, generator: torch.Generator) -> None:
         """Draw new noise for noisy layers; without them nothing is drawn."""
         if self._noisy_layers:
-            self.store_noise(self.draw_noise(generator))
+            resample_noise(self._noisy_layers, generator)
 
     def draw_noise(self, generator: torch.Generator) -> Tensor:
         return draw_noise(self._noisy_layers, generator)
