@@ -1,0 +1,124 @@
+"""MinAtar's small network with layer normalisation, by kernels of our own, for K agents at once.
+
+In: flat weights ``[K, P]`` and agent-major samples. Out: Q-values, or the flat gradient. The
+arithmetic is that of ``networks.torsos.MinAtarCNN`` and of the Huber or squared loss
+(tests/test_gpu.py holds them against each other).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+SIDE, WIDTH, CHANNELS, TILE = 8, 128, 16, 16
+JUDGED_TOGETHER = 8
+"""Samples per program between forward and backward pass: few, so that many programs share them."""
+DENSE_PIECES = 32
+
+
+class FusedCNN:
+    """The network's shape, where its parameters lie, and the buffers that its kernels hand on."""
+
+    def __init__(
+        self,
+        offsets: tuple[int, ...],
+        stride: int,
+        agents: int,
+        boards: int,
+        actions: int,
+        precision: Literal["tf32", "ieee"],
+        device: torch.device,
+    ) -> None:
+        """``offsets`` of kernel, bias, scale, shift, dense, bias, scale, shift, head, bias in P."""
+        from qfleet.accelerator.kernels import small_cnn
+
+        self._kernels = small_cnn
+        self._at, self._stride, self._agents = offsets, stride, agents
+        self._boards, self._actions, self._precision = boards, actions, precision
+        self._taps = max(16, 2 ** math.ceil(math.log2(boards * 9)))
+        self._device = device
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+
+    def _buffer(self, name: str, *shape: int) -> Tensor:
+        """Kept between calls: a recorded graph needs them where they were."""
+        key = (name, shape[0])
+        if key not in self._buffers:
+            self._buffers[key] = torch.zeros(shape, device=self._device)
+        return self._buffers[key]
+
+    def takes(self, samples: int) -> bool:
+        """Whether so many samples of all agents together come in whole tiles."""
+        return samples % (self._agents * TILE) == 0
+
+    def _convolve(self, weights: Tensor, obs: Tensor, keep: bool) -> Tensor:
+        everyone = obs.shape[0]
+        partial = self._buffer("partial", SIDE * everyone, WIDTH)
+        kept: list[Tensor] = [partial, partial, partial]
+        if keep:
+            kept = [
+                self._buffer("features", everyone, SIDE * SIDE * CHANNELS),
+                self._buffer("normed", everyone, SIDE * SIDE * CHANNELS),
+                self._buffer("inverse", everyone, SIDE * SIDE),
+            ]
+        launch: Any = self._kernels.convolve
+        launch[(everyone // TILE, SIDE)](
+            obs, weights, self._stride, *kept, partial, everyone // self._agents,
+            BOARDS=self._boards, TAPS=self._taps, AT=self._at, KEEP=keep,
+            PRECISION=self._precision, num_warps=4,
+        )  # fmt: skip
+        return partial
+
+    def q_values(self, weights: Tensor, obs: Tensor) -> Tensor:
+        """``[samples, actions]``; the same memory every time."""
+        everyone = obs.shape[0]
+        partial = self._convolve(weights, obs, keep=False)
+        q = self._buffer("q", everyone, self._actions)
+        launch: Any = self._kernels.values
+        launch[(everyone // JUDGED_TOGETHER,)](
+            weights, self._stride, partial, q, everyone // self._agents,
+            ACTIONS=self._actions, AT=self._at, ROWS=JUDGED_TOGETHER, num_warps=4,
+        )  # fmt: skip
+        return q
+
+    def gradient(
+        self,
+        weights: Tensor,
+        grad: Tensor,
+        obs: Tensor,
+        action: Tensor,
+        target: Tensor,
+        weight: Tensor,
+        huber: bool,
+    ) -> Tensor:
+        """Write the mean loss's gradient of every agent to ``grad``; return what was predicted."""
+        everyone = obs.shape[0]
+        samples = everyone // self._agents
+        kernels: Any = self._kernels
+        partial = self._convolve(weights, obs, keep=True)
+        slope = self._buffer("slope", everyone, WIDTH)
+        prediction = torch.empty(everyone, device=self._device)
+        head_programs, conv_programs = everyone // JUDGED_TOGETHER, samples // TILE * SIDE
+        head_sums = self._buffer("head_sums", head_programs, (4 + self._actions) * WIDTH)
+        conv_sums = self._buffer(
+            "conv_sums", self._agents * conv_programs, (self._taps + 3) * CHANNELS
+        )
+        kernels.judge[(head_programs,)](
+            weights, self._stride, partial, action, target, weight, slope, prediction, head_sums,
+            samples,
+            ACTIONS=self._actions, AT=self._at, ROWS=JUDGED_TOGETHER, HUBER=huber, num_warps=2,
+        )  # fmt: skip
+        kernels.retrace[(self._agents, DENSE_PIECES + conv_programs)](
+            obs, weights, self._stride, self._buffer("features", everyone), 
+            self._buffer("normed", everyone), self._buffer("inverse", everyone), slope, grad,
+            conv_sums, samples,
+            BOARDS=self._boards, TAPS=self._taps, AT=self._at, PRECISION=self._precision,
+            num_warps=4, num_stages=1,
+        )  # fmt: skip
+        kernels.gather_sums[(self._agents, self._taps + 3 + 4 + self._actions)](
+            conv_sums, head_sums, grad, self._stride, conv_programs, head_programs // self._agents,
+            BOARDS=self._boards, TAPS=self._taps, ACTIONS=self._actions, AT=self._at, num_warps=4,
+        )  # fmt: skip
+        return prediction
