@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from qfleet.accelerator.graphs import seconds_per_call, why_no_graphs
 from qfleet.accelerator.inference import Traffic
@@ -38,7 +39,7 @@ from qfleet.envs.seeding import mix_seeds
 from qfleet.errors import ConfigError
 from qfleet.learner import Learner
 from qfleet.loop import RateLimiter, rows_per_block
-from qfleet.memory import PrioritizedSampler, Ring, Sampler, UniformSampler, check_fits
+from qfleet.memory import PrioritizedSampler, Ring, Rollout, Sampler, UniformSampler, check_fits
 from qfleet.networks import QNetwork, build_network
 from qfleet.placement import (
     Placement,
@@ -145,14 +146,24 @@ def build(
         spec = envs[0].spec
         place = Placement.of(config, spec, envs[0].in_background)
         set_threads(config.threads, spec)
-        memory = make_memory(config, spec, place, seeds.memory)
+        memory: Memory
+        if config.replay:
+            memory = make_memory(config, spec, place, seeds.memory)
+        else:
+            # The memory asks the learner for values and the learner the memory for samples.
+            memory = make_rollout(
+                config, spec, place, seeds.memory, lambda obs: learner.best_values(obs)
+            )
         made.callback(memory.close)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = [Timers(trace.lane("learner") if trace else None)]
+        online = make_network(config, spec, place.device, seeds.network)
         learner = Learner(
             config=config,
-            online=make_network(config, spec, place.device, seeds.network),
-            target=make_network(config, spec, place.device, seeds.network),
+            online=online,
+            target=make_network(config, spec, place.device, seeds.network)
+            if config.replay
+            else online,
             memory=memory,
             objective=make_objective(config, place.device, seeds.objective),
             make_updater=lambda weights: make_updater(config, weights),
@@ -260,7 +271,7 @@ def _act_in_a_thread(parts: Parts, place: Placement, choice: Choice, trace: Trac
     )
 
 
-def prepare_learner(parts: Parts, memory: Ring) -> Choice:
+def prepare_learner(parts: Parts, memory: Memory) -> Choice:
     """Tune the learner for its device and record its bursts; its state is as before."""
     config, learner, device = parts.config, parts.learner, parts.device
     saved = copy_state({"learner": learner.state_dict(), "memory": memory.state_dict()})
@@ -308,7 +319,12 @@ def prepare_learner(parts: Parts, memory: Ring) -> Choice:
 
 
 def updates_at_once(config: Config, most: int) -> int:
-    """Updates in a recorded burst: an even share of those that a block brings."""
+    """Updates in a recorded burst: an even share of those that a block brings.
+
+    Without replay it is all of a rollout's: its returns and its order are found at its start.
+    """
+    if not config.replay:
+        return config.gradient_steps
     owed = max(1, rows_per_block(config) * config.envs * config.gradient_steps // config.train_freq)
     launches = -(-owed // min(most, RECORDED_UPDATES))
     return owed // launches
@@ -404,6 +420,27 @@ def make_memory(config: Config, spec: EnvSpec, place: Placement, seed: int) -> R
         directory,
         config.replay_compression,
         unasked,
+    )
+
+
+def make_rollout(
+    config: Config,
+    spec: EnvSpec,
+    place: Placement,
+    seed: int,
+    values: Callable[[Tensor], Tensor],
+) -> Rollout:
+    return Rollout(
+        spec,
+        config.envs,
+        config.train_freq // config.envs,
+        config.gamma,
+        config.td_lambda,
+        values,
+        torch.Generator(device=place.replay).manual_seed(seed),
+        place.replay,
+        batch_size=config.batch_size,
+        epochs=config.gradient_steps * config.batch_size // config.train_freq,
     )
 
 

@@ -64,12 +64,16 @@ class Config:
     """Explore with factorised noise in the head's weights instead of ε."""
     prioritized_replay: bool = False
     """Sample transitions in proportion to their last error."""
+    replay: bool = True
+    """Learn from a memory of old transitions; off: from each rollout, then forget it."""
     munchausen: bool = False
     """Add the scaled log-policy to the reward and bootstrap softly."""
     head: Head = "q"
     """What the network predicts: values, 51 atoms, fixed quantiles or sampled quantiles."""
     n_steps: int = 1
     """Length of n-step returns."""
+    td_lambda: float = 0.65
+    """Without replay: how far returns look ahead, 0 one step, 1 the whole rollout."""
     gamma: float = 0.99
     """Discount per env step."""
     loss: Literal["huber", "mse"] = "huber"
@@ -109,7 +113,7 @@ class Config:
     net_arch: tuple[int, ...] = (64, 64)
     """Hidden layers of the MLP."""
     layer_norm: bool = False
-    """Layer normalisation after every hidden layer of the MLP."""
+    """Layer normalisation after every hidden layer of mlp, nature and minatar."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile: auto tries it on accelerators and keeps it where it pays."""
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
@@ -137,7 +141,8 @@ class Config:
     learning_starts: int = 100
     """Env steps collected before the first update."""
     train_freq: int = 4
-    """Env steps (over all envs, so the replay ratio never depends on --envs) between bursts."""
+    """Env steps (over all envs, so the replay ratio never depends on --envs) between bursts;
+    without replay, the length of a rollout."""
     gradient_steps: int = 1
     """Updates per burst."""
     target_update_interval: int = 10_000
@@ -265,12 +270,15 @@ class Config:
             self.exploration_final_eps,
             f"must not exceed exploration_initial_eps {self.exploration_initial_eps}",
         )
-        _require(
-            self.buffer_size >= (self.n_steps + 2) * self.envs + self.batch_size,
-            "buffer_size",
-            self.buffer_size,
-            f"is too small for {self.envs} envs and batches of {self.batch_size}",
-        )
+        if self.replay:
+            _require(
+                self.buffer_size >= (self.n_steps + 2) * self.envs + self.batch_size,
+                "buffer_size",
+                self.buffer_size,
+                f"is too small for {self.envs} envs and batches of {self.batch_size}",
+            )
+        else:
+            self._validate_rollouts()
         _require(
             self.engine != "serial" or self.env_groups <= 1,
             "env_groups",
@@ -326,7 +334,50 @@ class Config:
         _require(isinstance(kwargs, dict), "env_kwargs", self.env_kwargs, "must be a JSON object")
         return self
 
+    def _validate_rollouts(self) -> None:
+        """What cannot work without replay."""
+        for name, allowed, why in _WITHOUT_REPLAY:
+            value = getattr(self, name)
+            _require(value == allowed, name, value, f"does not go without replay: {why}")
+        samples, steps = self.gradient_steps * self.batch_size, self.train_freq
+        _require(
+            samples % steps == 0,
+            "gradient_steps",
+            self.gradient_steps,
+            f"× batch_size {self.batch_size} = {samples} is no multiple of train_freq {steps}, so "
+            f"not every step of a rollout counts alike; take gradient_steps × batch_size = {steps} "
+            "times the epochs",
+        )
+        if self.envs == 0:
+            return  # a number that suits is found when the run is planned
+        _require(
+            steps % self.envs == 0 and steps >= 2 * self.envs,
+            "train_freq",
+            steps,
+            f"does not give each of {self.envs} envs two steps or more, all as many; make it a "
+            f"multiple of {self.envs}, at least {2 * self.envs}",
+        )
+        rows = steps // self.envs
+        _require(
+            self.block_rows == 0 or rows % self.block_rows == 0,
+            "block_rows",
+            self.block_rows,
+            f"does not divide a rollout of {rows} rows; leave it 0",
+        )
 
+
+_WITHOUT_REPLAY = (
+    ("head", "q", "λ-returns are of expected values; use head q"),
+    ("double", False, "there is no target network; switch it off"),
+    ("munchausen", False, "its policy is the target network's; switch it off"),
+    ("prioritized_replay", False, "every step counts alike; switch it off"),
+    ("n_steps", 1, "td_lambda says how far returns look; use 1"),
+    ("replay_dir", "", "there is nothing to keep in files; leave it out"),
+    ("replay_device", "auto", "a rollout lives beside the learner; leave it out"),
+    ("replay_compression", "none", "rollouts are small; use none"),
+    ("replay_slack", 0, "a rollout that is not learnt from at once is lost; use 0"),
+)
+"""Field, its only value, why and what to do."""
 # fmt: off
 _POSITIVE = (
     "frame_skip", "n_steps", "n_quantiles", "iqn_samples", "iqn_act_samples",
@@ -344,7 +395,7 @@ _NON_NEGATIVE = (
 _FRACTIONS = (
     "sticky_actions", "gamma", "munchausen_alpha", "prioritized_replay_beta0", "tau",
     "exploration_fraction", "exploration_initial_eps", "exploration_final_eps", "eval_eps",
-    "max_fault_rate", "lr_plateau_factor",
+    "max_fault_rate", "lr_plateau_factor", "td_lambda",
 )
 # fmt: on
 

@@ -48,15 +48,18 @@ class Learner:
         *,
         unasked: bool = False,
     ) -> None:
+        """``target`` is ``online`` itself where there is no target network: without replay."""
         self._config, self._clock, self._device = config, clock, device
         self._copying, self._learning = timers.span("copy"), timers.span("learn")
+        # A rollout's samples come with their returns, which is learning more than copying.
+        self._drawing = self._copying if config.replay else self._learning
         self.online, self._target_network = online, target
-        self.weights, self._target_weights = FlatWeights(online), FlatWeights(target)
+        self.weights = FlatWeights(online)
+        self._target_weights = FlatWeights(target) if config.replay else self.weights
         self._target_weights.data.copy_(self.weights.data)
         self._memory, self._objective = memory, objective
-        self._gradient = make_gradient(
-            online, objective, self.weights, weighted=config.prioritized_replay
-        )
+        weighted = config.prioritized_replay or not config.replay
+        self._gradient = make_gradient(online, objective, self.weights, weighted)
         self._updater = make_updater(self.weights)
         self._noise = torch.Generator(device=device).manual_seed(seed)
         self._target_updates = 0
@@ -151,12 +154,13 @@ class Learner:
 
     def _draw(self, count: int) -> Batch:
         """Samples for so many gradient steps: within a burst the memory does not change."""
-        with self._copying:
+        with self._drawing:
             return self._memory.sample(count * self._config.batch_size, self._beta)
 
     def _train(self, samples: Batch) -> None:
         """A burst of gradient steps on samples that were drawn together."""
-        self._move_target()
+        if self._config.replay:
+            self._move_target()
         with self._copying:
             samples = samples.to(self._device)
         batches = samples.split(self._config.batch_size)
@@ -173,8 +177,10 @@ class Learner:
 
         Within a burst the target network does not change. So its outlook is found for all batches
         at once, and whole targets too where they need nothing else; or, where batches must be kept
-        apart, one after another and ahead of its use.
+        apart, one after another and ahead of its use. Without replay they are in the samples.
         """
+        if not self._config.replay:
+            return [functools.partial(_same, batch.reward) for batch in batches]
         if self._looks_singly:
             outlooks = [
                 self._ahead.start(functools.partial(self._single_outlook, batch))
@@ -217,6 +223,13 @@ class Learner:
         if self._config.prioritized_replay:
             self._memory.update_priorities(batch.index, graded.priority)
 
+    @torch.no_grad()
+    def best_values(self, obs: Tensor) -> Tensor:
+        """The best Q-value of each observation by the newest weights, for returns, ``[B]``."""
+        if self._config.noisy:
+            self._keep_noise(self.online.draw_noise(self._noise))
+        return self.online.q_values(obs.to(self._device)).amax(1).to(obs.device)
+
     def _move_target(self) -> None:
         if isinstance(self._target_move, Tensor):
             # Exact at both ends: a weight of 0 keeps, a weight of 1 copies.
@@ -255,7 +268,13 @@ class Learner:
 
     @property
     def networks(self) -> list[QNetwork]:
-        return [self.online, self._target_network]
+        return [network for _, _, network in self._copies()]
+
+    def _copies(self) -> list[tuple[str, FlatWeights, QNetwork]]:
+        """The networks there are, by the prefix of their names in a checkpoint."""
+        online = ("", self.weights, self.online)
+        target = ("target_", self._target_weights, self._target_network)
+        return [online, target] if self._config.replay else [online]
 
     @property
     def most_at_once(self) -> int:
@@ -264,7 +283,8 @@ class Learner:
 
     def compilables(self) -> list[Compilable]:
         """What torch.compile may be switched on for."""
-        ours = [] if self._objective.head == "iqn" else [self._look, self._find_target]
+        looks = self._config.replay and self._objective.head != "iqn"
+        ours = [self._look, self._find_target] if looks else []
         theirs = [*self._gradient.compilables(), *self._updater.compilables()]
         ours += [self._keep_noise, self._keep_target_noise] if self._config.noisy else []
         return [*ours, *theirs, *(self._memory.compilables() if self._draws_recorded else [])]
@@ -282,7 +302,8 @@ class Learner:
         self._recorded.clear()
         sized = [function for function in self.compilables() if function.is_sized]
         compiled = any(function.on for function in sized)
-        for count in sorted({updates_at_once, 1}):
+        # Without replay all updates of a rollout are one burst: no other is ever asked for.
+        for count in sorted({updates_at_once, 1} if self._config.replay else {updates_at_once}):
             part = samples and samples.split(count * self._config.batch_size)[0]
             # Single updates are rare: what depends on their number is not compiled for them.
             switch(sized, compiled and count == updates_at_once)
@@ -325,11 +346,10 @@ class Learner:
         }
 
     def state_dict(self) -> StateDict:
+        copies = self._copies()
         return {
-            "weights": self.weights.data,
-            "target_weights": self._target_weights.data,
-            "buffers": dict(_flat_names(self.online)),
-            "target_buffers": dict(_flat_names(self._target_network)),
+            **{f"{prefix}weights": weights.data for prefix, weights, _ in copies},
+            **{f"{prefix}buffers": dict(_flat_names(network)) for prefix, _, network in copies},
             "optimiser": self._updater.state_dict(),
             "noise": self._noise.get_state(),
             "objective": self._objective.generator.get_state(),
@@ -341,11 +361,10 @@ class Learner:
 
     def load_state_dict(self, state: StateDict) -> None:
         self._newest = None
-        self.weights.data.copy_(state["weights"])
-        self._target_weights.data.copy_(state["target_weights"])
-        for network, key in ((self.online, "buffers"), (self._target_network, "target_buffers")):
+        for prefix, weights, network in self._copies():
+            weights.data.copy_(state[f"{prefix}weights"])
             for name, buffer in _flat_names(network):
-                buffer.copy_(state[key][name])
+                buffer.copy_(state[f"{prefix}buffers"][name])
         self._updater.load_state_dict(state["optimiser"])
         restore_generator(self._noise, state["noise"])
         restore_generator(self._objective.generator, state["objective"])

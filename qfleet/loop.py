@@ -45,6 +45,8 @@ class Collector(Protocol):
 def rows_per_block(config: Config) -> int:
     """Rows collected between two looks at the limiter: one train_freq, over all envs."""
     rows = config.block_rows or config.train_freq // config.envs
+    if not config.replay:
+        return rows  # whole rollouts, or parts into which they can be cut
     return max(1, min(rows, 1024, config.buffer_size // config.envs))
 
 

@@ -115,6 +115,8 @@ def _place_replay(
         return device, None
     if not has_streams(learner):
         return host, None
+    if not config.replay:
+        return learner, None  # a rollout is small, and its returns are the network's
     if config.replay_dir or config.replay_compression != "none":
         return host, "replay on the host: it is kept in files or compressed"
     needed = replay_bytes(spec, config.envs, config.buffer_size, config.prioritized_replay)

@@ -41,7 +41,7 @@ _NO_MATTER = {
     "n_eval_episodes", "eval_eps", "target_return", "patience", "log_interval", "checkpoint_freq",
     "keep_checkpoints", "tensorboard", "track", "max_fault_rate", "max_env_restarts",
     "env_timeout_s", "max_abs_q", "learning_rate", "lr_schedule", "lr_plateau_patience",
-    "lr_plateau_factor", "gamma", "exploration_fraction", "exploration_initial_eps",
+    "lr_plateau_factor", "gamma", "td_lambda", "exploration_fraction", "exploration_initial_eps",
 }
 # fmt: on
 """Fields that do not change which engine is quicker."""
@@ -102,6 +102,12 @@ def _with_shape(config: Config) -> Config:
     envs = config.envs
     if envs == 0:
         envs = min(256, max(16, ENVS_PER_CORE * cores)) if accelerated and background else 8
+        if not config.replay:
+            # A rollout is as many steps of each env, two or more.
+            steps = config.train_freq
+            envs = max(
+                n for n in range(1, envs + 1) if n == 1 or (steps % n == 0 and steps >= 2 * n)
+            )
     groups = config.env_groups
     if not on_pipeline:
         groups = 1
@@ -111,13 +117,15 @@ def _with_shape(config: Config) -> Config:
         apart = accelerated and background and not config.lockstep
         groups = min(envs, 4) if apart else 1
     rows = config.block_rows
-    if rows == 0 and accelerated and not config.lockstep:
-        updates_per_row = envs * config.updates_per_env_step
-        rows = max(
-            config.train_freq // envs, min(MOST_ROWS, round(BLOCK_UPDATES / updates_per_row))
-        )
-    elif rows == 0 and on_pipeline and background and not config.lockstep:
-        rows = -(-CPU_BLOCK // envs)
+    # Without replay a block is a rollout, whatever the engine.
+    if rows == 0 and config.replay and not config.lockstep:
+        if accelerated:
+            updates_per_row = envs * config.updates_per_env_step
+            rows = max(
+                config.train_freq // envs, min(MOST_ROWS, round(BLOCK_UPDATES / updates_per_row))
+            )
+        elif on_pipeline and background:
+            rows = -(-CPU_BLOCK // envs)
     return config.replace(envs=envs, env_groups=groups, block_rows=max(rows, 0)).validate()
 
 

@@ -139,6 +139,7 @@ def test_the_key_changes_with_whatever_may_change_the_choice() -> None:
         tuning_key(Config(batch_size=64), CUDA, layout, 8),
         tuning_key(Config(double=True), CUDA, layout, 8),
         tuning_key(Config(prioritized_replay=True), CUDA, layout, 8),
+        tuning_key(Config(replay=False), CUDA, layout, 8),
         tuning_key(Config(precision="bf16"), CUDA, layout, 8),
         tuning_key(Config(graphs=False), CUDA, layout, 8),
         tuning_key(Config(), CUDA, [["torso.0.weight", [4, 32]]], 8),

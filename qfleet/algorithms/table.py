@@ -31,6 +31,20 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "noisy": True,
         "head": "c51",
     },
+    "pqn": {
+        "replay": False,
+        "td_lambda": 0.65,
+        "layer_norm": True,
+        "loss": "mse",
+        "optimizer": "radam",
+        "lr_schedule": "linear",
+        "learning_starts": 0,
+        # Two epochs of eight minibatches over 32 steps of 32 envs.
+        "envs": 32,
+        "train_freq": 1024,
+        "gradient_steps": 16,
+        "batch_size": 128,
+    },
 }
 
 ALIASES = {

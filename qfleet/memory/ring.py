@@ -114,10 +114,10 @@ class Ring:
         if count > self.rows:
             raise ValueError(f"a block of {count} rows is longer than the ring of {self.rows}")
         per_row = (count, self.num_envs)
-        _check_shape("obs", block.obs, (*per_row, *self._frame_shape))
-        _check_shape("action", block.action, per_row)
-        _check_shape("reward", block.reward, per_row)
-        _check_shape("flags", block.flags, per_row)
+        check_shape("obs", block.obs, (*per_row, *self._frame_shape))
+        check_shape("action", block.action, per_row)
+        check_shape("reward", block.reward, per_row)
+        check_shape("flags", block.flags, per_row)
         start = self._total_rows % self.rows
         head = min(count, self.rows - start)
         self._write(start, block, 0, head)
@@ -325,7 +325,7 @@ class Ring:
         self._sampler.move(self._window(), self._flag_rows)
 
 
-def _check_shape(name: str, column: Tensor, expected: tuple[int, ...]) -> None:
+def check_shape(name: str, column: Tensor, expected: tuple[int, ...]) -> None:
     """Copies broadcast silently; a block of the wrong width must not."""
     if column.shape != expected:
         raise ValueError(f"block.{name} has shape {tuple(column.shape)}, not {expected}")

@@ -33,6 +33,7 @@ def build_network(spec: EnvSpec, config: Config) -> QNetwork:
     - The layers of an MLP are shared, so dueling, noise and embeddings start at the last of them.
       Where a head has only one plain stream, there is nobody to share with, and they are the
       head's too: layers and output are then one autograd node.
+    - With layer normalisation all hidden layers are shared, those of convolutional torsos too.
     - A user's torso is shared whole.
     """
     name = config.network
@@ -49,6 +50,13 @@ def build_network(spec: EnvSpec, config: Config) -> QNetwork:
     if name not in _CONVOLUTIONAL:
         raise UnknownNameError("network", name, _NAMES)
     kind, dense = _CONVOLUTIONAL[name]
+    if config.layer_norm:
+        if issubclass(kind, ImpalaResNet):
+            raise ConfigError(
+                f"network '{name}' has no layer normalisation; use --no-layer-norm or nature"
+            )
+        normal = kind(spec, dense, layer_norm=True)
+        return QNetwork(normal, normal.features, spec.num_actions, config)
     conv = kind(spec, dense=0)
     return QNetwork(conv, conv.features, spec.num_actions, config, (dense,))
 

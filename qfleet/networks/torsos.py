@@ -106,13 +106,51 @@ class MLP(nn.Module):
         return flat / 255 if obs.dtype == torch.uint8 else flat
 
 
+NORM_EPS = 1e-6
+"""Of layer normalisation in convolutional torsos, as PQN's authors have it (2407.04811)."""
+TRUNCATED_STD = 0.87962566103423978
+"""Standard deviation of a standard normal distribution that is cut off at ±2."""
+
+
+class _ChannelNorm(nn.LayerNorm):
+    """Layer normalisation over the channels at each position of an image ``[B, C, H, W]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def _normalised(layer: nn.Conv2d | nn.Linear) -> list[nn.Module]:
+    """The layer and its normalisation, initialised as PQN's authors do (2407.04811).
+
+    Weights are normal with variance 2/inputs (He 2015), cut off at two standard deviations, and
+    biases 0.
+    """
+    fan_in = layer.weight[0].numel()
+    std = math.sqrt(2 / fan_in) / TRUNCATED_STD
+    nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+    norm = _ChannelNorm if isinstance(layer, nn.Conv2d) else nn.LayerNorm
+    return [layer, norm(layer.weight.shape[0], eps=NORM_EPS)]
+
+
+def _dense(inputs: int, outputs: int, layer_norm: bool) -> nn.Module | None:
+    """The last layer of a convolutional torso; None for a width of 0."""
+    if outputs == 0:
+        return None
+    if layer_norm:
+        return nn.Sequential(*_normalised(nn.Linear(inputs, outputs)), nn.ReLU())
+    return Dense((inputs, outputs), relu_last=True)
+
+
 class NatureCNN(nn.Module):
     """The convolutional network of Nature DQN (Mnih 2015).
 
-    ``dense`` = 0 leaves the last layer out, for heads that bring their own.
+    ``dense`` = 0 leaves the last layer out, for heads that bring their own. With ``layer_norm``
+    every layer is normalised before its ReLU, convolutions over the channels of each position.
     """
 
-    def __init__(self, spec: EnvSpec, dense: int = 512) -> None:
+    def __init__(self, spec: EnvSpec, dense: int = 512, layer_norm: bool = False) -> None:
         super().__init__()
         layout = image_layout(spec.obs_shape)
         if layout is None or not is_nature_image(spec.obs_shape):
@@ -122,20 +160,20 @@ class NatureCNN(nn.Module):
                 "try --network mlp"
             )
         self.layout = layout
-        self.convolutions = nn.Sequential(
+        modules: list[nn.Module] = []
+        for convolution in (
             nn.Conv2d(layout.channels, 32, 8, stride=4),
-            nn.ReLU(),
             nn.Conv2d(32, 64, 4, stride=2),
-            nn.ReLU(),
             nn.Conv2d(64, 64, 3, stride=1),
-            nn.ReLU(),
-            nn.Flatten(),
-        )
+        ):
+            modules += _normalised(convolution) if layer_norm else [convolution]
+            modules.append(nn.ReLU())
+        self.convolutions = nn.Sequential(*modules, nn.Flatten())
         height, width = (
             ((side - 8) // 4 + 1 - 4) // 2 + 1 - 2 for side in (layout.height, layout.width)
         )
         flat = 64 * height * width
-        self.dense = Dense((flat, dense), relu_last=True) if dense else None
+        self.dense = _dense(flat, dense, layer_norm)
         self.features = dense or flat
 
     def forward(self, obs: Tensor) -> Tensor:
@@ -169,10 +207,11 @@ class NatureCNN(nn.Module):
 class MinAtarCNN(nn.Module):
     """The network of MinAtar's paper (1903.03176): one layer of 16 kernels of 3×3.
 
-    ``dense`` = 0 leaves the last layer out, for heads that bring their own.
+    ``dense`` = 0 leaves the last layer out, for heads that bring their own. With ``layer_norm``
+    both layers are normalised before their ReLU, the first over the channels of each position.
     """
 
-    def __init__(self, spec: EnvSpec, dense: int = 128) -> None:
+    def __init__(self, spec: EnvSpec, dense: int = 128, layer_norm: bool = False) -> None:
         super().__init__()
         layout = image_layout(spec.obs_shape)
         if layout is None or min(layout.height, layout.width) < 3:
@@ -181,9 +220,10 @@ class MinAtarCNN(nn.Module):
                 f"shape {spec.obs_shape}; try --network mlp"
             )
         self.layout = layout
-        self.convolution = nn.Conv2d(layout.channels, 16, 3)
+        convolution = nn.Conv2d(layout.channels, 16, 3)
+        self.convolution = nn.Sequential(*_normalised(convolution)) if layer_norm else convolution
         flat = 16 * (layout.height - 2) * (layout.width - 2)
-        self.dense = Dense((flat, dense), relu_last=True) if dense else None
+        self.dense = _dense(flat, dense, layer_norm)
         self.features = dense or flat
 
     def forward(self, obs: Tensor) -> Tensor:

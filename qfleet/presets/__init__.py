@@ -17,6 +17,7 @@ from qfleet.presets import recipes
 
 PRESETS: dict[str, Callable[[], Config]] = {
     "cartpole": recipes.cartpole,
+    "cartpole-pqn": recipes.cartpole_pqn,
     "cartpole-sb3-zoo": recipes.cartpole_sb3_zoo,
     "cartpole-cleanrl": recipes.cartpole_cleanrl,
     "acrobot": recipes.acrobot,
@@ -25,9 +26,11 @@ PRESETS: dict[str, Callable[[], Config]] = {
     "atari-dqn": recipes.atari_dqn,
     "pong": recipes.pong,
     "minatar-dqn": recipes.minatar_dqn,
+    "minatar-pqn": recipes.minatar_pqn,
     "atari-dqn-nature": recipes.atari_dqn_nature,
     "atari-c51": recipes.atari_c51,
     "atari-rainbow": recipes.atari_rainbow,
+    "atari-pqn": recipes.atari_pqn,
 }
 
 _SUITS = [
@@ -38,13 +41,20 @@ _SUITS = [
     (r"ALE/.+|\w+NoFrameskip-v4", "atari-dqn"),
     (r"MinAtar/.+", "minatar-dqn"),
 ]
+_SUITS_ROW = {
+    ("cartpole", "pqn"): "cartpole-pqn",
+    ("minatar-dqn", "pqn"): "minatar-pqn",
+    ("atari-dqn", "pqn"): "atari-pqn",
+    ("atari-dqn", "rainbow"): "atari-rainbow",
+}
+"""Rows that need other settings than the rest: the usual preset and the row → theirs."""
 
 
 def preset_for(env: str, algo: str | None) -> str | None:
     """The preset that suits an environment, if one does."""
     for pattern, name in _SUITS:
         if re.fullmatch(pattern, env):
-            return "atari-rainbow" if (name, algo) == ("atari-dqn", "rainbow") else name
+            return _SUITS_ROW.get((name, (algo or "").lower()), name)
     return None
 
 

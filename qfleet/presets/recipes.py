@@ -37,6 +37,23 @@ def cartpole() -> Config:
     )
 
 
+def cartpole_pqn() -> Config:
+    """qfleet's own: a short search, told in docs/algorithms/pqn.md."""
+    return _pqn().replace(
+        env="CartPole-v1",
+        steps=200_000,
+        envs=32,
+        train_freq=2048,
+        gradient_steps=64,
+        batch_size=128,
+        td_lambda=0.95,
+        learning_rate=2e-3,
+        exploration_fraction=0.2,
+        net_arch=(64, 64),
+        eval_freq=10_000,
+    )
+
+
 def cartpole_sb3_zoo() -> Config:
     """rl-baselines3-zoo, hyperparams/dqn.yml, CartPole-v1."""
     return Config(
@@ -190,6 +207,64 @@ def minatar_dqn() -> Config:
         eval_freq=100_000,
         checkpoint_freq=500_000,
         log_interval=10_000,
+    )
+
+
+def minatar_pqn() -> Config:
+    """Gallici et al. 2024 (2407.04811), PureJaxQL's pqn_minatar.yaml; episodes end as in gymnax."""
+    return _pqn().replace(
+        env="MinAtar/Breakout-v1",
+        steps=10_000_000,
+        envs=128,
+        max_episode_steps=1000,
+        network="minatar",
+        learning_rate=5e-4,
+        train_freq=4096,
+        gradient_steps=64,
+        batch_size=128,
+        exploration_fraction=0.1,
+        exploration_final_eps=0.05,
+        eval_freq=500_000,
+        checkpoint_freq=1_000_000,
+        log_interval=50_000,
+    )
+
+
+def atari_pqn() -> Config:
+    """Gallici et al. 2024 (2407.04811), PureJaxQL's pqn_atari.yaml."""
+    return _pqn().replace(
+        env="ALE/Pong-v5",
+        steps=10_000_000,
+        envs=128,
+        clip_rewards=True,
+        episodic_life=True,
+        network="nature",
+        learning_rate=2.5e-4,
+        lr_schedule="constant",
+        train_freq=4096,
+        gradient_steps=64,
+        batch_size=128,
+        exploration_fraction=0.1,
+        exploration_final_eps=0.001,
+        eval_freq=500_000,
+        checkpoint_freq=1_000_000,
+        log_interval=10_000,
+    )
+
+
+def _pqn() -> Config:
+    """What the published settings share: λ 0.65, γ 0.99, gradients of norm 10 at most."""
+    return Config(
+        algo="pqn",
+        replay=False,
+        td_lambda=0.65,
+        layer_norm=True,
+        loss="mse",
+        optimizer="radam",
+        lr_schedule="linear",
+        learning_starts=0,
+        gamma=0.99,
+        max_grad_norm=10.0,
     )
 
 

@@ -22,6 +22,7 @@ from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint, load_po
 from qfleet.storage.segments import Segments
 
 STEPS = 640
+ROLLOUTS: dict[str, Any] = {"envs": 4, "train_freq": 80, "gradient_steps": 20, "algo": "pqn"}
 
 BASE: dict[str, Any] = {
     "steps": STEPS,
@@ -139,6 +140,9 @@ def assert_same_run(whole: Path, parted: Path, stops: tuple[int, ...] = ()) -> N
         (configure("FrozenLake-v1", "double-dqn", tau=0.1), (288,)),
         (configure(frame_stack=3, algo="n-step-dqn"), (301,)),
         (configure(lr_plateau_patience=1, eval_freq=60), (305,)),
+        (configure(**ROLLOUTS), (240,)),
+        # Stopped in the middle of a rollout; rows of the log tell of updates of their own sitting.
+        (configure(**ROLLOUTS, frame_stack=2, block_rows=5, log_interval=160), (170, 333)),
     ],
     ids=lambda value: f"{value.env}-{value.algo}-{value.envs}" if type(value) is Config else None,
 )

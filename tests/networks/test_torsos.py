@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import tensor
 
+from qfleet.config import Config
 from qfleet.core import EnvSpec
 from qfleet.errors import ConfigError
-from qfleet.networks.torsos import MLP, ImpalaResNet, NatureCNN
+from qfleet.networks import build_network
+from qfleet.networks.torsos import MLP, NORM_EPS, ImpalaResNet, MinAtarCNN, NatureCNN
 
 ATARI = EnvSpec("Atari", (4, 84, 84), "uint8", 6, frame_stack=4)
 
@@ -116,3 +118,76 @@ def test_impala_takes_small_images_but_no_vectors() -> None:
     assert torso(pixels(3, 10, 10, 4)).shape == (3, torso.features) == (3, 128)
     with pytest.raises(ConfigError, match=r"\(4,\).*--network mlp"):
         ImpalaResNet(EnvSpec("box", (4,), "float32", 2))
+
+
+# --- layer normalisation ----------------------------------------------------------------------
+
+MINATAR = EnvSpec("minatar", (4, 10, 10), "uint8", 3)
+
+
+def normalise(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis, by the formula."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + NORM_EPS).sqrt()
+
+
+def test_minatar_with_layer_norm_is_what_it_says() -> None:
+    """Convolution, norm over 16 channels, ReLU, flatten, dense, norm, ReLU: by hand."""
+    torch.manual_seed(0)
+    torso = MinAtarCNN(MINATAR, layer_norm=True)
+    names = dict(torso.named_parameters())
+    conv, bias, scale, shift, dense, dense_bias, *norm = names.values()
+    assert [tuple(p.shape) for p in names.values()] == [
+        (16, 4, 3, 3), (16,), (16,), (16,), (128, 1024), (128,), (128,), (128,),
+    ]  # fmt: skip
+    with torch.no_grad():
+        for parameter in (bias, scale, shift, dense_bias, *norm):
+            parameter.uniform_(0.5, 1.5)
+    image = pixels(2, 4, 10, 10)
+    patches = (image / 255).unfold(2, 3, 1).unfold(3, 3, 1)  # [B, C, 8, 8, 3, 3]
+    x = torch.einsum("bchwij,ocij->bhwo", patches, conv) + bias
+    x = (normalise(x) * scale + shift).relu().permute(0, 3, 1, 2).flatten(1)
+    x = (normalise(x @ dense.t() + dense_bias) * norm[0] + norm[1]).relu()
+    torch.testing.assert_close(torso(image), x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [NatureCNN, MinAtarCNN])
+def test_normalised_layers_start_as_he_has_it(kind: type[NatureCNN | MinAtarCNN]) -> None:
+    torch.manual_seed(0)
+    torso = kind(ATARI, layer_norm=True)
+    for module in torso.modules():
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+            assert not module.bias.any()
+            weight = module.weight.detach()
+            std = (2 / weight[0].numel()) ** 0.5
+            assert float(weight.std()) == pytest.approx(std, rel=0.15)
+            assert float(weight.abs().max()) <= 2.28 * std  # cut off at two standard deviations
+
+
+@pytest.mark.parametrize(("network", "spec"), [("nature", ATARI), ("minatar", MINATAR)])
+@pytest.mark.parametrize("dueling", [False, True])
+def test_every_weight_of_a_normalised_network_learns(
+    network: str, spec: EnvSpec, dueling: bool
+) -> None:
+    torch.manual_seed(0)
+    built = build_network(spec, Config(network=network, layer_norm=True, dueling=dueling))
+    values = built(pixels(4, *spec.obs_shape))
+    assert values.shape == (4, spec.num_actions)
+    values[:, 0].square().sum().backward()
+    still = [name for name, p in built.named_parameters() if p.grad is None or not p.grad.any()]
+    assert still == []
+    norms = [m.normalized_shape for m in built.modules() if isinstance(m, torch.nn.LayerNorm)]
+    widths = {"nature": [32, 64, 64, 512], "minatar": [16, 128]}
+    assert norms == [(width,) for width in widths[network]]
+
+
+def test_nature_with_layer_norm_folds_to_the_same_features() -> None:
+    torch.manual_seed(0)
+    torso = NatureCNN(ATARI, dense=0, layer_norm=True)
+    image = pixels(2, 4, 84, 84) / 255
+    torch.testing.assert_close(torso._folded(image), torso(image), rtol=1e-4, atol=1e-4)
+
+
+def test_impala_has_no_layer_norm_and_says_so() -> None:
+    with pytest.raises(ConfigError, match="--no-layer-norm"):
+        build_network(ATARI, Config(network="impala", layer_norm=True))

@@ -1,0 +1,276 @@
+"""The newest rollout, for learning without replay: blocks in, batches with finished returns out.
+
+Rows and flags mean what they mean in a ring: the observation that followed row r is the one in row
+r + 1. The newest row has none yet, so it waits for the next rollout, and the starts of this one are
+the ``rows`` rows before it. Every start is drawn once per epoch, in a new order each time; those
+that are SKIP, or were never filled, come with weight 0, so that shapes never change.
+
+The rows lie in time's order at fixed places, oldest first, and nothing in ``sample`` asks the host:
+drawing a whole rollout can be recorded and replayed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from qfleet.accelerator.compiling import Compilable
+from qfleet.core import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, StateDict
+from qfleet.errors import CheckpointError
+from qfleet.memory.ring import check_shape
+from qfleet.randomness import restore_generator
+
+VALUED_BYTES = 64 * 2**20
+"""Observations, as float32, that a network on the host is asked to value at once; a convolution's
+outputs take about as much again. An accelerator is asked for all of them: it has the memory."""
+
+
+class Rollout:
+    """λ-returns of the newest ``rows`` transitions of every env, in shuffled minibatches."""
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        num_envs: int,
+        rows: int,
+        gamma: float | Tensor,
+        td_lambda: float | Tensor,
+        values: Callable[[Tensor], Tensor],
+        generator: torch.Generator,
+        device: torch.device,
+        agents: int = 1,
+        *,
+        batch_size: int,
+        epochs: int,
+    ) -> None:
+        """``values`` gives the best Q-value of each observation, by the weights of the moment.
+
+        γ and λ are numbers, or ``[num_envs]``. ``agents`` own as many envs each, side by side;
+        every ``agents * batch_size`` samples are then ``batch_size`` of each agent, in turn.
+
+        The generator must live on ``device``.
+        """
+        if num_envs % agents:
+            raise ValueError(f"{num_envs} envs are no even share for {agents} agents")
+        if epochs * rows * num_envs % (agents * batch_size):
+            raise ValueError(
+                f"{epochs} × {rows} × {num_envs} samples are no batches of {batch_size}"
+            )
+        self.rows, self.num_envs, self.device = rows, num_envs, device
+        self._gamma, self._lambda, self._generator = gamma, td_lambda, generator
+        self._agents, self._batch_size, self._epochs = agents, batch_size, epochs
+        self._stack, self._frame_shape = spec.frame_stack, spec.frame_shape
+        # The starts, the newest row, and what the oldest start's stack reaches back to.
+        held = spec.frame_stack - 1 + rows + 1
+        self._slots = held * num_envs
+        frames = (self._slots + 1, *spec.frame_shape)  # the last one stays blank
+        self._frames = torch.zeros(frames, dtype=spec.torch_dtype, device=device)
+        per_row = (held, num_envs)
+        self._frame_rows = self._frames[:-1].view(*per_row, *spec.frame_shape)
+        self._action = torch.zeros(per_row, dtype=torch.int64, device=device)
+        self._reward = torch.zeros(per_row, device=device)
+        self._flags = torch.full(per_row, SKIP, dtype=torch.uint8, device=device)
+        self._written = 0
+        """Rows ever appended."""
+        self._drawn = 0
+        """Samples of this rollout that were drawn already; 0 once it is used up."""
+        self._returns = torch.zeros(rows * num_envs, device=device)
+        self._order = torch.zeros(epochs * rows * num_envs, dtype=torch.int64, device=device)
+        """Starts, counted from the oldest, as they will be drawn."""
+        self._first_start = (spec.frame_stack - 1) * num_envs
+        self._stack_offsets = torch.arange(1 - spec.frame_stack, 1, device=device) * num_envs
+        self._values = Compilable(values)
+        self._add_up = Compilable(self._returns_of)
+        self._gather_columns = Compilable(self._columns_at, is_sized=True)
+        obs_bytes = 4 * math.prod(spec.obs_shape) * max(1, spec.num_obs_values)
+        starts = rows * num_envs
+        self._valued_at_once = max(1, VALUED_BYTES // obs_bytes) if device.type == "cpu" else starts
+
+    def __len__(self) -> int:
+        """Transitions whose next observation is known."""
+        return max(0, min(self._written - 1, self.rows)) * self.num_envs
+
+    # --- in -----------------------------------------------------------------------------------
+
+    def extend(self, block: Block) -> None:
+        """Append rows; as many of the oldest make room."""
+        count = block.rows
+        if count > self.rows:
+            raise ValueError(f"a block of {count} rows is longer than a rollout of {self.rows}")
+        if self._drawn:
+            raise ValueError(f"{self._drawn} of {len(self._order)} samples drawn: finish a rollout")
+        per_row = (count, self.num_envs)
+        check_shape("obs", block.obs, (*per_row, *self._frame_shape))
+        check_shape("action", block.action, per_row)
+        check_shape("reward", block.reward, per_row)
+        check_shape("flags", block.flags, per_row)
+        _append(self._frame_rows, block.obs)
+        _append(self._action, block.action)
+        _append(self._reward, block.reward)
+        _append(self._flags, block.flags)
+        if self._written == 0:
+            # Nothing lies behind the first row, whatever its flags say.
+            self._flags[-count].bitwise_or_(FIRST)
+        self._written += count
+
+    def end_open_episodes(self) -> None:
+        """Mark the newest row SKIP: its observation ends the episode, its action led nowhere.
+
+        A row that is TERMINATED has all it needs: nothing after it counts.
+        """
+        newest = self._flags[-1]
+        newest.bitwise_or_(torch.where(newest & TERMINATED != 0, 0, SKIP).to(torch.uint8))
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
+    # --- out ----------------------------------------------------------------------------------
+
+    def can_sample(self) -> bool:
+        """Whether there is a transition; that one is usable is not asked of the device."""
+        return len(self) > 0
+
+    def sample(self, count: int, beta: float | Tensor) -> Batch:
+        """The next ``count`` samples of this rollout. Nobody needs ``beta``: all count alike.
+
+        Returns and order are those of the moment when its first sample is drawn.
+        """
+        del beta
+        total = len(self._order)
+        if self._drawn + count > total:
+            raise ValueError(f"{count} samples after {self._drawn} exceed the rollout's {total}")
+        if self._drawn == 0:
+            self._returns.copy_(self._find_returns())
+            self._order.copy_(self._shuffle())
+        index = self._order[self._drawn : self._drawn + count]
+        self._drawn = (self._drawn + count) % total
+        obs, action, target, weight = self._gather_columns(index)
+        return Batch(obs, action, target, torch.zeros_like(target), obs, weight, index)
+
+    def update_priorities(self, index: Tensor, priority: Tensor) -> None:
+        """Every start is drawn as often as every other, whatever its error."""
+
+    def generators(self) -> list[torch.Generator]:
+        """What the order is drawn from."""
+        return [self._generator]
+
+    def compilables(self) -> list[Compilable]:
+        """What torch.compile may be switched on for."""
+        return [self._values, self._add_up, self._gather_columns]
+
+    def _shuffle(self) -> Tensor:
+        """A permutation of each agent's starts for every epoch, dealt into minibatches.
+
+        By sorting, because graphs cannot record torch.randperm.
+        """
+        own = self.num_envs // self._agents
+        shape = (self._epochs, self._agents, self.rows * own)
+        keys = torch.rand(shape, generator=self._generator, device=self.device)
+        of_agent = keys.argsort(dim=2, stable=True)
+        first_env = torch.arange(self._agents, device=self.device).mul_(own).unsqueeze(1)
+        start = of_agent // own * self.num_envs + of_agent % own + first_env
+        batches = start.transpose(0, 1).reshape(self._agents, -1, self._batch_size)
+        return batches.transpose(0, 1).reshape(-1)
+
+    def _find_returns(self) -> Tensor:
+        """λ-returns of all starts, ``[rows * num_envs]``."""
+        first = self._first_start + self.num_envs
+        following = torch.arange(first, self._slots, device=self.device)
+        values = [
+            self._values(self._observe(s)) for s in torch.split(following, self._valued_at_once)
+        ]
+        returns: Tensor = self._add_up(torch.cat(values).view(self.rows, self.num_envs))
+        return returns
+
+    def _returns_of(self, ahead: Tensor) -> Tensor:
+        """G_t = r_t + γ ((1 − λ) v(t+1) + λ G_{t+1}) from the values that lie ahead of each start.
+
+        λ counts as 0 where row t + 1 is no start: it is SKIP, or the newest.
+        """
+        starts = slice(self._stack - 1, self._stack - 1 + self.rows)
+        flags, skipped = self._flags[starts], (self._flags[self._stack :] & SKIP) != 0
+        skipped[-1] = True
+        # The rewards of SKIP rows may be NaN: choose, do not multiply.
+        reward = torch.where((flags & SKIP) != 0, 0.0, self._reward[starts])
+        discount = torch.where((flags & TERMINATED) != 0, 0.0, self._gamma)
+        trust = torch.where(skipped, 0.0, self._lambda)
+        near = torch.addcmul(reward, discount * (1.0 - trust), ahead)
+        far = discount * trust
+        total = near[-1]
+        totals = [total]
+        for row in range(self.rows - 2, -1, -1):
+            total = torch.addcmul(near[row], far[row], total)
+            totals.append(total)
+        return torch.stack(totals[::-1]).view(-1)
+
+    def _columns_at(self, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        slot = start + self._first_start
+        flags = self._flags.view(-1).index_select(0, slot)
+        return (
+            self._observe(slot),
+            self._action.view(-1).index_select(0, slot),
+            self._returns.index_select(0, start),
+            ((flags & SKIP) == 0).float(),
+        )
+
+    def _observe(self, slot: Tensor) -> Tensor:
+        """Observations at these slots, stacked from frames where the env stacks them."""
+        if self._stack == 1:
+            return self._frames.index_select(0, slot)
+        at = slot.unsqueeze(1) + self._stack_offsets
+        later = at[:, 1:].reshape(-1)
+        opens = (self._flags.view(-1).index_select(0, later) & FIRST).view(-1, self._stack - 1)
+        # A frame is from before the episode if any later row of the stack opens one.
+        before = opens.flip(1).cumsum(1).flip(1) != 0
+        at[:, :-1].masked_fill_(before, self._slots)
+        frames = self._frames.index_select(0, at.view(-1))
+        return frames.view(-1, self._stack, *self._frame_shape)
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def _shape(self) -> dict[str, int]:
+        """What two rollouts must share for one to take over the other's rows."""
+        return {
+            "rows": self.rows,
+            "num_envs": self.num_envs,
+            "frame_stack": self._stack,
+            "agents": self._agents,
+            "epochs": self._epochs,
+        }
+
+    def state_dict(self) -> StateDict:
+        """Everything. Tensors are the rollout's own: write them out before extending."""
+        return {
+            "shape": self._shape(),
+            "written": self._written,
+            "drawn": self._drawn,
+            "frames": self._frame_rows,
+            "action": self._action,
+            "reward": self._reward,
+            "flags": self._flags,
+            "returns": self._returns,
+            "order": self._order,
+            "generator": self._generator.get_state(),
+        }
+
+    def load_state_dict(self, state: StateDict) -> None:
+        theirs, ours = state["shape"], self._shape()
+        differing = [name for name in ours if ours[name] != theirs.get(name)]
+        if differing:
+            told = ", ".join(f"{name} {theirs.get(name)} (now {ours[name]})" for name in differing)
+            raise CheckpointError(f"the stored rollout has {told}; resume with the same")
+        self._written, self._drawn = state["written"], state["drawn"]
+        self._frame_rows.copy_(state["frames"])
+        for name in ("action", "reward", "flags", "returns", "order"):
+            getattr(self, f"_{name}").copy_(state[name])
+        restore_generator(self._generator, state["generator"])
+
+
+def _append(column: Tensor, rows: Tensor) -> None:
+    """Move the column's rows up by as many as come, over the oldest, and put those at its end."""
+    count = rows.shape[0]
+    column[:-count].copy_(column[count:].clone())  # source and target overlap
+    column[-count:].copy_(rows)
