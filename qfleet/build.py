@@ -34,8 +34,10 @@ from qfleet.algorithms.objective import Objective
 from qfleet.collectors import Ahead, Inline
 from qfleet.config import Config
 from qfleet.core import Batch, Block, Clock, EnvSpec, Memory, Updater, VectorEnv
-from qfleet.envs import make_envs
-from qfleet.envs.seeding import mix_seeds
+from qfleet.envs import make_envs, make_tensors
+from qfleet.envs.device.protocol import TensorEnv
+from qfleet.envs.device.vector import check_tensor_env
+from qfleet.envs.seeding import env_seeds, mix_seeds
 from qfleet.errors import ConfigError
 from qfleet.learner import Learner
 from qfleet.loop import RateLimiter, rows_per_block
@@ -51,6 +53,8 @@ from qfleet.placement import (
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
+from qfleet.tensor_actor import TensorActor
+from qfleet.tensor_evaluation import TensorEvaluator
 from qfleet.updaters.local import LocalUpdater
 from qfleet.updaters.optimisers import make_optimiser
 from qfleet.weights import DeviceMailbox, FlatWeights, Mailbox, SameWeights
@@ -88,7 +92,9 @@ class Parts:
     spec: EnvSpec
     device: torch.device
     envs: list[VectorEnv]
-    """One or more groups."""
+    """One or more groups; none on the device engine, whose environments are no such objects."""
+    env_seeds: list[int]
+    """Of each environment."""
     memory: Memory
     learner: Learner
     limiter: RateLimiter
@@ -97,7 +103,7 @@ class Parts:
     """One per thread; the first is the learner's."""
     faults: FaultLog
     seeds: Seeds
-    collector: Inline | Ahead = dataclasses.field(init=False)
+    collector: Inline | Ahead | TensorActor = dataclasses.field(init=False)
     channel: SameWeights | Mailbox | DeviceMailbox = dataclasses.field(init=False)
     traffic: Traffic | None = None
     """What crossed to the device, where actions are chosen there."""
@@ -109,6 +115,10 @@ class Parts:
     """Env steps per second that learning alone allows, where it was measured at the start."""
     measure_inference: Callable[[], float] | None = None
     """The same for choosing actions; to be called when nothing else runs."""
+    measure_collecting: Callable[[], float] | None = None
+    """The same for environments and actions together, where they cannot be told apart."""
+    evaluator: TensorEvaluator | None = None
+    """Plays evaluations on the device, where the environments are tensors."""
 
     def close(self) -> None:
         self.collector.close()
@@ -140,11 +150,13 @@ def build(
     seeds = Seeds.of(config.seed)
     env_seed = seeds.envs if not restarted_at else mix_seeds(seeds.envs, restarted_at)
     with contextlib.ExitStack() as made:
-        envs = make_groups(config, env_seed, faults)
+        tensor_env = make_tensors(config) if config.engine == "device" else None
+        envs = [] if tensor_env else make_groups(config, env_seed, faults)
         for group in envs:
             made.callback(group.close)
-        spec = envs[0].spec
-        place = Placement.of(config, spec, envs[0].in_background)
+        spec = tensor_env.spec if tensor_env else envs[0].spec
+        in_background = any(group.in_background for group in envs)
+        place = Placement.of(config, spec, in_background)
         set_threads(config.threads, spec)
         memory: Memory
         if config.replay:
@@ -178,6 +190,7 @@ def build(
             spec=spec,
             device=place.device,
             envs=envs,
+            env_seeds=[seed for group in envs for seed in group.seeds],
             memory=memory,
             learner=learner,
             limiter=RateLimiter(config, clock, memory),
@@ -193,7 +206,9 @@ def build(
             choice = Choice("fp32" if config.precision == "auto" else config.precision, False)
             if config.precision != "auto":
                 apply_choice(choice, learner.networks, [])
-        if place.ahead or (config.engine == "pipeline" and config.lockstep):
+        if tensor_env is not None:
+            _act_on_the_device(parts, tensor_env, env_seed, place)
+        elif place.ahead or (config.engine == "pipeline" and config.lockstep):
             _act_in_a_thread(parts, place, choice, trace)
         else:
             _act_in_turn(parts)
@@ -217,6 +232,48 @@ def _act_in_turn(parts: Parts) -> None:
     )
     parts.channel = SameWeights()
     parts.collector = Inline(actor, parts.channel)
+
+
+def _act_on_the_device(parts: Parts, env: TensorEnv, env_seed: int, place: Placement) -> None:
+    """The learner's network acts, on environments that are where it is."""
+    config, device, network = parts.config, parts.device, parts.learner.online
+    check_tensor_env(env, device)
+    parts.env_seeds = env_seeds(env_seed, config.envs)
+    parts.channel = SameWeights()
+    started_s = time.monotonic()
+    compiled = place.unasked and may_compile(config, device)
+    actor = parts.collector = TensorActor(
+        env,
+        torch.tensor(parts.env_seeds),
+        network.q_values,
+        config,
+        device,
+        parts.seeds.actor,
+        rows_per_block(config),
+        channel=parts.channel,
+        timers=parts.timers[0],
+        resample_noise=network.resample_noise,
+        compiled=compiled,
+    )
+    seed = parts.seeds.eval_envs
+    parts.evaluator = TensorEvaluator(
+        network.q_values,
+        env,
+        torch.tensor(env_seeds(seed, config.n_eval_episodes)),
+        config.eval_eps,
+        device,
+        seed,
+        config.graphs,
+    )
+    if place.unasked:
+        # Where nobody waits for the device, the seconds that the host spends say nothing.
+        parts.measure_collecting = actor.rate
+        recorded = config.graphs and why_no_graphs(device) is None
+        how = f"{rows_per_block(config)} steps a launch" if recorded else "not recorded"
+        if compiled:
+            failure = actor.compile_failure
+            how += ", compiled" if failure is None else f", not compiled ({failure})"
+        parts.notes.append(f"steps on {device}: {how} ({time.monotonic() - started_s:.0f} s)")
 
 
 def _act_in_a_thread(parts: Parts, place: Placement, choice: Choice, trace: Trace | None) -> None:
@@ -376,8 +433,8 @@ def model_transform(config: Config, device: torch.device) -> ModelTransform:
         network.allows_shortcuts = False
         return network
 
-    # On an accelerator the pipeline compiles whole updates, in which the network is one part.
-    whole_updates = config.engine == "pipeline" and has_streams(device)
+    # On an accelerator whole updates are compiled, in which the network is one part.
+    whole_updates = config.engine in ("pipeline", "device") and has_streams(device)
     in_itself = config.compile == "on" and not whole_updates
     return compiled if in_itself else lambda network: network
 

@@ -183,7 +183,7 @@ class Config:
     """Stop after this many evaluations without a new best; 0: never."""
 
     # --- run --------------------------------------------------------------------------------
-    engine: Literal["auto", "serial", "pipeline"] = "auto"
+    engine: Literal["auto", "serial", "pipeline", "device"] = "auto"
     """Who advances the loop and where each part lives; auto measures and says what it chose."""
     env_groups: int = 0
     """Pipeline: groups of envs that step in turn, one while another is inferred; 0 picks."""
@@ -194,7 +194,7 @@ class Config:
     inference_device: str = "auto"
     """Pipeline: where actions are chosen: cpu, cuda …; auto measures both."""
     graphs: bool = True
-    """Pipeline: record bursts of updates as graphs, where the device can."""
+    """Pipeline, device: record bursts of updates (and device: steps) as graphs, where possible."""
     lockstep: bool = False
     """Pipeline: collect and learn in turn, which on a CPU gives the very numbers of serial."""
     seed: int = 0
@@ -280,10 +280,22 @@ class Config:
         else:
             self._validate_rollouts()
         _require(
-            self.engine != "serial" or self.env_groups <= 1,
+            self.engine not in ("serial", "device") or self.env_groups <= 1,
             "env_groups",
             self.env_groups,
-            "is for --engine pipeline; serial steps all envs together",
+            f"is for --engine pipeline; {self.engine} steps all envs together",
+        )
+        _require(
+            self.engine != "device" or not self.lockstep,
+            "lockstep",
+            self.lockstep,
+            "is for --engine pipeline; device collects and learns in turn anyway",
+        )
+        _require(
+            self.engine != "device" or self.inference_device == "auto",
+            "inference_device",
+            self.inference_device,
+            "is for --engine pipeline; device does everything on --device",
         )
         _require(
             not self.lockstep or self.env_groups <= 1,

@@ -50,6 +50,19 @@ def resolve_device(name: str, spec: EnvSpec) -> torch.device:
     return device
 
 
+def learner_device(config: Config, spec: EnvSpec) -> torch.device:
+    """Where a run learns. ``auto`` on the device engine: an accelerator, whatever is seen."""
+    if config.engine != "device":
+        return resolve_device(config.device, spec)
+    if config.device != "auto":
+        device = resolve_device(config.device, spec)
+        if device.type != "cpu" and not has_streams(device):
+            raise ConfigError(f"--engine device was never tried on {device.type}; use --device cpu")
+        return device
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator if accelerator and has_streams(accelerator) else torch.device("cpu")
+
+
 def _same(one: torch.device, other: torch.device) -> bool:
     return (one.type, one.index or 0) == (other.type, other.index or 0)
 
@@ -74,7 +87,14 @@ class Placement:
     @classmethod
     def of(cls, config: Config, spec: EnvSpec, in_background: bool) -> Placement:
         """``in_background``: the envs step outside this process's Python."""
-        device = resolve_device(config.device, spec)
+        device = learner_device(config, spec)
+        if device.type == "cpu" and config.precision not in ("auto", "fp32"):
+            raise ConfigError(
+                f"precision '{config.precision}' is for accelerators; drop it on a CPU"
+            )
+        if config.engine == "device":
+            _refuse_other_replay(config, spec, device)
+            return cls(device, device, ahead=False, unasked=has_streams(device))
         on_pipeline = config.engine == "pipeline"
         replay, why = _place_replay(config, spec, device if on_pipeline else torch.device("cpu"))
         ahead = on_pipeline and not config.lockstep and (in_background or device.type != "cpu")
@@ -90,14 +110,25 @@ class Placement:
                 f"inference_device '{config.inference_device}' is for a pipeline that collects "
                 "while it learns; here the learner's network acts, so leave it out"
             )
-        if device.type == "cpu" and config.precision not in ("auto", "fp32"):
-            raise ConfigError(
-                f"precision '{config.precision}' is for accelerators; drop it on a CPU"
-            )
         if unasked and config.prioritized_replay and replay.type == "cpu":
             unasked = False
             notes.append("updates are not recorded: priorities are kept on the host")
         return cls(device, replay, ahead, unasked, tuple(notes))
+
+
+def _refuse_other_replay(config: Config, spec: EnvSpec, device: torch.device) -> None:
+    """On the device engine replay is where everything is; what does not fit there is refused."""
+    asked = config.replay_device
+    if asked != "auto" and not _same(resolve_device(asked, spec), device):
+        raise ConfigError(
+            f"replay_device '{asked}' does not go with --engine device on {device}, which keeps "
+            "replay beside the learner; leave it out or use --engine pipeline"
+        )
+    if device.type != "cpu" and (config.replay_dir or config.replay_compression != "none"):
+        raise ConfigError(
+            f"replay in files or compressed is on the host, and --engine device on {device} keeps "
+            "it there; leave replay_dir and replay_compression out or use --engine pipeline"
+        )
 
 
 def _place_replay(

@@ -18,7 +18,8 @@ from qfleet.config import FIELDS, Config
 from qfleet.core import EnvSpec
 from qfleet.engines import ENGINES
 from qfleet.envs import ale_game, make_envs, steps_in_background
-from qfleet.placement import resolve_device
+from qfleet.envs.device.names import is_tensor_env
+from qfleet.placement import learner_device, resolve_device
 from qfleet.remembered import recall, remember
 from qfleet.telemetry.faults import FaultLog
 
@@ -33,6 +34,14 @@ longer blocks learning and collecting get in each other's way for longer: Pong a
 steps ran at 1.13 of serial on two cores with blocks of 64, and at 0.83 with blocks of 256."""
 MOST_ROWS = 4
 """Of a block; the weights that act are up to two blocks old."""
+DEVICE_ENVS, HOST_TENSOR_ENVS = 1024, 64
+"""Tensor envs that step together on the device engine, on an accelerator and on a CPU: a guess,
+not measured. A step is some dozens of small kernels, whose launches must be spread over many envs.
+"""
+LEAST_TURNS = 64
+"""Steps of every env that a run, and its memory, should at least have room for."""
+DEVICE_ROWS = 32
+"""Of a block on the device engine: its weights are one block old at most."""
 TRIAL_S = 2.0
 """How long an engine is tried."""
 # fmt: off
@@ -67,6 +76,11 @@ def settle(config: Config) -> tuple[Config, str | None]:
 
 
 def _choose_engine(config: Config) -> tuple[str, str]:
+    if is_tensor_env(config.env) and _leaves_all_to_the_device(config):
+        device = _learner_device(config.replace(engine="device"))
+        if has_streams(device):
+            name = torch.get_device_module(device).get_device_name(device)
+            return "device", f"the {name} can step these environments itself"
     accelerator = _learner_device(config)
     if accelerator.type != "cpu" and not has_streams(accelerator):
         return "serial", f"the pipeline was never tried on {accelerator.type}"
@@ -81,7 +95,16 @@ def _choose_engine(config: Config) -> tuple[str, str]:
     return _try_engines(config)
 
 
+def _leaves_all_to_the_device(config: Config) -> bool:
+    """Whether nothing was asked for that another engine has and the device engine has not."""
+    on_host = config.replay_dir or config.replay_compression != "none" or config.lockstep
+    elsewhere = config.inference_device != "auto" or config.replay_device != "auto"
+    return not (on_host or elsewhere or config.env_groups > 1)
+
+
 def _learner_device(config: Config) -> torch.device:
+    if config.engine == "device":
+        return learner_device(config, EnvSpec(config.env, (1,), "float32", 1))
     if config.device == "auto":
         if torch.accelerator.current_accelerator(check_available=True) is None:
             return torch.device("cpu")
@@ -95,6 +118,8 @@ def _learner_device(config: Config) -> torch.device:
 
 def _with_shape(config: Config) -> Config:
     """Fill in envs, groups and rows where they were left open."""
+    if config.engine == "device":
+        return _with_device_shape(config)
     on_pipeline = config.engine == "pipeline"
     background = steps_in_background(config)
     accelerated = on_pipeline and _learner_device(config).type != "cpu"
@@ -127,6 +152,19 @@ def _with_shape(config: Config) -> Config:
         elif on_pipeline and background:
             rows = -(-CPU_BLOCK // envs)
     return config.replace(envs=envs, env_groups=groups, block_rows=max(rows, 0)).validate()
+
+
+def _with_device_shape(config: Config) -> Config:
+    accelerated = _learner_device(config).type != "cpu"
+    envs, rows = config.envs, config.block_rows
+    if envs == 0:
+        room = min(config.steps, config.buffer_size) // LEAST_TURNS
+        envs = max(1, min(DEVICE_ENVS if accelerated else HOST_TENSOR_ENVS, room))
+    if rows == 0 and accelerated:
+        updates_per_row = envs * config.updates_per_env_step
+        most = min(DEVICE_ROWS, round(BLOCK_UPDATES / updates_per_row))
+        rows = max(1, config.train_freq // envs, most)
+    return config.replace(envs=envs, env_groups=1, block_rows=rows).validate()
 
 
 def _try_engines(config: Config) -> tuple[str, str]:

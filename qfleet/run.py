@@ -48,6 +48,7 @@ from qfleet.telemetry.timeline import draw_timeline
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace, write_chrome_trace
 from qfleet.telemetry.writers import Writers
+from qfleet.tensor_evaluation import as_evaluation
 
 EPISODE_WINDOW = 100
 EXPLODING_LOGS = 3
@@ -206,7 +207,7 @@ class Run:
         return {
             "run": self.config.seed,
             **dataclasses.asdict(self.parts.seeds),
-            "each_env": [seed for group in self.parts.envs for seed in group.seeds],
+            "each_env": self.parts.env_seeds,
         }
 
     def wall_s(self) -> float:
@@ -322,19 +323,7 @@ class Run:
     def _evaluate(self, record: bool) -> None:
         """Play the greedy policy. ``record`` False only reports: it decides nothing."""
         config, clock = self.config, self.parts.clock
-        if self._eval_envs is None:
-            count = min(config.n_eval_episodes, 16)
-            seed = self.parts.seeds.eval_envs
-            self._eval_envs = make_envs(config, count, seed, training=False, on_fault=self._faults)
-        evaluation = evaluate_policy(
-            self.parts.learner.online,
-            self._eval_envs,
-            config.n_eval_episodes,
-            config.eval_eps,
-            self.parts.device,
-            self.parts.seeds.eval_envs,
-            give_up=self._is_out_of_time,
-        )
+        evaluation = self._play()
         if evaluation is None:
             return
         self.evaluation, self._evaluated_at = evaluation, clock.env_steps
@@ -359,6 +348,29 @@ class Run:
         if not self._call("on_evaluation", evaluation):
             self._stop = "callback"
 
+    def _play(self) -> Evaluation | None:
+        """An evaluation's episodes; None if someone waits for this sitting to end."""
+        config, parts = self.config, self.parts
+        if parts.evaluator is not None:
+            network = parts.learner.online.eval()
+            try:
+                return as_evaluation(parts.evaluator.play(self._is_out_of_time))
+            finally:
+                network.train()
+        if self._eval_envs is None:
+            count = min(config.n_eval_episodes, 16)
+            seed = parts.seeds.eval_envs
+            self._eval_envs = make_envs(config, count, seed, training=False, on_fault=self._faults)
+        return evaluate_policy(
+            parts.learner.online,
+            self._eval_envs,
+            config.n_eval_episodes,
+            config.eval_eps,
+            parts.device,
+            parts.seeds.eval_envs,
+            give_up=self._is_out_of_time,
+        )
+
     def _finish(self) -> None:
         """Last evaluation and last checkpoint. A signal wants out: it gets the checkpoint only."""
         self._stop = self._stop or self._reason_to_stop() or "steps"
@@ -374,8 +386,9 @@ class Run:
         self._checkpoint()
 
     def _measure_stages(self) -> None:
-        """What each stage could do alone, where stages work side by side."""
-        if len(self.parts.timers) < 2 or self._signal is not None:
+        """What each stage could do alone, where the host's clock does not tell."""
+        apart = len(self.parts.timers) > 1 or self.parts.measure_collecting is not None
+        if not apart or self._signal is not None:
             return
         # What happens while measuring is no part of the run: neither its faults nor its time.
         self._faults.close()

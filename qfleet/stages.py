@@ -44,6 +44,7 @@ def measure_stages(parts: Parts, end_to_end: float) -> Stages:
         device_type=parts.device.type,
         updates_per_env_step=parts.config.updates_per_env_step,
         batch_size=parts.config.batch_size,
+        share_a_device=parts.measure_collecting is not None,
     )
     return Stages(rates, diagnosis)
 
@@ -57,7 +58,7 @@ def _rates(parts: Parts, end_to_end: float) -> StageRates:
         # The first updates are slow; a stage is never slower than the whole.
         learner_only = max(updates_per_s / parts.config.updates_per_env_step, end_to_end)
     return StageRates(
-        env_only=_env_only(parts),
+        env_only=parts.measure_collecting() if parts.measure_collecting else _env_only(parts),
         inference_only=parts.measure_inference() if parts.measure_inference else None,
         learner_only=learner_only,
         end_to_end=end_to_end,

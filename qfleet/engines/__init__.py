@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from qfleet.engines.device import run_device
 from qfleet.engines.pipeline import run_pipeline
 from qfleet.engines.serial import run_serial
 
-ENGINES = {"serial": run_serial, "pipeline": run_pipeline}
+ENGINES = {"serial": run_serial, "pipeline": run_pipeline, "device": run_device}

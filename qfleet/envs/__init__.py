@@ -18,6 +18,7 @@ from __future__ import annotations
 from qfleet.config import Config
 from qfleet.core import VectorEnv
 from qfleet.envs.device.names import is_tensor_env, make_tensor_env
+from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.device.vector import TensorEnvs
 from qfleet.envs.guard import OnFault
 from qfleet.envs.registry import ale_game, close_names, env_kwargs, import_modules, make_single
@@ -30,6 +31,7 @@ __all__ = [
     "close_names",
     "make_envs",
     "make_single",
+    "make_tensors",
     "steps_in_background",
 ]
 
@@ -48,13 +50,7 @@ def make_envs(
     """
     import_modules(config)
     if is_tensor_env(config.env):
-        _refuse_atari_fields(config)
-        if config.vectorize != "auto" or config.frame_stack > 1:
-            raise ConfigError(
-                f"'{config.env}' is a stack of tensors already, without frame stacks; leave "
-                "vectorize and frame_stack alone"
-            )
-        return TensorEnvs(make_tensor_env(config), num_envs, seed)
+        return TensorEnvs(make_tensors(config), num_envs, seed)
     game = ale_game(config.env)
     if game is None:
         _refuse_atari_fields(config)
@@ -86,6 +82,19 @@ def make_envs(
     from qfleet.envs.sync import SyncEnvs
 
     return SyncEnvs(config, num_envs, seed, on_fault)
+
+
+def make_tensors(config: Config) -> TensorEnv:
+    """The environment as tensors, or a refusal of what such ones do not have."""
+    import_modules(config)
+    env = make_tensor_env(config)
+    _refuse_atari_fields(config)
+    if config.vectorize != "auto" or config.frame_stack > 1:
+        raise ConfigError(
+            f"'{config.env}' is a stack of tensors already, without frame stacks; leave "
+            "vectorize and frame_stack alone"
+        )
+    return env
 
 
 def steps_in_background(config: Config) -> bool:

@@ -59,8 +59,12 @@ def diagnose(
     device_type: str,
     updates_per_env_step: float,
     batch_size: int,
+    share_a_device: bool = False,
 ) -> Diagnosis:
-    """Name the bottleneck. ``device_type`` is that of the learner: cpu, cuda …"""
+    """Name the bottleneck. ``device_type`` is that of the learner: cpu, cuda …
+
+    ``share_a_device``: all stages take turns there, and no core or overlap would help.
+    """
     alone = rates.measured()
     if not alone:
         raise ConfigError("no stage was measured alone; measure at least one of them")
@@ -72,6 +76,8 @@ def diagnose(
 
     slowest = min(alone, key=lambda stage: alone[stage])
     share = rates.end_to_end / alone[slowest]
+    if share_a_device:
+        return Diagnosis(slowest, share, _turns(rates, slowest, envs, batch_size))
     if share < OVERHEAD_BELOW:
         sentence = _overhead(rates, slowest, cores, envs, device_type)
         return Diagnosis("overhead", share, sentence)
@@ -151,6 +157,23 @@ def _overhead(rates: StageRates, slowest: Stage, cores: int, envs: int, device_t
             f"give {_short(turns)}: a GPU or more cores would help."
         )
     return f"{waits}; more envs than {envs} or a wider --replay-slack would let them overlap more."
+
+
+def _turns(rates: StageRates, slowest: Stage, envs: int, batch_size: int) -> str:
+    alone = rates.measured()
+    turns = 1.0 / sum(1.0 / rate for rate in alone.values())
+    mend = (
+        f"fewer, larger updates (--batch-size {LARGER * batch_size} with {LARGER} times the "
+        "--train-freq) would help"
+        if slowest == "learner"
+        else f"more envs than {envs} would cost less each"
+    )
+    what = "Learning" if slowest == "learner" else "Stepping the environments"
+    return (
+        f"{what} takes most of the device's time ({_percent(turns / alone[slowest])}): "
+        f"{_short(rates.end_to_end)} of the {_short(turns)} steps/s that taking turns allows are "
+        f"reached; {mend}."
+    )
 
 
 def _gpu(device_type: str) -> str:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
 from typing import Any
 
 from qfleet.config import Config
+from qfleet.envs.device.acrobot import Acrobot
+from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.minatar.asterix import Asterix
 from qfleet.envs.device.minatar.breakout import Breakout
 from qfleet.envs.device.minatar.freeway import Freeway
 from qfleet.envs.device.minatar.game import Game, MinAtar
 from qfleet.envs.device.minatar.seaquest import Seaquest
 from qfleet.envs.device.minatar.space_invaders import SpaceInvaders
+from qfleet.envs.device.mountaincar import MountainCar
 from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.guard import one_line
 from qfleet.errors import ConfigError, UnknownNameError
@@ -27,6 +31,15 @@ _RAMPING: dict[str, Callable[[bool], Game]] = {
 _STEADY: dict[str, Callable[[], Game]] = {"Breakout": Breakout, "Freeway": Freeway}
 MINATAR_IDS = tuple(f"MinAtar/{name}-v1" for name in sorted({**_RAMPING, **_STEADY}))
 
+_CLASSICS: dict[str, tuple[Callable[[], TensorEnv], int]] = {
+    "CartPole-v0": (CartPole, 200),
+    "CartPole-v1": (CartPole, CartPole.max_episode_steps),
+    "Acrobot-v1": (Acrobot, Acrobot.max_episode_steps),
+    "MountainCar-v0": (MountainCar, MountainCar.max_episode_steps),
+}
+"""Gymnasium ids with a tensor form, and their time limits. Only the engine ``device`` reads them
+so: elsewhere they mean Gymnasium's own."""
+
 
 def is_tensor_env(env_id: str) -> bool:
     """Whether this is a MinAtar game or a class of the user's that is a ``TensorEnv``."""
@@ -36,10 +49,34 @@ def is_tensor_env(env_id: str) -> bool:
     return TensorEnv in getattr(load_object(env_id, "environment"), "__mro__", ())
 
 
+def has_tensor_form(env_id: str) -> bool:
+    """Whether ``make_tensor_env`` can make it."""
+    return env_id in _CLASSICS or is_tensor_env(env_id)
+
+
 def make_tensor_env(config: Config) -> TensorEnv:
-    env = _make_own(config) if ":" in config.env else _make_minatar(config)
+    if not has_tensor_form(config.env):
+        raise ConfigError(
+            f"'{config.env}' has no form as tensors, which --engine device needs; "
+            f"{', '.join(_CLASSICS)}, MinAtar's games and your own TensorEnv have one "
+            "(docs/tensor-envs.md); use another engine"
+        )
+    if config.env in _CLASSICS:
+        env = _make_classic(config)
+    else:
+        env = _make_own(config) if ":" in config.env else _make_minatar(config)
     if config.max_episode_steps:
         env.max_episode_steps = config.max_episode_steps
+    return env
+
+
+def _make_classic(config: Config) -> TensorEnv:
+    if json.loads(config.env_kwargs):
+        raise ConfigError(f"'{config.env}' takes no env_kwargs as tensors; leave them out")
+    make, limit = _CLASSICS[config.env]
+    env = make()
+    env.spec = dataclasses.replace(env.spec, env_id=config.env)
+    env.max_episode_steps = limit
     return env
 
 

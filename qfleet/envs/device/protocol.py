@@ -103,5 +103,19 @@ def step_episodes(
     return after, TensorStep(env.observe(inner), reward, terminated, truncated, opened)
 
 
+def hold_episodes(episodes: Episodes) -> Episodes:
+    """The same in memory of its own, for ``copy_episodes``: a place that recorded work knows."""
+    inner = {name: tensor.clone() for name, tensor in episodes.inner.items()}
+    return Episodes(inner, *(tensor.clone() for tensor in episodes[1:]))
+
+
+def copy_episodes(held: Episodes, episodes: Episodes) -> None:
+    """Take over other episodes' values, in place."""
+    for name, tensor in held.inner.items():
+        tensor.copy_(episodes.inner[name])
+    for tensor, value in zip(held[1:], episodes[1:], strict=True):
+        tensor.copy_(value)
+
+
 def _choose(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     return torch.where(mask.view(-1, *(1 for _ in yes.shape[1:])), yes, no)

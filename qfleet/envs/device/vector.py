@@ -15,13 +15,14 @@ from qfleet.envs.seeding import env_seeds
 from qfleet.errors import ConfigError, EnvironmentFault
 
 
-def _check(env: TensorEnv) -> None:
+def check_tensor_env(env: TensorEnv, device: torch.device | None = None) -> None:
     """Try two environments for a step: a mistake in a class of the user's shows here."""
     name = type(env).__name__
     try:
         spec, _ = env.spec, env.max_episode_steps
-        episodes = begin_episodes(env, torch.arange(2))
-        episodes, step = step_episodes(env, episodes, torch.zeros(2, dtype=torch.int64))
+        begun = begin_episodes(env, torch.arange(2, device=device))
+        nothing = torch.zeros(2, dtype=torch.int64, device=device)
+        episodes, step = step_episodes(env, begun, nothing)
     except Exception as error:
         raise ConfigError(
             f"tensor environment {name} cannot take a step: {type(error).__name__}: "
@@ -42,6 +43,13 @@ def _check(env: TensorEnv) -> None:
     for key in episodes.inner:
         if not isinstance(key, str) or not key.isidentifier():
             raise ConfigError(f"tensor environment {name} has a state called {key!r}; use a word")
+        before, after = begun.inner[key], episodes.inner[key]
+        if (before.dtype, before.shape) != (after.dtype, after.shape):
+            raise ConfigError(
+                f"tensor environment {name} begins with {key} of {before.dtype} "
+                f"{tuple(before.shape)} and goes on with {after.dtype} {tuple(after.shape)}; "
+                "they must be alike"
+            )
 
 
 class TensorEnvs:
@@ -50,7 +58,7 @@ class TensorEnvs:
     in_background = False
 
     def __init__(self, env: TensorEnv, num_envs: int, seed: int) -> None:
-        _check(env)
+        check_tensor_env(env)
         self._env = env
         self.spec, self.num_envs = env.spec, num_envs
         self.seeds = env_seeds(seed, num_envs)

@@ -1,0 +1,23 @@
+"""The device engine: environments, acting, replay and learning on one device.
+
+It is the serial loop with its parts placed otherwise (``qfleet/build.py``): the actor steps tensor
+environments where the learner is, and the memory lies there too. Everything is queued in the order
+of ``serial``. On an accelerator the host only launches, and waits for it where something is read:
+logs, evaluations, checkpoints, and here at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from qfleet.build import Parts
+from qfleet.engines.serial import run_serial
+
+
+def run_device(parts: Parts, keep_going: Callable[[], bool]) -> None:
+    """Advance the loop until ``keep_going`` says no, then wait for the device."""
+    run_serial(parts, keep_going)
+    if parts.device.type != "cpu":
+        torch.accelerator.synchronize(parts.device)

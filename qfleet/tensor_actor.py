@@ -1,0 +1,350 @@
+"""The actor of ``--engine device``: acts and steps where its environments are, as tensors.
+
+In: a tensor environment and a function from observations to Q-values. Out: ``Block`` on the device
+and finished episodes. It is a ``loop.Collector``. A block is a fixed run of kernels that asks the
+host for nothing: where the device can record graphs, all its steps are one launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qfleet import schedules
+from qfleet.accelerator.compiling import Compilable
+from qfleet.accelerator.graphs import record
+from qfleet.algorithms.exploration import epsilon_ladder
+from qfleet.config import Config
+from qfleet.core import FIRST, SKIP, TERMINATED, Block, Episode, StateDict, WeightsChannel
+from qfleet.envs.device.protocol import (
+    Episodes,
+    TensorEnv,
+    begin_episodes,
+    copy_episodes,
+    hold_episodes,
+    step_episodes,
+)
+from qfleet.envs.device.random import draw_below, draw_uniform, first_counters, next_counters
+from qfleet.envs.seeding import env_seeds
+from qfleet.errors import EnvironmentFault
+from qfleet.randomness import restore_generator
+from qfleet.telemetry.timers import Timers
+
+CHANCE_LANE, ACTION_LANE = 0, 1
+"""Of the actor's own counters, which no environment draws from."""
+EPISODES_KEPT = 4096
+"""Finished episodes that wait on the device; of more than these the oldest are forgotten."""
+MEASURE_S = 1.0
+"""How long collecting alone is timed."""
+
+
+def explorer_counters(seed: int, count: int, device: torch.device) -> Tensor:
+    """Counters int64 ``[count]`` for ``epsilon_greedy``."""
+    return first_counters(torch.tensor(env_seeds(seed, count), device=device))
+
+
+def epsilon_greedy(
+    counters: Tensor, greedy: Tensor, rate: Tensor | float, num_actions: int
+) -> Tensor:
+    """``greedy`` but for a share ``rate``, which broadcasts over envs, of random actions."""
+    explores = draw_uniform(counters, CHANCE_LANE) < rate
+    return torch.where(explores, draw_below(counters, ACTION_LANE, num_actions), greedy)
+
+
+class _Now(NamedTuple):
+    """What a step starts from and leaves."""
+
+    episodes: Episodes
+    obs: Tensor
+    returns: Tensor
+    """float64 ``[N]``, unclipped, of the running episodes."""
+    explorers: Tensor
+    """The actor's counters."""
+
+
+class _Row(NamedTuple):
+    """What a step tells."""
+
+    obs: Tensor
+    action: Tensor
+    reward: Tensor
+    best: Tensor
+    terminated: Tensor
+    opened: Tensor
+    over: Tensor
+    steps: Tensor
+    """Of the episode, this one included; 0: the observation that followed opens one."""
+    returns: Tensor
+
+
+class TensorActor:
+    def __init__(
+        self,
+        env: TensorEnv,
+        seeds: Tensor,
+        q_values: Callable[[Tensor], Tensor],
+        config: Config,
+        device: torch.device,
+        seed: int,
+        max_rows: int,
+        *,
+        channel: WeightsChannel,
+        timers: Timers,
+        resample_noise: Callable[[torch.Generator], None],
+        compiled: bool = False,
+    ) -> None:
+        """``seeds`` (int64 ``[N]``) are the environments', ``seed`` is the actor's own.
+
+        ``q_values`` gets all N observations and gives ``[N, actions]``; ``resample_noise`` is
+        called before every block.
+        """
+        self._env, self._q_values, self._config, self._device = env, q_values, config, device
+        self._channel, self._resample_noise = channel, resample_noise
+        self._working = timers.span("env")
+        self.spec, self.num_envs = env.spec, len(seeds)
+        self._max_rows = max_rows
+        n = self.num_envs
+        self._noise = torch.Generator(device=device).manual_seed(seed)
+        with torch.no_grad():
+            # Recorded kernels read and write fixed places, so these are copied into, not replaced.
+            episodes = hold_episodes(begin_episodes(env, seeds.to(device)))
+            self._now = _Now(
+                episodes,
+                env.observe(episodes.inner).clone(),
+                torch.zeros(n, dtype=torch.float64, device=device),
+                explorer_counters(seed, n, device),
+            )
+
+        def column(dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Tensor:
+            return torch.zeros((max_rows, n, *shape), dtype=dtype, device=device)
+
+        self._block = Block(
+            obs=column(self.spec.torch_dtype, self.spec.frame_shape),
+            action=column(torch.int64),
+            reward=column(torch.float32),
+            flags=column(torch.uint8),
+        )
+        self.best_values = column(torch.float32)
+        """Value of the best action in every row of the block just collected."""
+        # ε of row r is max(least, start − fall · r); each of them is [1] or one value per env.
+        self._ladder: Tensor | None = None
+        if config.exploration_ladder:
+            self._ladder = epsilon_ladder(n, config.exploration_final_eps)
+            self._start = self._least = self._ladder.to(device)
+            fall = 0.0
+        else:
+            self._start = torch.zeros(1, device=device)
+            self._least = torch.full_like(self._start, schedules.epsilon(config, config.steps))
+            fall = _fall_per_step(config) * n
+        self._fallen = fall * torch.arange(max_rows, device=device).view(-1, 1)
+        # One place more: whatever is no newly finished episode is written there.
+        self._finished = torch.zeros((EPISODES_KEPT + 1, 3), dtype=torch.float64, device=device)
+        self._env_numbers = torch.arange(n, dtype=torch.float64, device=device)
+        self._totals = torch.zeros(2, dtype=torch.int64, device=device)
+        """Episodes finished, and numbers that were not finite, since the actor was made."""
+        self._taken = 0
+        self._waiting: list[Episode] = []
+        self._env_steps = 0
+        self._step = Compilable(self._step_of)
+        self._step.on = compiled
+        whole = functools.partial(self._rollout, max_rows)
+        self._launch: Callable[[], None] = self._recorded(whole) if config.graphs else whole
+
+    # --- blocks -----------------------------------------------------------------------------
+
+    def collect(self, rows: int) -> Block:
+        """Step every env ``rows`` times. The block is overwritten by the next one."""
+        version = self._channel.refresh()
+        with self._working:
+            self._resample_noise(self._noise)
+            if self._ladder is None:
+                # A kernel argument, not a copy from host memory that could change before it is.
+                self._start.fill_(self.exploration_rate())
+            if rows == self._max_rows:
+                self._launch()
+            else:
+                self._rollout(rows)
+        self._env_steps += rows * self.num_envs
+        block = self._block
+        return Block(
+            block.obs[:rows], block.action[:rows], block.reward[:rows], block.flags[:rows], version
+        )
+
+    @property
+    def compile_failure(self) -> str | None:
+        """Why a step could not be compiled, if it was to be."""
+        return self._step.failure
+
+    def _recorded(self, whole: Callable[[], None]) -> Callable[[], None]:
+        """A whole block as one launch, where the device can; nothing has happened afterwards."""
+        before = [tensor.clone() for tensor in self._changing()]
+        launch = record(whole, self._device, (), "actor")
+        for tensor, kept in zip(self._changing(), before, strict=True):
+            tensor.copy_(kept)
+        return launch
+
+    def _changing(self) -> list[Tensor]:
+        """All that outlives a block, but for the block itself."""
+        episodes, obs, returns, explorers = self._now
+        ours = [obs, returns, explorers, self._finished, self._totals]
+        return [*episodes.inner.values(), *episodes[1:], *ours]
+
+    @torch.no_grad()
+    def _rollout(self, rows: int) -> None:
+        rates = torch.maximum(self._start - self._fallen[:rows], self._least)
+        now, told = self._now, list[_Row]()
+        opening = now.episodes.steps == 0
+        for row in range(rows):
+            now, seen = self._step(now, rates[row])
+            told.append(seen)
+        self._write(told, opening)
+        copy_episodes(self._now.episodes, now.episodes)
+        for kept, new in zip(self._now[1:], now[1:], strict=True):
+            kept.copy_(new)
+
+    def _step_of(self, now: _Now, rate: Tensor) -> tuple[_Now, _Row]:
+        episodes, obs, returns, explorers = now
+        explorers = next_counters(explorers)
+        best, greedy = self._q_values(obs).max(dim=1)
+        action = epsilon_greedy(explorers, greedy, rate, self.spec.num_actions)
+        after, step = step_episodes(self._env, episodes, action)
+        returns = torch.where(step.opened, 0.0, returns + step.reward)
+        row = _Row(
+            obs,
+            action,
+            step.reward,
+            best.float(),
+            step.terminated,
+            step.opened,
+            after.over,
+            after.steps,
+            returns,
+        )
+        return _Now(after, step.obs, returns, explorers), row
+
+    def _write(self, told: list[_Row], opening: Tensor) -> None:
+        """The rows just collected: what can be worked out once per block is not done per row."""
+        rows, block = len(told), self._block
+        obs = torch.stack([row.obs for row in told], out=block.obs[:rows])
+        torch.stack([row.action for row in told], out=block.action[:rows])
+        reward = torch.stack([row.reward for row in told], out=block.reward[:rows])
+        torch.stack([row.best for row in told], out=self.best_values[:rows])
+        bad = reward.isfinite().logical_not_().sum()
+        if obs.is_floating_point():
+            bad = bad + obs.isfinite().logical_not_().sum()
+        self._totals[1] += bad
+        if self._config.clip_rewards:
+            reward.sign_()
+        steps = torch.stack([row.steps for row in told])
+        terminated = torch.stack([row.terminated for row in told])
+        opened = torch.stack([row.opened for row in told])
+        first = torch.cat((opening.unsqueeze(0), steps[:-1] == 0))
+        block.flags[:rows] = terminated * TERMINATED + opened * SKIP + first * FIRST
+        over = torch.stack([row.over for row in told])
+        self._file(over, torch.stack([row.returns for row in told]), steps)
+
+    def _file(self, over: Tensor, returns: Tensor, steps: Tensor) -> None:
+        """Put the episodes that ended, in their order, into the ring of finished ones."""
+        over = over.view(-1)
+        at = self._totals[0] + over.cumsum(0) - 1
+        total = at[-1] + 1
+        # More may have ended in one block than fit: only the newest have a place of their own.
+        kept = over & (at >= total - EPISODES_KEPT)
+        place = torch.where(kept, at % EPISODES_KEPT, EPISODES_KEPT)
+        ended = torch.stack((self._env_numbers.expand_as(returns), returns, steps.double()), dim=2)
+        self._finished.index_copy_(0, place, ended.view(-1, 3))
+        self._totals[0] = total
+
+    # --- what is told -----------------------------------------------------------------------
+
+    def take_episodes(self) -> list[Episode]:
+        """Episodes finished since the last call; the host waits for the device here.
+
+        Of more than ``EPISODES_KEPT`` between two calls the oldest are left out: reports are means
+        over far fewer.
+        """
+        self._drain()
+        episodes, self._waiting = self._waiting, []
+        return episodes
+
+    def _drain(self) -> None:
+        """Bring finished episodes to the host, or stop where a number was not finite."""
+        total, bad = self._totals.tolist()
+        if bad:
+            raise EnvironmentFault(
+                f"'{self.spec.env_id}' gave a NaN or Inf, {bad} so far; no env of a tensor "
+                "environment can be reset alone"
+            )
+        first = max(self._taken, total - EPISODES_KEPT)
+        if first < total:
+            finished = self._finished.tolist()
+            for at in range(first, total):
+                env, reward, length = finished[at % EPISODES_KEPT]
+                self._waiting.append(Episode(int(env), reward, int(length)))
+        self._taken = total
+
+    def exploration_rate(self) -> float:
+        """ε now, or the mean of the ladder's."""
+        if self._ladder is not None:
+            return float(self._ladder.mean())
+        return schedules.epsilon(self._config, self._env_steps)
+
+    def rate(self) -> float:
+        """Env steps per second of collecting alone. The environments are of no more use after."""
+        blocks, elapsed_s = 0, 0.0
+        self._synchronize()
+        start_s = time.perf_counter()
+        while elapsed_s < MEASURE_S:
+            self.collect(self._max_rows)
+            self._synchronize()
+            blocks, elapsed_s = blocks + 1, time.perf_counter() - start_s
+        return blocks * self._max_rows * self.num_envs / elapsed_s
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+    # --- checkpoints ------------------------------------------------------------------------
+
+    def state_dict(self) -> StateDict:
+        """Everything. Tensors are the actor's own: write them out before collecting."""
+        self._drain()
+        episodes, _, returns, explorers = self._now
+        return {
+            "noise": self._noise.get_state(),
+            "envs": {**episodes._asdict(), "inner": dict(episodes.inner)},
+            "returns": returns,
+            "explorers": explorers,
+            "episodes": [[e.env, e.reward, e.length] for e in self._waiting],
+        }
+
+    def load_state_dict(self, state: StateDict, env_steps: int) -> bool:
+        """Restore everything, which always works here: True."""
+        envs: dict[str, Any] = state["envs"]
+        self._env_steps = env_steps
+        restore_generator(self._noise, state["noise"])
+        copy_episodes(self._now.episodes, Episodes(**{k: envs[k] for k in Episodes._fields}))
+        self._now.obs.copy_(self._env.observe(self._now.episodes.inner))
+        self._now.returns.copy_(state["returns"])
+        self._now.explorers.copy_(state["explorers"])
+        self._waiting = [Episode(*fields) for fields in state["episodes"]]
+        return True
+
+    def land(self) -> None:
+        """Nothing stays in flight here."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _fall_per_step(config: Config) -> float:
+    """By how much ε falls with every env step, as long as it falls."""
+    span = config.exploration_fraction * config.steps
+    if config.noisy or span == 0:
+        return 0.0
+    return (config.exploration_initial_eps - config.exploration_final_eps) / span

@@ -1,0 +1,134 @@
+"""Evaluation of ``--engine device``: all episodes at once, one environment each, on the device.
+
+In: a function from observations to Q-values, and a tensor environment. Out: unclipped returns.
+Steps come in chunks, recorded where the device can; the host looks up once per chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qfleet.accelerator.graphs import record
+from qfleet.envs.device.protocol import (
+    TensorEnv,
+    begin_episodes,
+    copy_episodes,
+    hold_episodes,
+    step_episodes,
+)
+from qfleet.envs.device.random import next_counters
+from qfleet.envs.seeding import env_seeds
+from qfleet.errors import EnvironmentFault
+from qfleet.evaluation import LONGEST_EPISODE, Evaluation
+from qfleet.tensor_actor import epsilon_greedy, explorer_counters
+
+CHUNK = 64
+"""Steps between two looks of the host: enough to hide a launch, few enough to end soon."""
+
+
+class Played(NamedTuple):
+    """One episode per environment, on the host."""
+
+    returns: Tensor
+    """float64 ``[N]``."""
+    lengths: Tensor
+    """int64 ``[N]``."""
+
+
+class TensorEvaluator:
+    """The same episodes every time it is asked, with whatever Q-values there are by then."""
+
+    def __init__(
+        self,
+        q_values: Callable[[Tensor], Tensor],
+        env: TensorEnv,
+        seeds: Tensor,
+        epsilon: float,
+        device: torch.device,
+        seed: int,
+        graphs: bool = True,
+    ) -> None:
+        """``seeds`` (int64 ``[N]``): one episode each. ``seed`` is that of random actions."""
+        self._q_values, self._env, self._epsilon = q_values, env, epsilon
+        self._device, self._graphs = device, graphs
+        self._seeds = seeds.to(device)
+        self._first_explorers = explorer_counters(seed, len(seeds), device)
+        # Recorded kernels read and write fixed places: these.
+        self._episodes = hold_episodes(begin_episodes(env, self._seeds))
+        self._explorers = self._first_explorers.clone()
+        self._playing = torch.ones_like(self._seeds, dtype=torch.bool)
+        self._returns = torch.zeros_like(self._seeds, dtype=torch.float64)
+        self._lengths = torch.zeros_like(self._seeds)
+        self._launch: Callable[[], None] | None = None
+
+    @torch.no_grad()
+    def play(self, give_up: Callable[[], bool] = lambda: False) -> Played | None:
+        """Every episode to its end; None if ``give_up``, asked once a chunk, said yes before."""
+        if self._launch is None:
+            # Not before it is needed: whether the network is in training mode is recorded too.
+            self._launch = self._chunk
+            if self._graphs:
+                self._launch = record(self._chunk, self._device, (), "evaluation")
+        self._restart()
+        while bool(self._playing.any()):
+            if give_up():
+                return None
+            self._launch()
+        played = Played(self._returns.cpu(), self._lengths.cpu())
+        if not bool(played.returns.isfinite().all()):
+            raise EnvironmentFault(f"'{self._env.spec.env_id}' gave a NaN or Inf in an evaluation")
+        return played
+
+    def _restart(self) -> None:
+        copy_episodes(self._episodes, begin_episodes(self._env, self._seeds))
+        self._explorers.copy_(self._first_explorers)
+        self._playing.fill_(True)
+        self._returns.zero_()
+        self._lengths.zero_()
+
+    @torch.no_grad()
+    def _chunk(self) -> None:
+        episodes, explorers = self._episodes, self._explorers
+        playing, returns, lengths = self._playing, self._returns, self._lengths
+        obs = self._env.observe(episodes.inner)
+        for _ in range(CHUNK):
+            explorers = next_counters(explorers)
+            action = self._q_values(obs).argmax(dim=1)
+            if self._epsilon > 0:
+                number = self._env.spec.num_actions
+                action = epsilon_greedy(explorers, action, self._epsilon, number)
+            episodes, step = step_episodes(self._env, episodes, action)
+            obs = step.obs
+            # Environments whose episode is over play on, since all step together; nobody counts.
+            returns = returns + torch.where(playing, step.reward, 0.0)
+            lengths = lengths + playing
+            playing = playing & ~episodes.over & (lengths < LONGEST_EPISODE)
+        copy_episodes(self._episodes, episodes)
+        self._explorers.copy_(explorers)
+        self._playing.copy_(playing)
+        self._returns.copy_(returns)
+        self._lengths.copy_(lengths)
+
+
+def evaluate_on_device(
+    q_values: Callable[[Tensor], Tensor],
+    env: TensorEnv,
+    episodes: int,
+    epsilon: float,
+    device: torch.device,
+    seed: int,
+    give_up: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Play ``episodes`` episodes at once; None if ``give_up`` said yes before their end."""
+    seeds = torch.tensor(env_seeds(seed, episodes))
+    return as_evaluation(TensorEvaluator(q_values, env, seeds, epsilon, device, seed).play(give_up))
+
+
+def as_evaluation(played: Played | None) -> Evaluation | None:
+    if played is None:
+        return None
+    return Evaluation(played.returns.tolist(), played.lengths.tolist())
