@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
+from qfleet.accelerator.fused_cnn import FusedCNN
 from qfleet.algorithms import losses
 from qfleet.algorithms.objective import Objective, Prediction
 from qfleet.core import Batch
@@ -55,7 +56,7 @@ class AutogradGradient:
         self, network: QNetwork, objective: Objective, weights: FlatWeights, weighted: bool
     ) -> None:
         self._network, self._objective, self._weights = network, objective, weights
-        self._weighted = weighted
+        self._weighted, self._agents = weighted, weights.agents or 1
         self._predict, self._judge = Compilable(self._output), Compilable(self._loss)
         self._join = Compilable(join)
 
@@ -66,12 +67,12 @@ class AutogradGradient:
     def __call__(self, predicted: Prediction, batch: Batch, target: Tensor) -> Graded:
         mean, priority, prediction = self._judge(*predicted, batch.action, batch.weight, target)
         gradients = torch.autograd.grad(mean, self._weights.parameters)
-        if self._weights.grad.is_cpu:
+        if self._weights.grad.is_cpu or self._weights.agents is not None:
             self._weights.set_grad(gradients)
         else:
             self._weights.grad = self._join(*gradients)  # a copy less than into the old one
         detached = mean.detach()  # the graph behind the loss must not outlive this call
-        return Graded(lambda: detached, priority, prediction)
+        return Graded(lambda: detached / self._agents, priority, prediction)
 
     def _output(self, obs: Tensor) -> Prediction:
         return self._objective.predict(obs, self._network)
@@ -87,7 +88,9 @@ class AutogradGradient:
         prediction = Prediction(output, fractions)
         loss = self._objective.loss(prediction, action, self._network, target)
         per_sample = loss.per_sample * weight if self._weighted else loss.per_sample
-        return per_sample.mean(), loss.priority, loss.prediction
+        # Every agent of a population has its own mean; their gradients do not meet.
+        mean = per_sample.mean() if self._agents == 1 else per_sample.mean() * self._agents
+        return mean, loss.priority, loss.prediction
 
     def compilables(self) -> list[Compilable]:
         # IQN draws quantile fractions, from a generator that compilers do not take.
@@ -136,9 +139,41 @@ class DenseGradient:
         return []
 
 
+class FusedGradient:
+    """MinAtar's small network by kernels of our own (``qfleet/accelerator/fused_cnn.py``)."""
+
+    def __init__(self, fused: FusedCNN, objective: Objective, weights: FlatWeights) -> None:
+        self._fused, self._weights = fused, weights
+        self._huber = objective.loss_kind == "huber"
+
+    def predict(self, batch: Batch) -> None:
+        """Nothing: forward and backward pass share what never leaves the chip."""
+
+    def __call__(self, predicted: None, batch: Batch, target: Tensor) -> Graded:
+        weights = self._weights
+        prediction, error = self._fused.gradient(
+            weights.data, weights.grad, batch.obs, batch.action, target, batch.weight, self._huber
+        )
+
+        def loss() -> Tensor:
+            per_sample = losses.huber(error) if self._huber else losses.squared(error)
+            return (per_sample * batch.weight).mean()
+
+        return Graded(loss, error, prediction)
+
+    def compilables(self) -> list[Compilable]:
+        return []
+
+
 def make_gradient(
-    network: QNetwork, objective: Objective, weights: FlatWeights, weighted: bool
+    network: QNetwork,
+    objective: Objective,
+    weights: FlatWeights,
+    weighted: bool,
+    fused: FusedCNN | None = None,
 ) -> Gradient:
+    if fused is not None:
+        return FusedGradient(fused, objective, weights)
     if weights.data.device.type == "cpu" and network.is_plain_mlp:
         return DenseGradient(objective, weights, weighted)
     return AutogradGradient(network, objective, weights, weighted)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qfleet import schedules
 from qfleet.accelerator.compiling import Compilable, switch
+from qfleet.accelerator.fused_cnn import FusedCNN
 from qfleet.accelerator.graphs import record
 from qfleet.accelerator.streams import Beside
 from qfleet.algorithms.objective import Objective, Outlook, Samples
@@ -47,8 +48,12 @@ class Learner:
         seed: int,
         *,
         unasked: bool = False,
+        fused: FusedCNN | None = None,
     ) -> None:
-        """``target`` is ``online`` itself where there is no target network: without replay."""
+        """``target`` is ``online`` itself where there is no target network: without replay.
+
+        Where ``online`` is a population, batches are as many times larger and agent-major.
+        """
         self._config, self._clock, self._device = config, clock, device
         self._copying, self._learning = timers.span("copy"), timers.span("learn")
         # A rollout's samples come with their returns, which is learning more than copying.
@@ -59,14 +64,16 @@ class Learner:
         self._target_weights.data.copy_(self.weights.data)
         self._memory, self._objective = memory, objective
         weighted = config.prioritized_replay or not config.replay
-        self._gradient = make_gradient(online, objective, self.weights, weighted)
+        self._fused = fused
+        self._gradient = make_gradient(online, objective, self.weights, weighted, fused)
+        self._batch_size = config.batch_size * (self.weights.agents or 1)
         self._updater = make_updater(self.weights)
         self._noise = torch.Generator(device=device).manual_seed(seed)
         self._target_updates = 0
         self.lr_scale = 1.0
         """Lowered on a plateau, when asked."""
         at_once = PRIORITIZED_AT_ONCE if config.prioritized_replay else BURST_SAMPLES
-        self._at_once = max(1, min(BURST_SAMPLES // config.batch_size, at_once))
+        self._at_once = max(1, min(BURST_SAMPLES // self._batch_size, at_once))
         # Noise is drawn for each batch; a torso's own buffers (batch normalisation) tell batches
         # apart too; and a whole burst of IQN's fractions would fill gigabytes.
         has_state = any(True for _ in online.torso.buffers())
@@ -90,10 +97,13 @@ class Learner:
         self._target_move: Tensor | float = 0.0
         self._skipped: Tensor | float = 0.0
         if unasked:
-            self._learning_rate = torch.zeros((), device=device)
+            each = () if self.weights.agents is None else (self.weights.agents, 1)
+            self._learning_rate = torch.zeros(each, device=device)
             self._beta = torch.zeros((), device=device)
             self._target_move = torch.zeros((), device=device)
-            self._skipped = torch.zeros((), device=device)
+            self._skipped = torch.zeros(each, device=device)
+        self.relative_rates: Tensor | None = None
+        """A population's: learning rates of its agents, ``[K, 1]``, as multiples of the run's."""
         self._newest: tuple[Graded, Tensor, Tensor | float] | None = None
         self._recorded: dict[int, Callable[[], None]] = {}
         self._newest_of: dict[int, tuple[Graded, Tensor, Tensor | float] | None] = {}
@@ -137,6 +147,8 @@ class Learner:
             assert isinstance(self._beta, Tensor)
             assert isinstance(self._target_move, Tensor)
             self._learning_rate.fill_(rate)
+            if self.relative_rates is not None:
+                self._learning_rate.mul_(self.relative_rates)
             self._beta.fill_(beta)
             if move:
                 self._target_move.fill_(move)
@@ -155,7 +167,7 @@ class Learner:
     def _draw(self, count: int) -> Batch:
         """Samples for so many gradient steps: within a burst the memory does not change."""
         with self._drawing:
-            return self._memory.sample(count * self._config.batch_size, self._beta)
+            return self._memory.sample(count * self._batch_size, self._beta)
 
     def _train(self, samples: Batch) -> None:
         """A burst of gradient steps on samples that were drawn together."""
@@ -163,7 +175,7 @@ class Learner:
             self._move_target()
         with self._copying:
             samples = samples.to(self._device)
-        batches = samples.split(self._config.batch_size)
+        batches = samples.split(self._batch_size)
         with self._learning:
             targets = self._targets(samples, batches)
             remembering = [
@@ -190,7 +202,7 @@ class Learner:
                 functools.partial(self._target_later, batch, outlook)
                 for batch, outlook in zip(batches, outlooks, strict=True)
             ]
-        size = self._config.batch_size
+        size = self._batch_size
         outlook = self._outlook(samples)
         if self._targets_at_once:
             targets = torch.split(self._target(samples, outlook), size)
@@ -228,7 +240,18 @@ class Learner:
         """The best Q-value of each observation by the newest weights, for returns, ``[B]``."""
         if self._config.noisy:
             self._keep_noise(self.online.draw_noise(self._noise))
-        return self.online.q_values(obs.to(self._device)).amax(1).to(obs.device)
+        return self.q_values(obs.to(self._device)).amax(1).to(obs.device)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether kernels of our own stand in for the network."""
+        return self._fused is not None
+
+    def q_values(self, obs: Tensor) -> Tensor:
+        """Values ``[B, A]`` by the newest weights, for acting; no gradient goes through them."""
+        if self._fused is not None and self._fused.takes(len(obs)):
+            return self._fused.q_values(self.weights.data, obs)
+        return self.online.q_values(obs)
 
     def _move_target(self) -> None:
         if isinstance(self._target_move, Tensor):
@@ -304,7 +327,7 @@ class Learner:
         compiled = any(function.on for function in sized)
         # Without replay all updates of a rollout are one burst: no other is ever asked for.
         for count in sorted({updates_at_once, 1} if self._config.replay else {updates_at_once}):
-            part = samples and samples.split(count * self._config.batch_size)[0]
+            part = samples and samples.split(count * self._batch_size)[0]
             # Single updates are rare: what depends on their number is not compiled for them.
             switch(sized, compiled and count == updates_at_once)
             once = functools.partial(self._replayed, count, part)
@@ -339,10 +362,10 @@ class Learner:
             largest = max(largest, float(target.abs().max()))
         return {
             "loss": float(graded.loss()),
-            "grad_norm": float(grad_norm),
+            "grad_norm": float(torch.as_tensor(grad_norm).max()),
             "q_mean": float(graded.prediction.mean()),
             "abs_q_max": largest,
-            "skipped": float(self._skipped),
+            "skipped": float(torch.as_tensor(self._skipped).sum()),
         }
 
     def state_dict(self) -> StateDict:
@@ -356,7 +379,7 @@ class Learner:
             "target_updates": self._target_updates,
             "target_move": float(self._target_move),
             "lr_scale": self.lr_scale,
-            "skipped": float(self._skipped),
+            "skipped": float(torch.as_tensor(self._skipped).sum()),
         }
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -373,7 +396,8 @@ class Learner:
         for name in ("target_move", "skipped"):
             held = getattr(self, f"_{name}")
             if isinstance(held, Tensor):
-                held.fill_(state[name])
+                # Of a population's skipped updates only the sum is kept.
+                held.fill_(state[name] / held.numel())
             else:
                 setattr(self, f"_{name}", state[name])
 

@@ -1,5 +1,7 @@
 """All parameters of a network in one contiguous vector, and the channel that publishes it.
 
+A population's networks are as many vectors, ``[K, P]``, a row each.
+
 In: an ordinary ``nn.Module``. Out: the same module, whose parameters are now views into
 ``FlatWeights.data``. One vector serves every room: the optimiser is a handful of elementwise
 kernels, a target update is one copy or lerp, a checkpoint is one tensor, a parameter-server shard
@@ -8,39 +10,59 @@ is a slice.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 
+ROW_ALIGNMENT = 16
+"""Weights of a population's row are filled up to a multiple of this many, so that kernels can load
+every row in whole words; what is filled in stays 0."""
+
+
 class FlatWeights:
     """One vector of weights and one of gradients, seen by the module through views."""
 
     def __init__(self, module: nn.Module) -> None:
-        named = list(module.named_parameters())
+        """A module with ``agents`` holds every parameter that many times, ``[K, …]``."""
+        named = [(name.replace("/", "."), p) for name, p in module.named_parameters()]
         self.parameters: list[nn.Parameter] = [parameter for _, parameter in named]
-        self.layout = [(name, tuple(parameter.shape)) for name, parameter in named]
+        self.agents: int | None = getattr(module, "agents", None)
+        rows, skip = (), 0
+        if self.agents is not None:
+            rows, skip = (self.agents,), 1
+        self.layout = [(name, tuple(parameter.shape[skip:])) for name, parameter in named]
+        self.offsets = [0, *itertools.accumulate(math.prod(shape) for _, shape in self.layout)]
+        size = self.offsets.pop()
+        if self.agents is not None:
+            size = -(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT
         first = self.parameters[0]
-        size = sum(parameter.numel() for parameter in self.parameters)
-        self.data = torch.empty(size, dtype=first.dtype, device=first.device)
+        self.data = torch.zeros((*rows, size), dtype=first.dtype, device=first.device)
         self.grad = torch.zeros_like(self.data)
-        offset = 0
-        for parameter in self.parameters:
-            view = self.data[offset : offset + parameter.numel()].view(parameter.shape)
+        for parameter, view in zip(self.parameters, self._views(self.data), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
-            offset += parameter.numel()
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """A flat tensor, cut into the parameters' shapes."""
+        cuts = zip(self.offsets, self.layout, strict=True)
+        parts = [(flat.narrow(-1, at, math.prod(shape)), shape) for at, (_, shape) in cuts]
+        return [part.unflatten(-1, shape) if shape else part.squeeze(-1) for part, shape in parts]
 
     def grad_views(self) -> list[Tensor]:
         """The flat gradient, cut into the parameters' shapes."""
-        parts = torch.split(self.grad, [parameter.numel() for parameter in self.parameters])
-        shaped = zip(parts, self.parameters, strict=True)
-        return [part.view(parameter.shape) for part, parameter in shaped]
+        return self._views(self.grad)
 
     def set_grad(self, gradients: Sequence[Tensor]) -> None:
         """Pack per-parameter gradients into the flat vector: one kernel, nothing to zero first."""
-        torch.cat([gradient.reshape(-1) for gradient in gradients], out=self.grad)
+        if self.agents is None:
+            torch.cat([gradient.reshape(-1) for gradient in gradients], out=self.grad)
+        else:
+            for view, gradient in zip(self.grad_views(), gradients, strict=True):
+                view.copy_(gradient)
 
     def describe(self) -> list[list[object]]:
         """Names and shapes, for the checkpoint: ``[["torso.0", [4, 64]], …]``."""

@@ -7,16 +7,62 @@ arithmetic is that of ``networks.torsos.MinAtarCNN`` and of the Huber or squared
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import math
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from qfleet.config import Config
+from qfleet.core import EnvSpec
+from qfleet.networks.heads import QHead
+from qfleet.networks.population import Population
+from qfleet.networks.qnetwork import QNetwork
+from qfleet.networks.torsos import MinAtarCNN
+
 SIDE, WIDTH, CHANNELS, TILE = 8, 128, 16, 16
 JUDGED_TOGETHER = 8
 """Samples per program between forward and backward pass: few, so that many programs share them."""
 DENSE_PIECES = 32
+BOARD = 10
+"""Side of the boards that the kernels are written for."""
+
+
+def fuse(
+    config: Config, spec: EnvSpec, network: QNetwork, device: torch.device
+) -> FusedCNN | None:
+    """The kernels for this network, or None where they do not fit it or the machine."""
+    one = network.template if isinstance(network, Population) else network
+    torso, head = one.torso, one.head
+    fits = (
+        device.type == "cuda"
+        and importlib.util.find_spec("triton") is not None
+        and config.precision != "bf16"
+        and config.graphs
+        and isinstance(torso, MinAtarCNN)
+        and torso.by_position
+        and torso.features == WIDTH
+        and (spec.obs_dtype, spec.frame_stack) == ("uint8", 1)
+        and spec.obs_shape[1:] == (BOARD, BOARD)
+        and not torso.layout.channels_last
+        and isinstance(head, QHead)
+        and not (config.dueling or config.noisy)
+        and config.batch_size % TILE == 0
+    )
+    if not fits:
+        return None
+    agents = network.agents if isinstance(network, Population) else 1
+    precision: Literal["tf32", "ieee"] = "ieee" if config.precision == "fp32" else "tf32"
+    sizes = [parameter.numel() for parameter in one.parameters()]
+    offsets = [0, *itertools.accumulate(sizes)]
+    return FusedCNN(tuple(offsets[:-1]), agents, spec.obs_shape[0], spec.num_actions, precision, device)
+
+
+def _stride(rows: Tensor) -> int:
+    """From one agent's weights to the next one's."""
+    return rows.stride(0) if rows.dim() > 1 else 0
 
 
 class FusedCNN:
@@ -25,7 +71,6 @@ class FusedCNN:
     def __init__(
         self,
         offsets: tuple[int, ...],
-        stride: int,
         agents: int,
         boards: int,
         actions: int,
@@ -36,7 +81,7 @@ class FusedCNN:
         from qfleet.accelerator.kernels import small_cnn
 
         self._kernels = small_cnn
-        self._at, self._stride, self._agents = offsets, stride, agents
+        self._at, self._agents = offsets, agents
         self._boards, self._actions, self._precision = boards, actions, precision
         self._taps = max(16, 2 ** math.ceil(math.log2(boards * 9)))
         self._device = device
@@ -65,7 +110,7 @@ class FusedCNN:
             ]
         launch: Any = self._kernels.convolve
         launch[(everyone // TILE, SIDE)](
-            obs, weights, self._stride, *kept, partial, everyone // self._agents,
+            obs, weights, _stride(weights), *kept, partial, everyone // self._agents,
             BOARDS=self._boards, TAPS=self._taps, AT=self._at, KEEP=keep,
             PRECISION=self._precision, num_warps=4,
         )  # fmt: skip
@@ -78,7 +123,7 @@ class FusedCNN:
         q = self._buffer("q", everyone, self._actions)
         launch: Any = self._kernels.values
         launch[(everyone // JUDGED_TOGETHER,)](
-            weights, self._stride, partial, q, everyone // self._agents,
+            weights, _stride(weights), partial, q, everyone // self._agents,
             ACTIONS=self._actions, AT=self._at, ROWS=JUDGED_TOGETHER, num_warps=4,
         )  # fmt: skip
         return q
@@ -92,33 +137,36 @@ class FusedCNN:
         target: Tensor,
         weight: Tensor,
         huber: bool,
-    ) -> Tensor:
-        """Write the mean loss's gradient of every agent to ``grad``; return what was predicted."""
+    ) -> tuple[Tensor, Tensor]:
+        """Write the mean loss's gradient of every agent to ``grad``.
+
+        Returns what was predicted of each sample, and by how much too high.
+        """
         everyone = obs.shape[0]
         samples = everyone // self._agents
         kernels: Any = self._kernels
         partial = self._convolve(weights, obs, keep=True)
         slope = self._buffer("slope", everyone, WIDTH)
-        prediction = torch.empty(everyone, device=self._device)
+        prediction, errors = torch.empty((2, everyone), device=self._device)
         head_programs, conv_programs = everyone // JUDGED_TOGETHER, samples // TILE * SIDE
         head_sums = self._buffer("head_sums", head_programs, (4 + self._actions) * WIDTH)
         conv_sums = self._buffer(
             "conv_sums", self._agents * conv_programs, (self._taps + 3) * CHANNELS
         )
         kernels.judge[(head_programs,)](
-            weights, self._stride, partial, action, target, weight, slope, prediction, head_sums,
-            samples,
+            weights, _stride(weights), partial, action, target, weight, slope, prediction, errors,
+            head_sums, samples,
             ACTIONS=self._actions, AT=self._at, ROWS=JUDGED_TOGETHER, HUBER=huber, num_warps=2,
         )  # fmt: skip
         kernels.retrace[(self._agents, DENSE_PIECES + conv_programs)](
-            obs, weights, self._stride, self._buffer("features", everyone), 
+            obs, weights, _stride(weights), self._buffer("features", everyone), 
             self._buffer("normed", everyone), self._buffer("inverse", everyone), slope, grad,
             conv_sums, samples,
             BOARDS=self._boards, TAPS=self._taps, AT=self._at, PRECISION=self._precision,
             num_warps=4, num_stages=1,
         )  # fmt: skip
         kernels.gather_sums[(self._agents, self._taps + 3 + 4 + self._actions)](
-            conv_sums, head_sums, grad, self._stride, conv_programs, head_programs // self._agents,
+            conv_sums, head_sums, grad, _stride(grad), conv_programs, head_programs // self._agents,
             BOARDS=self._boards, TAPS=self._taps, ACTIONS=self._actions, AT=self._at, num_warps=4,
         )  # fmt: skip
-        return prediction
+        return prediction, errors

@@ -12,16 +12,16 @@ drawing a whole rollout can be recorded and replayed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
 from qfleet.core import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, StateDict
+from qfleet.envs.device.random import draw_bits, first_counters, next_counters
 from qfleet.errors import CheckpointError
 from qfleet.memory.ring import check_shape
-from qfleet.randomness import restore_generator
 
 VALUED_BYTES = 64 * 2**20
 """Observations, as float32, that a network on the host is asked to value at once; a convolution's
@@ -39,20 +39,19 @@ class Rollout:
         gamma: float | Tensor,
         td_lambda: float | Tensor,
         values: Callable[[Tensor], Tensor],
-        generator: torch.Generator,
+        seeds: Sequence[int],
         device: torch.device,
-        agents: int = 1,
         *,
         batch_size: int,
         epochs: int,
     ) -> None:
         """``values`` gives the best Q-value of each observation, by the weights of the moment.
 
-        γ and λ are numbers, or ``[num_envs]``. ``agents`` own as many envs each, side by side;
-        every ``agents * batch_size`` samples are then ``batch_size`` of each agent, in turn.
-
-        The generator must live on ``device``.
+        γ and λ are numbers, or ``[num_envs]``. ``seeds``: one per agent. Agents own as many envs
+        each, side by side; every ``agents * batch_size`` samples are then ``batch_size`` of each
+        agent, in turn, in an order that its own seed decides.
         """
+        agents = len(seeds)
         if num_envs % agents:
             raise ValueError(f"{num_envs} envs are no even share for {agents} agents")
         if epochs * rows * num_envs % (agents * batch_size):
@@ -60,7 +59,7 @@ class Rollout:
                 f"{epochs} × {rows} × {num_envs} samples are no batches of {batch_size}"
             )
         self.rows, self.num_envs, self.device = rows, num_envs, device
-        self._gamma, self._lambda, self._generator = gamma, td_lambda, generator
+        self._gamma, self._lambda = gamma, td_lambda
         self._agents, self._batch_size, self._epochs = agents, batch_size, epochs
         self._stack, self._frame_shape = spec.frame_stack, spec.frame_shape
         # The starts, the newest row, and what the oldest start's stack reaches back to.
@@ -80,6 +79,8 @@ class Rollout:
         self._returns = torch.zeros(rows * num_envs, device=device)
         self._order = torch.zeros(epochs * rows * num_envs, dtype=torch.int64, device=device)
         """Starts, counted from the oldest, as they will be drawn."""
+        self._shuffles = first_counters(torch.tensor(seeds, device=device)).unsqueeze(1)
+        self._own_starts = torch.arange(rows * num_envs // agents, device=device)
         self._first_start = (spec.frame_stack - 1) * num_envs
         self._stack_offsets = torch.arange(1 - spec.frame_stack, 1, device=device) * num_envs
         self._values = Compilable(values)
@@ -154,8 +155,8 @@ class Rollout:
         """Every start is drawn as often as every other, whatever its error."""
 
     def generators(self) -> list[torch.Generator]:
-        """What the order is drawn from."""
-        return [self._generator]
+        """None: the order is drawn from counters, which are tensors."""
+        return []
 
     def compilables(self) -> list[Compilable]:
         """What torch.compile may be switched on for."""
@@ -167,8 +168,10 @@ class Rollout:
         By sorting, because graphs cannot record torch.randperm.
         """
         own = self.num_envs // self._agents
-        shape = (self._epochs, self._agents, self.rows * own)
-        keys = torch.rand(shape, generator=self._generator, device=self.device)
+        self._shuffles.copy_(next_counters(self._shuffles))
+        # A counter for each start of each agent, from the agent's: mixed, so that they lie apart.
+        counters = first_counters(self._shuffles + self._own_starts)
+        keys = torch.stack([draw_bits(counters, epoch) for epoch in range(self._epochs)])
         of_agent = keys.argsort(dim=2, stable=True)
         first_env = torch.arange(self._agents, device=self.device).mul_(own).unsqueeze(1)
         start = of_agent // own * self.num_envs + of_agent % own + first_env
@@ -253,7 +256,7 @@ class Rollout:
             "flags": self._flags,
             "returns": self._returns,
             "order": self._order,
-            "generator": self._generator.get_state(),
+            "shuffles": self._shuffles,
         }
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -264,9 +267,8 @@ class Rollout:
             raise CheckpointError(f"the stored rollout has {told}; resume with the same")
         self._written, self._drawn = state["written"], state["drawn"]
         self._frame_rows.copy_(state["frames"])
-        for name in ("action", "reward", "flags", "returns", "order"):
+        for name in ("action", "reward", "flags", "returns", "order", "shuffles"):
             getattr(self, f"_{name}").copy_(state[name])
-        restore_generator(self._generator, state["generator"])
 
 
 def _append(column: Tensor, rows: Tensor) -> None:

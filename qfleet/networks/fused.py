@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qfleet.networks.plainly import is_plain
+
 _masked = torch.ops.aten.threshold_backward.default  # the overload itself: a dispatch less
 
 
@@ -30,7 +32,7 @@ def fused_mlp(
     assert len(weights) == len(biases) > 0, f"{len(weights)} weights, {len(biases)} biases"
     if not torch.is_grad_enabled():
         return dense_forward(x, weights, biases, relu_last)[-1]
-    if not x.is_cpu:
+    if not x.is_cpu or is_plain():
         # Plain operations: there autocast and the compiler see into them, and bookkeeping is free.
         last = len(weights) - 1
         for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):

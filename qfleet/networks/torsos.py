@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from qfleet.core import EnvSpec
 from qfleet.errors import ConfigError
 from qfleet.networks.fused import Dense
+from qfleet.networks.plainly import is_plain
 
 NATURE_MIN_PIXELS = 36
 """The smallest image side that leaves one pixel behind the three convolutions of NatureCNN."""
@@ -58,7 +59,7 @@ def _as_image(obs: Tensor, layout: ImageLayout) -> Tensor:
     image = obs.movedim(-1, -3) if layout.channels_last else obs
     if image.dim() == 5:
         image = image.flatten(1, 2)
-    if image.is_cpu:
+    if image.is_cpu and not is_plain():
         # Channels innermost in memory: a CPU's convolutions are an eighth quicker that way (Nature
         # CNN, batch 32, forward and backward: 38 instead of 43 ms on two slow cores).
         image = image.contiguous(memory_format=torch.channels_last)
@@ -222,13 +223,18 @@ class MinAtarCNN(nn.Module):
         self.layout = layout
         convolution = nn.Conv2d(layout.channels, 16, 3)
         self.convolution = nn.Sequential(*_normalised(convolution)) if layer_norm else convolution
+        self.by_position = layer_norm
+        """Features in the order row, column, channel: as normalisation leaves them."""
         flat = 16 * (layout.height - 2) * (layout.width - 2)
         self.dense = _dense(flat, dense, layer_norm)
         self.features = dense or flat
 
     def forward(self, obs: Tensor) -> Tensor:
         image = _as_image(obs, self.layout)
-        features = F.relu(self.convolution(image)).flatten(1)
+        features = F.relu(self.convolution(image))
+        if self.by_position:
+            features = features.movedim(1, -1)
+        features = features.flatten(1)
         return features if self.dense is None else self.dense(features)
 
 

@@ -39,7 +39,8 @@ class LocalUpdater:
     def _without_asking(self, learning_rate: float | Tensor) -> tuple[Tensor, Tensor]:
         """The same on an accelerator, where reading the norm would stall the queue."""
         grad = self._weights.grad
-        norm = torch.linalg.vector_norm(grad)
+        # A population's agents, one a row, are clipped and refused each for itself.
+        norm = torch.linalg.vector_norm(grad, dim=-1, keepdim=grad.dim() > 1)
         found_bad = 1.0 - torch.isfinite(norm).to(norm.dtype)
         if math.isfinite(self._max_norm):
             scale = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -6,7 +6,8 @@ stock fused Adam. The formulas are torch.optim's and tested against it.
 
 ``found_bad`` is None on the host, where a bad gradient never gets here, and a 0-d tensor of 1 or 0
 on an accelerator, where a bad gradient must leave weights and moments bit-identical without the
-host being asked. There the learning rate may be a 0-d tensor too.
+host being asked. There the learning rate may be a 0-d tensor too. A population's weights are rows
+``[K, P]``; then both are ``[K, 1]``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from torch import Tensor
 from qfleet.core import StateDict
 
 Rate: TypeAlias = float | Tensor
+
+
+def _each(weights: Tensor) -> tuple[int, ...]:
+    """Shape of what there is one of per agent: a number, or ``[K, 1]`` beside rows ``[K, P]``."""
+    return (*weights.shape[:-1], 1) if weights.dim() > 1 else ()
 
 
 class FlatOptimiser(Protocol):
@@ -44,12 +50,12 @@ class Adam:
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
         self.first = torch.zeros_like(weights)
         self.second = torch.zeros_like(weights)
-        self.steps = torch.zeros((), device=weights.device)
+        self.steps = torch.zeros(_each(weights), device=weights.device)
 
     def step(
         self, weights: Tensor, grad: Tensor, learning_rate: Rate, found_bad: Tensor | None
     ) -> None:
-        if torch.compiler.is_compiling() and found_bad is not None:
+        if found_bad is not None and (torch.compiler.is_compiling() or weights.dim() > 1):
             self._follow_formula(weights, grad, learning_rate, found_bad)
             return
         self.steps.add_(1.0)
@@ -112,7 +118,7 @@ class RAdam(Adam):
     ) -> None:
         super().__init__(weights, eps, beta1, beta2)
         double = torch.float32 if weights.device.type == "mps" else torch.float64
-        self.steps = torch.zeros((), dtype=double, device=weights.device)
+        self.steps = torch.zeros(_each(weights), dtype=double, device=weights.device)
 
     def step(
         self, weights: Tensor, grad: Tensor, learning_rate: Rate, found_bad: Tensor | None

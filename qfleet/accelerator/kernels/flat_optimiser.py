@@ -36,7 +36,7 @@ def radam_numbers(
     norm = tl.sqrt(total)
     good = norm < float("inf")
     tl.store(norms + agent, norm)
-    tl.store(skipped + agent, tl.load(skipped + agent) + tl.where(good, 0.0, 1.0))
+    tl.store(skipped + agent, tl.where(good, 0.0, 1.0))
     t = tl.load(steps + agent) + tl.where(good, 1.0, 0.0).to(tl.float64)
     tl.store(steps + agent, t)
     forgotten = _power(BETA2, t)

@@ -110,7 +110,7 @@ def values(
 
 @triton.jit
 def judge(
-    weights, stride, partial, action, target, weight, slope, prediction, sums, samples,
+    weights, stride, partial, action, target, weight, slope, prediction, errors, sums, samples,
     ACTIONS: tl.constexpr, AT: tl.constexpr, ROWS: tl.constexpr, HUBER: tl.constexpr,
 ):  # fmt: skip
     """Q-values, the loss's slope at them, and back through the head and the normalisation.
@@ -132,6 +132,7 @@ def judge(
         head_taken = tl.where((taken == a)[:, None], head[None, :], head_taken)
     tl.store(prediction + sample, predicted)
     error = predicted - tl.load(target + sample)
+    tl.store(errors + sample, error)
     if HUBER:
         error = tl.minimum(tl.maximum(error, -1.0), 1.0)
     error = error * tl.load(weight + sample) / samples
