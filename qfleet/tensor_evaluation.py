@@ -78,7 +78,8 @@ class TensorEvaluator:
             if give_up():
                 return None
             self._launch()
-        played = Played(self._returns.cpu(), self._lengths.cpu())
+        # Copies even where the device is the host: the next evaluation writes to the same place.
+        played = Played(*(t.to("cpu", copy=True) for t in (self._returns, self._lengths)))
         if not bool(played.returns.isfinite().all()):
             raise EnvironmentFault(f"'{self._env.spec.env_id}' gave a NaN or Inf in an evaluation")
         return played

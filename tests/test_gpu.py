@@ -13,19 +13,32 @@ import torch
 import qfleet
 from qfleet.accelerator.inference import DeviceInference
 from qfleet.accelerator.tuning import Choice, apply_choice, copy_state
-from qfleet.build import TorchSettings, make_memory, make_network, make_objective, make_updater
+from qfleet.build import (
+    TorchSettings,
+    build,
+    make_memory,
+    make_network,
+    make_objective,
+    make_updater,
+)
 from qfleet.config import Config
 from qfleet.core import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
+from qfleet.engines.serial import run_serial
 from qfleet.envs import make_envs
+from qfleet.envs.device.names import MINATAR_IDS, make_tensor_env
+from qfleet.envs.device.protocol import begin_episodes, step_episodes
+from qfleet.envs.device.random import draw_below, first_counters, next_counters
 from qfleet.learner import Learner
 from qfleet.memory import PrioritizedSampler, Ring
 from qfleet.placement import Placement
 from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
+from qfleet.tensor_actor import TensorActor
+from qfleet.tensor_evaluation import TensorEvaluator
 from qfleet.updaters.local import LocalUpdater
 from qfleet.updaters.optimisers import make_optimiser
-from qfleet.weights import FlatWeights
+from qfleet.weights import FlatWeights, SameWeights
 
 sys.path.append(str(Path(__file__).parent / "equivalence"))
 from integrity import assert_rows_tell_the_truth, run, share_of_actions_explained
@@ -330,3 +343,137 @@ def test_device_auto_takes_the_accelerator_for_images_only() -> None:
     assert resolve_device("auto", EnvSpec("x", (4, 84, 84), "uint8", 2)).type == "cuda"
     assert resolve_device("auto", EnvSpec("x", (4,), "float32", 2)).type == "cpu"
     assert Config().device == "auto"
+
+
+# --- the device engine ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("env", [*MINATAR_IDS, "MountainCar-v0"])
+def test_a_tensor_env_plays_the_same_on_both_devices(env: str) -> None:
+    made = make_tensor_env(resolve(env, fields={"max_episode_steps": 200})[0])
+    seen = []
+    for device in (torch.device("cpu"), CUDA):
+        episodes = begin_episodes(made, torch.arange(32, device=device))
+        counters = first_counters(torch.arange(100, 132, device=device))
+        rows = []
+        for _ in range(300):
+            counters = next_counters(counters)
+            episodes, step = step_episodes(
+                made, episodes, draw_below(counters, 0, made.spec.num_actions)
+            )
+            rows.append([column.cpu() for column in step])
+        seen.append([torch.stack(column) for column in zip(*rows, strict=True)])
+    for host, device_ in zip(*seen, strict=True):
+        if host.is_floating_point():  # sines differ in the last bit
+            torch.testing.assert_close(device_, host, rtol=0, atol=1e-3)
+        else:
+            assert torch.equal(device_, host)
+
+
+def rollouts(final_eps: float, graphs: bool, compiled: bool) -> tuple[list[Any], list[Any]]:
+    config, _ = resolve(
+        "MinAtar/Breakout-v1",
+        fields={
+            "envs": 64, "steps": 64 * 200, "exploration_fraction": 0.5, "graphs": graphs,
+            "exploration_final_eps": final_eps, "max_episode_steps": 20,
+        },
+    )  # fmt: skip
+    made = make_tensor_env(config)
+    network = make_network(config, made.spec, CUDA, 0)
+    actor = TensorActor(
+        made, torch.arange(64), network.q_values, config, CUDA, 3, 8,
+        channel=SameWeights(), timers=Timers(), resample_noise=network.resample_noise,
+        compiled=compiled,
+    )  # fmt: skip
+    blocks = []
+    for rows in (8, 8, 3, *(8,) * 10):
+        block = actor.collect(rows)
+        columns = (block.obs, block.action, block.reward, block.flags, actor.best_values[:rows])
+        blocks.append([column.cpu() for column in columns])
+    assert actor.compile_failure is None
+    return blocks, actor.take_episodes()
+
+
+@pytest.mark.parametrize(
+    ("compiled", "final_eps"),
+    # Compiled, products are formed in another order: there, all actions are random.
+    [(False, 0.1), (True, 1.0)],
+)
+def test_a_recorded_rollout_equals_an_unrecorded_one(compiled: bool, final_eps: float) -> None:
+    plain, plain_episodes = rollouts(final_eps, graphs=False, compiled=False)
+    recorded, episodes = rollouts(final_eps, graphs=True, compiled=compiled)
+    assert episodes == plain_episodes
+    assert len(episodes) > 64
+    for one, other in zip(plain, recorded, strict=True):
+        for left, right in zip(one[:-1], other[:-1], strict=True):
+            assert torch.equal(left, right)
+        torch.testing.assert_close(one[-1], other[-1], rtol=1e-2, atol=1e-3)
+
+
+def test_a_recorded_evaluation_equals_an_unrecorded_one() -> None:
+    config, _ = resolve("MinAtar/Breakout-v1")
+    made = make_tensor_env(config)
+    network = make_network(config, made.spec, CUDA, 0).eval()
+    played = [
+        TensorEvaluator(network.q_values, made, torch.arange(20), 0.1, CUDA, 5, graphs).play()
+        for graphs in (False, True)
+    ]
+    assert played[0] is not None
+    assert played[1] is not None
+    assert torch.equal(played[0].returns, played[1].returns)
+    assert torch.equal(played[0].lengths, played[1].lengths)
+
+
+@pytest.mark.parametrize(
+    ("env", "algo"),
+    [("MinAtar/Breakout-v1", "dqn"), ("MinAtar/Breakout-v1", "rainbow"), ("CartPole-v1", "dqn")],
+)
+def test_the_device_engine_trains_and_resumes(
+    env: str, algo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config, _ = resolve(
+        env,
+        algo,
+        fields={
+            "steps": 6400, "learning_starts": 1280, "buffer_size": 5000, "envs": 64,
+            "train_freq": 16, "gradient_steps": 1, "eval_freq": 3200, "n_eval_episodes": 4,
+            "max_episode_steps": 100, "tensorboard": False, "compile": "off",
+            "precision": "fp32", "log_interval": 800, "engine": "device",
+        },
+    )  # fmt: skip
+    result = qfleet.train(config=config, run_dir=tmp_path / "run").result
+    assert result.updates == (6400 - 1280) // 16
+    assert result.faults == {}
+    assert result.rates is not None
+    assert result.eval_return_mean is not None
+    resumed = qfleet.resume(tmp_path / "run", steps=8000)
+    assert resumed.result.updates == (8000 - 1280) // 16
+
+
+def test_a_block_of_the_device_engine_is_not_waited_for() -> None:
+    """The host queues collecting and learning; torch says so where it would have to wait."""
+    config, _ = resolve(
+        "MinAtar/Breakout-v1",
+        fields={
+            "steps": 10**6, "learning_starts": 640, "buffer_size": 50_000, "envs": 64,
+            "train_freq": 16, "compile": "off", "precision": "fp32", "engine": "device",
+            "block_rows": 4,
+        },
+    )  # fmt: skip
+    parts = build(config, FaultLog())
+    blocks = 0
+
+    def keep_going() -> bool:
+        nonlocal blocks
+        blocks += 1
+        if blocks == 20:  # all is recorded, and a witness of what can be sampled was found
+            torch.cuda.set_sync_debug_mode("error")
+        return blocks < 60
+
+    try:
+        run_serial(parts, keep_going)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        parts.close()
+    assert parts.clock.updates > 500

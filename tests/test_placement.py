@@ -267,3 +267,44 @@ def test_with_an_accelerator_the_quicker_one_chooses(
     assert acting.env_steps_per_s == max(rates.values())
     told = f"cpu {rates['cpu']:.0f}/s, cuda {rates['cuda']:.0f}/s"
     assert acting.note == f"inference on {best} (measured: {told})"
+
+
+# --- the device engine ------------------------------------------------------------------------
+
+DEVICE = Config(engine="device", envs=8, buffer_size=10_000)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "expected"),
+    [(None, CPU), (CUDA, CUDA), (torch.device("mps"), CPU)],
+)
+def test_the_device_engine_takes_an_accelerator_for_vectors_too(
+    accelerator: torch.device | None, expected: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
+    on_cuda = expected.type == "cuda"
+    assert Placement.of(DEVICE, VECTORS, in_background=False) == Placement(
+        expected, expected, ahead=False, unasked=on_cuda
+    )
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"replay_device": "cpu"}, "replay_device 'cpu' does not go with --engine device on cuda"),
+        ({"replay_dir": "files"}, "leave replay_dir and replay_compression out"),
+        ({"replay_compression": "lz4"}, "leave replay_dir and replay_compression out"),
+        ({"device": "mps"}, "never tried on mps; use --device cpu"),
+        ({"device": "cpu", "precision": "bf16"}, "drop it on a CPU"),
+    ],
+)
+def test_the_device_engine_keeps_everything_together(fields: dict[str, Any], says: str) -> None:
+    named = {"device": "cuda", **fields}
+    with pytest.raises(ConfigError, match=says):
+        Placement.of(DEVICE.replace(**named), VECTORS, in_background=False)
+
+
+def test_on_a_cpu_the_device_engine_may_keep_replay_in_files() -> None:
+    config = DEVICE.replace(device="cpu", replay_dir="files", replay_device="cpu")
+    assert Placement.of(config, VECTORS, in_background=False).replay == CPU

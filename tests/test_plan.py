@@ -87,6 +87,10 @@ def shape(config: Config) -> tuple[str, int, int, int]:
             {"engine": "pipeline", "envs": 4, "vectorize": "async", "lockstep": True},
             ("pipeline", 4, 1, 0),
         ),
+        # Everything on one device, here the CPU: blocks as on serial.
+        ({"engine": "device", "envs": 4}, ("device", 4, 1, 0)),
+        ({"engine": "device", "envs": 0}, ("device", 64, 1, 0)),
+        ({"engine": "device", "envs": 0, "buffer_size": 640}, ("device", 10, 1, 0)),
     ],
 )
 def test_an_engine_asked_for_is_taken_and_its_shape_filled_in(
@@ -259,3 +263,56 @@ def test_where_a_run_would_learn(
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: CUDA)
     assert plan._learner_device(Config(env=env, device=device)).type == expected
+
+
+# --- the device engine ------------------------------------------------------------------------
+
+GAME = SMALL.replace(env="MinAtar/Breakout-v1", envs=16)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_tensor_envs_step_on_the_accelerator() -> None:
+    config, sentence = settle(GAME)
+    assert shape(config) == ("device", 16, 1, 16)  # 64 updates a block
+    assert sentence == (
+        "engine device, 16 envs: the Made-up 9000 can step these environments itself"
+    )
+    assert settle(config) == (config, None)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"envs": 0, "buffer_size": 10**6}, ("device", 1024, 1, 1)),
+        ({"envs": 1, "train_freq": 64}, ("device", 1, 1, 64)),
+        ({"envs": 4, "train_freq": 64}, ("device", 4, 1, 32)),
+        ({"envs": 4, "block_rows": 5}, ("device", 4, 1, 5)),
+    ],
+)
+def test_blocks_of_the_device_engine_bring_enough_updates(
+    fields: dict[str, Any], expected: tuple[str, int, int, int]
+) -> None:
+    assert shape(settle(GAME.replace(engine="device", **fields))[0]) == expected
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"device": "cpu"},
+        {"env": "CartPole-v1"},  # Gymnasium's own, unless the engine is asked for
+        {"lockstep": True},
+        {"env_groups": 2},
+        {"replay_dir": "somewhere"},
+        {"replay_compression": "lz4"},
+        {"replay_device": "cpu"},
+        {"inference_device": "cpu"},
+    ],
+)
+def test_what_the_device_engine_does_not_have_is_left_to_others(fields: dict[str, Any]) -> None:
+    assert settle(GAME.replace(**fields))[0].engine != "device"
+
+
+def test_without_an_accelerator_tensor_envs_run_on_serial() -> None:
+    assert settle(GAME)[0].engine == "serial"

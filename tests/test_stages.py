@@ -69,8 +69,8 @@ def test_a_pipeline_run_says_what_each_stage_could_do(
 
 @pytest.mark.parametrize(
     "fields",
-    [{"engine": "serial"}, {"engine": "pipeline", "vectorize": "sync"}],
-    ids=["serial", "pipeline in one thread"],
+    [{"engine": "serial"}, {"engine": "pipeline", "vectorize": "sync"}, {"engine": "device"}],
+    ids=["serial", "pipeline in one thread", "device on a CPU"],
 )
 def test_stages_that_take_turns_in_one_thread_have_no_rates(
     fields: dict[str, Any], tmp_path: Path
@@ -119,3 +119,17 @@ def test_a_run_that_never_learnt_has_no_learners_rate() -> None:
     assert rates.learner_only is None
     assert rates.env_only is not None
     assert rates.env_only > 0
+
+
+def test_what_a_device_cannot_tell_apart_is_timed_together() -> None:
+    """As on an accelerator, where the host's clock says nothing."""
+    parts = build(SMALL.replace(engine="device"), FaultLog())
+    try:
+        assert parts.measure_collecting is None
+        parts.measure_collecting = lambda: 900.0
+        parts.learner_only = 100.0
+        measured = measure_stages(parts, end_to_end=81.0)
+    finally:
+        parts.close()
+    assert (measured.rates.env_only, measured.rates.inference_only) == (900.0, None)
+    assert measured.diagnosis.sentence.startswith("Learning takes most of the device's time")

@@ -134,3 +134,18 @@ def test_table() -> None:
         "end-to-end            24,900 steps/s   97 % of the slowest stage",
         "The environments are the bottleneck.",
     ]
+
+
+def test_stages_that_share_a_device_are_not_told_to_overlap() -> None:
+    slow_learner = judged(900_000, None, 100_000, 81_000, share_a_device=True)
+    assert slow_learner.bottleneck == "learner"
+    assert slow_learner.share_of_slowest == pytest.approx(0.81)
+    assert slow_learner.sentence == (
+        "Learning takes most of the device's time (90 %): 81k of the 90k steps/s that taking "
+        "turns allows are reached; fewer, larger updates (--batch-size 256 with 8 times the "
+        "--train-freq) would help."
+    )
+    slow_envs = judged(100_000, None, 900_000, 45_000, share_a_device=True)
+    assert slow_envs.bottleneck == "env"
+    assert slow_envs.sentence.startswith("Stepping the environments takes most of the device's")
+    assert slow_envs.sentence.endswith("more envs than 64 would cost less each.")

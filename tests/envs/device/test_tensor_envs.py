@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,7 @@ from qfleet.build import make_network
 from qfleet.core import EnvSpec
 from qfleet.envs import make_envs
 from qfleet.envs.device.cartpole import CartPole
-from qfleet.envs.device.names import MINATAR_IDS, make_tensor_env
+from qfleet.envs.device.names import MINATAR_IDS, has_tensor_form, make_tensor_env
 from qfleet.envs.device.protocol import (
     Outcome,
     State,
@@ -97,6 +98,27 @@ def test_v0_has_all_six_actions() -> None:
 def test_mistakes_are_named(env: str, fields: dict[str, Any], says: str) -> None:
     with pytest.raises((ConfigError, UnknownNameError), match=says):
         make(env, **fields)
+
+
+@pytest.mark.parametrize(
+    ("env", "limit"),
+    [("CartPole-v0", 200), ("CartPole-v1", 500), ("Acrobot-v1", 500), ("MountainCar-v0", 200)],
+)
+def test_classics_have_the_form_of_gymnasiums(env: str, limit: int) -> None:
+    config, _ = resolve(env)
+    assert has_tensor_form(env)
+    made, theirs = make_tensor_env(config), make(env)
+    assert made.max_episode_steps == limit == gymnasium.spec(env).max_episode_steps
+    assert made.spec == theirs.spec
+    assert not isinstance(theirs, TensorEnvs)  # elsewhere the name means Gymnasium's own
+    assert make_tensor_env(config.replace(max_episode_steps=9)).max_episode_steps == 9
+
+
+def test_what_has_no_tensor_form_is_told_what_has() -> None:
+    assert has_tensor_form("MinAtar/Breakout-v1")
+    assert not has_tensor_form("FrozenLake-v1")
+    with pytest.raises(ConfigError, match=r"CartPole-v1.*docs/tensor-envs.md"):
+        make_tensor_env(resolve("FrozenLake-v1")[0])
 
 
 def test_options_reach_the_game() -> None:
@@ -210,6 +232,17 @@ class Slashed(Fine):
         return Outcome({**after, "a/b": counters}, reward, terminated)
 
 
+class Growing(Fine):
+    """Begins with float32 and goes on with float64: recorded work has one place for both."""
+
+    def advance(self, state: State, action: Tensor, counters: Tensor) -> Outcome:
+        after, reward, terminated = super().advance(state, action, counters)
+        return Outcome({"place": after["place"].double()}, reward, terminated)
+
+    def observe(self, state: State) -> Tensor:
+        return state["place"].float().unsqueeze(1)
+
+
 class Limitless(TensorEnv):
     spec = EnvSpec("Limitless", (1,), "float32", 2)
     begin, advance, observe = Fine.begin, Fine.advance, Fine.observe  # type: ignore[assignment]
@@ -217,7 +250,13 @@ class Limitless(TensorEnv):
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [(Flat, "obs"), (Double, "float64"), (Slashed, "a/b"), (Limitless, "max_episode_steps")],
+    [
+        (Flat, "obs"),
+        (Double, "float64"),
+        (Slashed, "a/b"),
+        (Limitless, "max_episode_steps"),
+        (Growing, "must be alike"),
+    ],
 )
 def test_mistakes_in_your_own_are_one_line(kind: type[TensorEnv], says: str) -> None:
     assert play(TensorEnvs(Fine(), 3, 0), 20)

@@ -1,0 +1,134 @@
+"""Evaluations on the device: the returns of ``evaluate_policy``, all episodes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_tensor_actor import Broken, Count, constant, scripted
+from torch import Tensor
+
+from qfleet import evaluation, tensor_evaluation
+from qfleet.build import make_network
+from qfleet.envs.device.cartpole import CartPole
+from qfleet.envs.device.names import make_tensor_env
+from qfleet.envs.device.protocol import TensorEnv
+from qfleet.envs.device.vector import TensorEnvs
+from qfleet.errors import EnvironmentFault
+from qfleet.evaluation import evaluate_policy
+from qfleet.networks import QNetwork
+from qfleet.presets import resolve
+from qfleet.tensor_evaluation import CHUNK, TensorEvaluator, evaluate_on_device
+
+CPU = torch.device("cpu")
+
+
+def game(name: str) -> tuple[TensorEnv, QNetwork]:
+    config, _ = resolve(name, fields={"max_episode_steps": CHUNK + 9})
+    env = make_tensor_env(config)
+    return env, make_network(config, env.spec, CPU, 0).eval()
+
+
+@pytest.mark.parametrize("name", ["MinAtar/Breakout-v1", "MinAtar/Freeway-v1"])
+def test_greedy_returns_are_those_of_evaluate_policy(name: str) -> None:
+    env, network = game(name)
+    ours = evaluate_on_device(network.q_values, env, 3, 0.0, CPU, seed=3)
+    theirs = evaluate_policy(network, TensorEnvs(env, 3, seed=3), 3, 0.0, CPU, seed=3)
+    assert ours == theirs
+    assert ours is not None
+    assert max(ours.lengths) > CHUNK or name == "MinAtar/Breakout-v1"
+
+
+def test_an_evaluator_plays_the_same_again_and_follows_the_weights() -> None:
+    values = torch.tensor([[1.0, 0.0, 0.0]])
+    evaluator = TensorEvaluator(
+        lambda obs: values.expand(len(obs), -1), Count(), torch.arange(6), 0.0, CPU, seed=0
+    )
+    first, second = evaluator.play(), evaluator.play()
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first.returns, second.returns)
+    assert torch.equal(first.lengths, second.lengths)
+    values.copy_(torch.tensor([[0.0, 0.0, 1.0]]))
+    third = evaluator.play()
+    assert third is not None
+    assert torch.equal(third.returns, 3 * first.returns)
+
+
+def test_random_actions_are_as_frequent_as_asked() -> None:
+    taken: list[Tensor] = []
+
+    class Watched(Count):
+        max_episode_steps = CHUNK
+
+        def advance(self, state: dict[str, Tensor], action: Tensor, counters: Tensor):  # type: ignore[no-untyped-def]
+            taken.append(action)
+            return super().advance(state, action, counters)
+
+    assert evaluate_on_device(constant(2), Watched(), 500, 0.3, CPU, seed=1)
+    share = float((torch.stack(taken) != 2).float().mean())
+    assert abs(share - 0.2) < 0.01
+    taken.clear()
+    assert evaluate_on_device(constant(2), Watched(), 50, 0.0, CPU, seed=1)
+    assert (torch.stack(taken) == 2).all()
+
+
+def test_whoever_gives_up_is_asked_once_a_chunk() -> None:
+    asked = 0
+
+    def patient() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked == 3
+
+    env = CartPole()
+    env.max_episode_steps = 0
+    alternating = balancing()
+    assert evaluate_on_device(alternating, env, 2, 0.0, CPU, 0, patient) is None
+    assert asked == 3
+
+
+def balancing() -> Callable[[Tensor], Tensor]:
+    """Push towards where the pole falls; keeps it up for a long time."""
+    gains = torch.tensor([0.1, 0.5, 10.0, 2.0])
+
+    def q_values(obs: Tensor) -> Tensor:
+        lean = obs @ gains
+        return torch.stack((-lean, lean), dim=1)
+
+    return q_values
+
+
+def test_an_endless_episode_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_evaluation, "LONGEST_EPISODE", 100)
+    monkeypatch.setattr(evaluation, "LONGEST_EPISODE", 100)
+    env = CartPole()
+    env.max_episode_steps = 0
+    played = evaluate_on_device(balancing(), env, 3, 0.0, CPU, seed=0)
+    assert played is not None
+    assert (played.returns, played.lengths) == ([100.0] * 3, [100] * 3)
+
+
+@pytest.mark.parametrize("agents", [2, 3])
+def test_several_agents_are_evaluated_as_one_batch(agents: int) -> None:
+    """Q-values are asked for all at once, so a batch may belong to several agents."""
+    seeds = torch.arange(5)
+    values = [scripted(3), constant(0), constant(2)][:agents]
+
+    def together(obs: Tensor) -> Tensor:
+        parts = zip(values, obs.chunk(agents), strict=True)
+        return torch.cat([q_values(part) for q_values, part in parts])
+
+    evaluator = TensorEvaluator(together, Count(), seeds.repeat(agents), 0.0, CPU, 0)
+    played = evaluator.play()
+    assert played is not None
+    for agent, returns in enumerate(played.returns.view(agents, -1)):
+        alone = TensorEvaluator(values[agent], Count(), seeds, 0.0, CPU, 0).play()
+        assert alone is not None
+        assert torch.equal(returns, alone.returns)
+
+
+def test_what_is_not_finite_is_told() -> None:
+    with pytest.raises(EnvironmentFault, match="NaN or Inf in an evaluation"):
+        evaluate_on_device(constant(0), Broken(), 3, 0.0, CPU, seed=0)
