@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qfleet.accelerator.fused_cnn import fuse
 from qfleet.accelerator.graphs import seconds_per_call, why_no_graphs
 from qfleet.accelerator.inference import Traffic
 from qfleet.accelerator.streams import has_streams
@@ -43,6 +44,7 @@ from qfleet.learner import Learner
 from qfleet.loop import RateLimiter, rows_per_block
 from qfleet.memory import PrioritizedSampler, Ring, Rollout, Sampler, UniformSampler, check_fits
 from qfleet.networks import QNetwork, build_network
+from qfleet.networks.population import Population
 from qfleet.placement import (
     Placement,
     free_device_bytes,
@@ -50,11 +52,13 @@ from qfleet.placement import (
     is_image,
     place_inference,
 )
+from qfleet.population import Agents, agent_seeds
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
 from qfleet.tensor_actor import TensorActor
 from qfleet.tensor_evaluation import TensorEvaluator
+from qfleet.updaters.fused import FusedUpdater, has_kernels
 from qfleet.updaters.local import LocalUpdater
 from qfleet.updaters.optimisers import make_optimiser
 from qfleet.weights import DeviceMailbox, FlatWeights, Mailbox, SameWeights
@@ -117,6 +121,8 @@ class Parts:
     """The same for choosing actions; to be called when nothing else runs."""
     measure_collecting: Callable[[], float] | None = None
     """The same for environments and actions together, where they cannot be told apart."""
+    agents: Agents | None = None
+    """Of a population."""
     evaluator: TensorEvaluator | None = None
     """Plays evaluations on the device, where the environments are tensors."""
 
@@ -163,13 +169,12 @@ def build(
             memory = make_memory(config, spec, place, seeds.memory)
         else:
             # The memory asks the learner for values and the learner the memory for samples.
-            memory = make_rollout(
-                config, spec, place, seeds.memory, lambda obs: learner.best_values(obs)
-            )
+            memory = make_rollout(config, spec, place, lambda obs: learner.best_values(obs))
         made.callback(memory.close)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = [Timers(trace.lane("learner") if trace else None)]
-        online = make_network(config, spec, place.device, seeds.network)
+        online = make_networks(config, spec, place.device)
+        fused = fuse(config, spec, online, place.device) if config.engine == "device" else None
         learner = Learner(
             config=config,
             online=online,
@@ -178,12 +183,14 @@ def build(
             else online,
             memory=memory,
             objective=make_objective(config, place.device, seeds.objective),
-            make_updater=lambda weights: make_updater(config, weights),
+            make_updater=lambda weights: make_updater(config, weights, place.unasked),
             clock=clock,
             timers=timers[0],
             device=place.device,
             seed=seeds.learner,
-            unasked=place.unasked,
+            # A population's learning rates are a tensor wherever it learns.
+            unasked=place.unasked or config.population > 1,
+            fused=fused,
         )
         parts = Parts(
             config=config,
@@ -207,7 +214,7 @@ def build(
             if config.precision != "auto":
                 apply_choice(choice, learner.networks, [])
         if tensor_env is not None:
-            _act_on_the_device(parts, tensor_env, env_seed, place)
+            _act_on_the_device(parts, tensor_env, place)
         elif place.ahead or (config.engine == "pipeline" and config.lockstep):
             _act_in_a_thread(parts, place, choice, trace)
         else:
@@ -234,32 +241,38 @@ def _act_in_turn(parts: Parts) -> None:
     parts.collector = Inline(actor, parts.channel)
 
 
-def _act_on_the_device(parts: Parts, env: TensorEnv, env_seed: int, place: Placement) -> None:
+def _act_on_the_device(parts: Parts, env: TensorEnv, place: Placement) -> None:
     """The learner's network acts, on environments that are where it is."""
-    config, device, network = parts.config, parts.device, parts.learner.online
+    config, device, learner = parts.config, parts.device, parts.learner
     check_tensor_env(env, device)
-    parts.env_seeds = env_seeds(env_seed, config.envs)
+    each = [Seeds.of(seed) for seed in agent_seeds(config)]
+    parts.env_seeds = [seed for own in each for seed in env_seeds(own.envs, config.envs)]
     parts.channel = SameWeights()
     started_s = time.monotonic()
     compiled = place.unasked and may_compile(config, device)
     actor = parts.collector = TensorActor(
         env,
         torch.tensor(parts.env_seeds),
-        network.q_values,
+        learner.q_values,
         config,
         device,
-        parts.seeds.actor,
+        [own.actor for own in each],
         rows_per_block(config),
         channel=parts.channel,
         timers=parts.timers[0],
-        resample_noise=network.resample_noise,
+        resample_noise=learner.online.resample_noise,
         compiled=compiled,
+        compile_values=not learner.is_fused,
     )
+    if config.population > 1:
+        assert isinstance(parts.memory, Rollout)
+        parts.agents = Agents(config, learner, parts.memory, actor)
+    # All agents of a population play the same episodes.
     seed = parts.seeds.eval_envs
     parts.evaluator = TensorEvaluator(
-        network.q_values,
+        learner.q_values,
         env,
-        torch.tensor(env_seeds(seed, config.n_eval_episodes)),
+        torch.tensor(env_seeds(seed, config.n_eval_episodes)).repeat(config.population),
         config.eval_eps,
         device,
         seed,
@@ -425,6 +438,13 @@ def make_network(config: Config, spec: EnvSpec, device: torch.device, seed: int)
     return model_transform(config, device)(network.to(device))
 
 
+def make_networks(config: Config, spec: EnvSpec, device: torch.device) -> QNetwork:
+    """The learner's network, or those of all agents of a population as one."""
+    seeds = [Seeds.of(seed).network for seed in agent_seeds(config)]
+    networks = [make_network(config, spec, device, seed) for seed in seeds]
+    return networks[0] if len(networks) == 1 else Population(networks)
+
+
 def model_transform(config: Config, device: torch.device) -> ModelTransform:
     """What is done to a network from outside once it is built; the network never knows."""
 
@@ -481,20 +501,16 @@ def make_memory(config: Config, spec: EnvSpec, place: Placement, seed: int) -> R
 
 
 def make_rollout(
-    config: Config,
-    spec: EnvSpec,
-    place: Placement,
-    seed: int,
-    values: Callable[[Tensor], Tensor],
+    config: Config, spec: EnvSpec, place: Placement, values: Callable[[Tensor], Tensor]
 ) -> Rollout:
     return Rollout(
         spec,
-        config.envs,
+        config.envs * config.population,
         config.train_freq // config.envs,
         config.gamma,
         config.td_lambda,
         values,
-        torch.Generator(device=place.replay).manual_seed(seed),
+        [Seeds.of(seed).memory for seed in agent_seeds(config)],
         place.replay,
         batch_size=config.batch_size,
         epochs=config.gradient_steps * config.batch_size // config.train_freq,
@@ -515,7 +531,9 @@ def make_objective(config: Config, device: torch.device, seed: int) -> Objective
     )
 
 
-def make_updater(config: Config, weights: FlatWeights) -> Updater:
+def make_updater(config: Config, weights: FlatWeights, unasked: bool) -> Updater:
+    if unasked and has_kernels(config.optimizer, weights.data.device):
+        return FusedUpdater(weights, config.optimizer_eps, config.max_grad_norm)
     optimiser = make_optimiser(config.optimizer, weights.data, config.optimizer_eps)
     return LocalUpdater(weights, optimiser, config.max_grad_norm)
 

@@ -193,6 +193,11 @@ class Config:
     """Updates that collecting may run ahead of the exact replay ratio; 0 holds it exactly."""
     inference_device: str = "auto"
     """Pipeline: where actions are chosen: cpu, cuda …; auto measures both."""
+    population: int = 1
+    """Device: so many agents, each with a seed of its own, trained together as one batch."""
+    vary: str = "{}"
+    """Population: values of its agents, as JSON: {"learning_rate": [1e-4, 1e-3]} gives each as many
+    agents; {"gamma": {"from": 0.9, "to": 0.99}} draws them evenly, with "log": true log-evenly."""
     graphs: bool = True
     """Pipeline, device: record bursts of updates (and device: steps) as graphs, where possible."""
     lockstep: bool = False
@@ -297,6 +302,9 @@ class Config:
             self.inference_device,
             "is for --engine pipeline; device does everything on --device",
         )
+        if self.population != 1:
+            self._validate_population()
+        _require(self.population != 1 or json.loads(self.vary) == {}, "vary", self.vary, "is for --population")
         _require(
             not self.lockstep or self.env_groups <= 1,
             "env_groups",
@@ -346,6 +354,13 @@ class Config:
         _require(isinstance(kwargs, dict), "env_kwargs", self.env_kwargs, "must be a JSON object")
         return self
 
+    def _validate_population(self) -> None:
+        """What cannot work for many agents at once."""
+        _require(self.population > 0, "population", self.population, "must be positive")
+        for name, allowed, why in _IN_POPULATIONS:
+            value = getattr(self, name)
+            _require(value in allowed, name, value, f"does not go with a population: {why}")
+
     def _validate_rollouts(self) -> None:
         """What cannot work without replay."""
         for name, allowed, why in _WITHOUT_REPLAY:
@@ -378,6 +393,15 @@ class Config:
         )
 
 
+_IN_POPULATIONS = (
+    ("engine", ("auto", "device"), "its environments are one batch; use --engine device"),
+    ("replay", (False,), "its agents learn from rollouts; use --algo pqn"),
+    ("noisy", (False,), "its agents explore by ε; switch it off"),
+    ("optimizer", ("adam", "radam"), "rmsprop and sgd have no form for many; use radam"),
+    ("lr_plateau_patience", (0,), "agents do not reach a plateau together; use 0"),
+    ("exploration_ladder", (False,), "vary exploration_final_eps instead"),
+)
+"""Field, the values it may have, why and what to do."""
 _WITHOUT_REPLAY = (
     ("head", "q", "λ-returns are of expected values; use head q"),
     ("double", False, "there is no target network; switch it off"),

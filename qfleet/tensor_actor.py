@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -90,26 +90,29 @@ class TensorActor:
         q_values: Callable[[Tensor], Tensor],
         config: Config,
         device: torch.device,
-        seed: int,
+        seeds_of_agents: Sequence[int],
         max_rows: int,
         *,
         channel: WeightsChannel,
         timers: Timers,
         resample_noise: Callable[[torch.Generator], None],
         compiled: bool = False,
+        compile_values: bool = True,
     ) -> None:
-        """``seeds`` (int64 ``[N]``) are the environments', ``seed`` is the actor's own.
+        """``seeds`` (int64 ``[N]``) are the environments', the others those of who acts in them.
 
-        ``q_values`` gets all N observations and gives ``[N, actions]``; ``resample_noise`` is
-        called before every block.
+        Agents, mostly one, act in as many environments each, side by side. ``q_values`` gets all N
+        observations and gives ``[N, actions]``; ``resample_noise`` is called before every block.
         """
-        self._env, self._q_values, self._config, self._device = env, q_values, config, device
+        self._env, self._config, self._device = env, config, device
         self._channel, self._resample_noise = channel, resample_noise
         self._working = timers.span("env")
         self.spec, self.num_envs = env.spec, len(seeds)
         self._max_rows = max_rows
         n = self.num_envs
-        self._noise = torch.Generator(device=device).manual_seed(seed)
+        self._noise = torch.Generator(device=device).manual_seed(seeds_of_agents[0])
+        self._own = n // len(seeds_of_agents)
+        """Environments of each agent."""
         with torch.no_grad():
             # Recorded kernels read and write fixed places, so these are copied into, not replaced.
             episodes = hold_episodes(begin_episodes(env, seeds.to(device)))
@@ -117,7 +120,7 @@ class TensorActor:
                 episodes,
                 env.observe(episodes.inner).clone(),
                 torch.zeros(n, dtype=torch.float64, device=device),
-                explorer_counters(seed, n, device),
+                torch.cat([explorer_counters(s, self._own, device) for s in seeds_of_agents]),
             )
 
         def column(dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Tensor:
@@ -131,17 +134,20 @@ class TensorActor:
         )
         self.best_values = column(torch.float32)
         """Value of the best action in every row of the block just collected."""
-        # ε of row r is max(least, start − fall · r); each of them is [1] or one value per env.
+        first, last = schedules.epsilon(config, 0), schedules.epsilon(config, config.steps)
+        self._initial = torch.full((n,), first, device=device)
+        self.final_eps = torch.full((n,), last, device=device)
+        """ε of each environment at the end; it may be changed in place."""
         self._ladder: Tensor | None = None
         if config.exploration_ladder:
             self._ladder = epsilon_ladder(n, config.exploration_final_eps)
-            self._start = self._least = self._ladder.to(device)
-            fall = 0.0
-        else:
-            self._start = torch.zeros(1, device=device)
-            self._least = torch.full_like(self._start, schedules.epsilon(config, config.steps))
-            fall = _fall_per_step(config) * n
-        self._fallen = fall * torch.arange(max_rows, device=device).view(-1, 1)
+            self._initial.copy_(self._ladder)
+            self.final_eps.copy_(self._ladder)
+        # How much of ε's fall is over at the start of a block, and how much more in each row.
+        self._span = config.exploration_fraction * config.steps
+        self._fallen = torch.zeros((), device=device)
+        per_row = self._own / self._span if self._span else 0.0
+        self._falling = per_row * torch.arange(max_rows, device=device).view(-1, 1)
         # One place more: whatever is no newly finished episode is written there.
         self._finished = torch.zeros((EPISODES_KEPT + 1, 3), dtype=torch.float64, device=device)
         self._env_numbers = torch.arange(n, dtype=torch.float64, device=device)
@@ -150,8 +156,9 @@ class TensorActor:
         self._taken = 0
         self._waiting: list[Episode] = []
         self._env_steps = 0
-        self._step = Compilable(self._step_of)
-        self._step.on = compiled
+        # Apart from each other: the network may have kernels that a compiler need not see.
+        self._values, self._step = Compilable(q_values), Compilable(self._step_of)
+        self._values.on, self._step.on = compiled and compile_values, compiled
         whole = functools.partial(self._rollout, max_rows)
         self._launch: Callable[[], None] = self._recorded(whole) if config.graphs else whole
 
@@ -162,14 +169,13 @@ class TensorActor:
         version = self._channel.refresh()
         with self._working:
             self._resample_noise(self._noise)
-            if self._ladder is None:
-                # A kernel argument, not a copy from host memory that could change before it is.
-                self._start.fill_(self.exploration_rate())
+            # A kernel argument, not a copy from host memory that could change before it is.
+            self._fallen.fill_(min(1.0, self._env_steps / self._span) if self._span else 1.0)
             if rows == self._max_rows:
                 self._launch()
             else:
                 self._rollout(rows)
-        self._env_steps += rows * self.num_envs
+        self._env_steps += rows * self._own
         block = self._block
         return Block(
             block.obs[:rows], block.action[:rows], block.reward[:rows], block.flags[:rows], version
@@ -178,7 +184,7 @@ class TensorActor:
     @property
     def compile_failure(self) -> str | None:
         """Why a step could not be compiled, if it was to be."""
-        return self._step.failure
+        return self._step.failure or self._values.failure
 
     def _recorded(self, whole: Callable[[], None]) -> Callable[[], None]:
         """A whole block as one launch, where the device can; nothing has happened afterwards."""
@@ -196,21 +202,22 @@ class TensorActor:
 
     @torch.no_grad()
     def _rollout(self, rows: int) -> None:
-        rates = torch.maximum(self._start - self._fallen[:rows], self._least)
+        fallen = (self._fallen + self._falling[:rows]).clamp(max=1.0)
+        rates = torch.lerp(self._initial, self.final_eps, fallen)
         now, told = self._now, list[_Row]()
         opening = now.episodes.steps == 0
         for row in range(rows):
-            now, seen = self._step(now, rates[row])
+            now, seen = self._step(now, self._values(now.obs), rates[row])
             told.append(seen)
         self._write(told, opening)
         copy_episodes(self._now.episodes, now.episodes)
         for kept, new in zip(self._now[1:], now[1:], strict=True):
             kept.copy_(new)
 
-    def _step_of(self, now: _Now, rate: Tensor) -> tuple[_Now, _Row]:
+    def _step_of(self, now: _Now, q: Tensor, rate: Tensor) -> tuple[_Now, _Row]:
         episodes, obs, returns, explorers = now
         explorers = next_counters(explorers)
-        best, greedy = self._q_values(obs).max(dim=1)
+        best, greedy = q.max(dim=1)
         action = epsilon_greedy(explorers, greedy, rate, self.spec.num_actions)
         after, step = step_episodes(self._env, episodes, action)
         returns = torch.where(step.opened, 0.0, returns + step.reward)
@@ -340,11 +347,3 @@ class TensorActor:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def _fall_per_step(config: Config) -> float:
-    """By how much ε falls with every env step, as long as it falls."""
-    span = config.exploration_fraction * config.steps
-    if config.noisy or span == 0:
-        return 0.0
-    return (config.exploration_initial_eps - config.exploration_final_eps) / span

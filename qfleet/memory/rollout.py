@@ -36,8 +36,8 @@ class Rollout:
         spec: EnvSpec,
         num_envs: int,
         rows: int,
-        gamma: float | Tensor,
-        td_lambda: float | Tensor,
+        gamma: float,
+        td_lambda: float,
         values: Callable[[Tensor], Tensor],
         seeds: Sequence[int],
         device: torch.device,
@@ -47,7 +47,7 @@ class Rollout:
     ) -> None:
         """``values`` gives the best Q-value of each observation, by the weights of the moment.
 
-        γ and λ are numbers, or ``[num_envs]``. ``seeds``: one per agent. Agents own as many envs
+        ``seeds``: one per agent. Agents own as many envs
         each, side by side; every ``agents * batch_size`` samples are then ``batch_size`` of each
         agent, in turn, in an order that its own seed decides.
         """
@@ -59,7 +59,9 @@ class Rollout:
                 f"{epochs} × {rows} × {num_envs} samples are no batches of {batch_size}"
             )
         self.rows, self.num_envs, self.device = rows, num_envs, device
-        self._gamma, self._lambda = gamma, td_lambda
+        self.gamma = torch.full((num_envs,), gamma, device=device)
+        """Of each env; as td_lambda, it may be changed in place."""
+        self.td_lambda = torch.full((num_envs,), td_lambda, device=device)
         self._agents, self._batch_size, self._epochs = agents, batch_size, epochs
         self._stack, self._frame_shape = spec.frame_stack, spec.frame_shape
         # The starts, the newest row, and what the oldest start's stack reaches back to.
@@ -198,8 +200,8 @@ class Rollout:
         skipped[-1] = True
         # The rewards of SKIP rows may be NaN: choose, do not multiply.
         reward = torch.where((flags & SKIP) != 0, 0.0, self._reward[starts])
-        discount = torch.where((flags & TERMINATED) != 0, 0.0, self._gamma)
-        trust = torch.where(skipped, 0.0, self._lambda)
+        discount = torch.where((flags & TERMINATED) != 0, 0.0, self.gamma)
+        trust = torch.where(skipped, 0.0, self.td_lambda)
         near = torch.addcmul(reward, discount * (1.0 - trust), ahead)
         far = discount * trust
         total = near[-1]

@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
@@ -15,10 +16,10 @@ from qfleet.updaters.optimisers import RAdam
 from qfleet.weights import FlatWeights
 
 
-def takes(weights: FlatWeights, optimizer: str) -> bool:
-    """Whether there are kernels for this optimiser on these weights' device."""
-    on_gpu = weights.data.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return optimizer == "radam" and on_gpu
+def has_kernels(optimizer: str, device: torch.device) -> bool:
+    """Whether there are kernels for this optimiser on this device."""
+    can_be_made = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return optimizer == "radam" and can_be_made
 
 
 class FusedUpdater:

@@ -69,7 +69,7 @@ class MinAtar(TensorEnv):
 
     def observe(self, state: State) -> Tensor:
         # Channels first: a board of ten channels is a cube, which tells nobody what is what.
-        return self.game.draw(state).movedim(3, 1).to(torch.uint8) * 255
+        return (self.game.draw(state).movedim(3, 1).to(torch.uint8) * 255).contiguous()
 
 
 def cells(row: Tensor, column: Tensor) -> Tensor:
