@@ -29,7 +29,7 @@ from qfleet.envs.device.protocol import (
     hold_episodes,
     step_episodes,
 )
-from qfleet.envs.device.random import draw_below, draw_uniform, first_counters, next_counters
+from qfleet.envs.device.random import draw_below, draw_uniform, first_counters, later_counters
 from qfleet.envs.seeding import env_seeds
 from qfleet.errors import EnvironmentFault
 from qfleet.randomness import restore_generator
@@ -44,16 +44,16 @@ MEASURE_S = 1.0
 
 
 def explorer_counters(seed: int, count: int, device: torch.device) -> Tensor:
-    """Counters int64 ``[count]`` for ``epsilon_greedy``."""
+    """Counters int64 ``[count]`` for ``draw_exploration``."""
     return first_counters(torch.tensor(env_seeds(seed, count), device=device))
 
 
-def epsilon_greedy(
-    counters: Tensor, greedy: Tensor, rate: Tensor | float, num_actions: int
-) -> Tensor:
-    """``greedy`` but for a share ``rate``, which broadcasts over envs, of random actions."""
+def draw_exploration(
+    counters: Tensor, rate: Tensor | float, num_actions: int
+) -> tuple[Tensor, Tensor]:
+    """Who explores, a share ``rate`` that broadcasts over counters, and with which action."""
     explores = draw_uniform(counters, CHANCE_LANE) < rate
-    return torch.where(explores, draw_below(counters, ACTION_LANE, num_actions), greedy)
+    return explores, draw_below(counters, ACTION_LANE, num_actions)
 
 
 class _Now(NamedTuple):
@@ -63,8 +63,6 @@ class _Now(NamedTuple):
     obs: Tensor
     returns: Tensor
     """float64 ``[N]``, unclipped, of the running episodes."""
-    explorers: Tensor
-    """The actor's counters."""
 
 
 class _Row(NamedTuple):
@@ -117,8 +115,9 @@ class TensorActor:
                 episodes,
                 env.observe(episodes.inner).clone(),
                 torch.zeros(n, dtype=torch.float64, device=device),
-                explorer_counters(seed, n, device),
             )
+            self._explorers = explorer_counters(seed, n, device)
+            """The actor's own counters."""
 
         def column(dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Tensor:
             return torch.zeros((max_rows, n, *shape), dtype=dtype, device=device)
@@ -141,7 +140,8 @@ class TensorActor:
             self._start = torch.zeros(1, device=device)
             self._least = torch.full_like(self._start, schedules.epsilon(config, config.steps))
             fall = _fall_per_step(config) * n
-        self._fallen = fall * torch.arange(max_rows, device=device).view(-1, 1)
+        self._rows = torch.arange(max_rows, device=device).view(-1, 1)
+        self._fallen = fall * self._rows
         # One place more: whatever is no newly finished episode is written there.
         self._finished = torch.zeros((EPISODES_KEPT + 1, 3), dtype=torch.float64, device=device)
         self._env_numbers = torch.arange(n, dtype=torch.float64, device=device)
@@ -190,28 +190,31 @@ class TensorActor:
 
     def _changing(self) -> list[Tensor]:
         """All that outlives a block, but for the block itself."""
-        episodes, obs, returns, explorers = self._now
-        ours = [obs, returns, explorers, self._finished, self._totals]
+        episodes, obs, returns = self._now
+        ours = [obs, returns, self._explorers, self._finished, self._totals]
         return [*episodes.inner.values(), *episodes[1:], *ours]
 
     @torch.no_grad()
     def _rollout(self, rows: int) -> None:
         rates = torch.maximum(self._start - self._fallen[:rows], self._least)
+        # Drawn for the whole block at once: a draw is two dozen kernels, however many it draws.
+        counters = later_counters(self._explorers, self._rows[:rows] + 1)
+        explores, anything = draw_exploration(counters, rates, self.spec.num_actions)
         now, told = self._now, list[_Row]()
         opening = now.episodes.steps == 0
         for row in range(rows):
-            now, seen = self._step(now, rates[row])
+            now, seen = self._step(now, explores[row], anything[row])
             told.append(seen)
         self._write(told, opening)
         copy_episodes(self._now.episodes, now.episodes)
         for kept, new in zip(self._now[1:], now[1:], strict=True):
             kept.copy_(new)
+        self._explorers.copy_(counters[-1])
 
-    def _step_of(self, now: _Now, rate: Tensor) -> tuple[_Now, _Row]:
-        episodes, obs, returns, explorers = now
-        explorers = next_counters(explorers)
+    def _step_of(self, now: _Now, explores: Tensor, anything: Tensor) -> tuple[_Now, _Row]:
+        episodes, obs, returns = now
         best, greedy = self._q_values(obs).max(dim=1)
-        action = epsilon_greedy(explorers, greedy, rate, self.spec.num_actions)
+        action = torch.where(explores, anything, greedy)
         after, step = step_episodes(self._env, episodes, action)
         returns = torch.where(step.opened, 0.0, returns + step.reward)
         row = _Row(
@@ -225,7 +228,7 @@ class TensorActor:
             after.steps,
             returns,
         )
-        return _Now(after, step.obs, returns, explorers), row
+        return _Now(after, step.obs, returns), row
 
     def _write(self, told: list[_Row], opening: Tensor) -> None:
         """The rows just collected: what can be worked out once per block is not done per row."""
@@ -314,12 +317,12 @@ class TensorActor:
     def state_dict(self) -> StateDict:
         """Everything. Tensors are the actor's own: write them out before collecting."""
         self._drain()
-        episodes, _, returns, explorers = self._now
+        episodes, _, returns = self._now
         return {
             "noise": self._noise.get_state(),
             "envs": {**episodes._asdict(), "inner": dict(episodes.inner)},
             "returns": returns,
-            "explorers": explorers,
+            "explorers": self._explorers,
             "episodes": [[e.env, e.reward, e.length] for e in self._waiting],
         }
 
@@ -331,7 +334,7 @@ class TensorActor:
         copy_episodes(self._now.episodes, Episodes(**{k: envs[k] for k in Episodes._fields}))
         self._now.obs.copy_(self._env.observe(self._now.episodes.inner))
         self._now.returns.copy_(state["returns"])
-        self._now.explorers.copy_(state["explorers"])
+        self._explorers.copy_(state["explorers"])
         self._waiting = [Episode(*fields) for fields in state["episodes"]]
         return True
 
