@@ -56,6 +56,18 @@ def draw_exploration(
     return explores, draw_below(counters, ACTION_LANE, num_actions)
 
 
+def ring_places(over: Tensor, before: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Where in a ring of ``size`` each of what is ``over`` goes, and how many there are now.
+
+    ``before`` there were. More may come at once than fit: only the newest get a place, which no
+    other has (of two writes to one place a GPU does either last). All others go to ``size``.
+    """
+    at = before + over.cumsum(0) - 1
+    total = at[-1] + 1
+    kept = over & (at >= total - size)
+    return torch.where(kept, at % size, size), total
+
+
 class _Now(NamedTuple):
     """What a step starts from and leaves."""
 
@@ -253,12 +265,7 @@ class TensorActor:
 
     def _file(self, over: Tensor, returns: Tensor, steps: Tensor) -> None:
         """Put the episodes that ended, in their order, into the ring of finished ones."""
-        over = over.view(-1)
-        at = self._totals[0] + over.cumsum(0) - 1
-        total = at[-1] + 1
-        # More may have ended in one block than fit: only the newest have a place of their own.
-        kept = over & (at >= total - EPISODES_KEPT)
-        place = torch.where(kept, at % EPISODES_KEPT, EPISODES_KEPT)
+        place, total = ring_places(over.view(-1), self._totals[0], EPISODES_KEPT)
         ended = torch.stack((self._env_numbers.expand_as(returns), returns, steps.double()), dim=2)
         self._finished.index_copy_(0, place, ended.view(-1, 3))
         self._totals[0] = total
