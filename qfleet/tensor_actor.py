@@ -29,7 +29,7 @@ from qfleet.envs.device.protocol import (
     hold_episodes,
     step_episodes,
 )
-from qfleet.envs.device.random import draw_below, draw_uniform, first_counters, next_counters
+from qfleet.envs.device.random import draw_below, draw_uniform, first_counters, later_counters
 from qfleet.envs.seeding import env_seeds
 from qfleet.errors import EnvironmentFault
 from qfleet.randomness import restore_generator
@@ -44,16 +44,28 @@ MEASURE_S = 1.0
 
 
 def explorer_counters(seed: int, count: int, device: torch.device) -> Tensor:
-    """Counters int64 ``[count]`` for ``epsilon_greedy``."""
+    """Counters int64 ``[count]`` for ``draw_exploration``."""
     return first_counters(torch.tensor(env_seeds(seed, count), device=device))
 
 
-def epsilon_greedy(
-    counters: Tensor, greedy: Tensor, rate: Tensor | float, num_actions: int
-) -> Tensor:
-    """``greedy`` but for a share ``rate``, which broadcasts over envs, of random actions."""
+def draw_exploration(
+    counters: Tensor, rate: Tensor | float, num_actions: int
+) -> tuple[Tensor, Tensor]:
+    """Who explores, a share ``rate`` that broadcasts over counters, and with which action."""
     explores = draw_uniform(counters, CHANCE_LANE) < rate
-    return torch.where(explores, draw_below(counters, ACTION_LANE, num_actions), greedy)
+    return explores, draw_below(counters, ACTION_LANE, num_actions)
+
+
+def ring_places(over: Tensor, before: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Where in a ring of ``size`` each of what is ``over`` goes, and how many there are now.
+
+    ``before`` there were. More may come at once than fit: only the newest get a place, which no
+    other has (of two writes to one place a GPU does either last). All others go to ``size``.
+    """
+    at = before + over.cumsum(0) - 1
+    total = at[-1] + 1
+    kept = over & (at >= total - size)
+    return torch.where(kept, at % size, size), total
 
 
 class _Now(NamedTuple):
@@ -63,8 +75,6 @@ class _Now(NamedTuple):
     obs: Tensor
     returns: Tensor
     """float64 ``[N]``, unclipped, of the running episodes."""
-    explorers: Tensor
-    """The actor's counters."""
 
 
 class _Row(NamedTuple):
@@ -120,8 +130,10 @@ class TensorActor:
                 episodes,
                 env.observe(episodes.inner).clone(),
                 torch.zeros(n, dtype=torch.float64, device=device),
-                torch.cat([explorer_counters(s, self._own, device) for s in seeds_of_agents]),
             )
+            own = [explorer_counters(seed, self._own, device) for seed in seeds_of_agents]
+            self._explorers = torch.cat(own)
+            """The actor's own counters."""
 
         def column(dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Tensor:
             return torch.zeros((max_rows, n, *shape), dtype=dtype, device=device)
@@ -146,8 +158,8 @@ class TensorActor:
         # How much of ε's fall is over at the start of a block, and how much more in each row.
         self._span = config.exploration_fraction * config.steps
         self._fallen = torch.zeros((), device=device)
-        per_row = self._own / self._span if self._span else 0.0
-        self._falling = per_row * torch.arange(max_rows, device=device).view(-1, 1)
+        self._rows = torch.arange(max_rows, device=device).view(-1, 1)
+        self._falling = self._rows * (self._own / self._span if self._span else 0.0)
         # One place more: whatever is no newly finished episode is written there.
         self._finished = torch.zeros((EPISODES_KEPT + 1, 3), dtype=torch.float64, device=device)
         self._env_numbers = torch.arange(n, dtype=torch.float64, device=device)
@@ -196,29 +208,34 @@ class TensorActor:
 
     def _changing(self) -> list[Tensor]:
         """All that outlives a block, but for the block itself."""
-        episodes, obs, returns, explorers = self._now
-        ours = [obs, returns, explorers, self._finished, self._totals]
+        episodes, obs, returns = self._now
+        ours = [obs, returns, self._explorers, self._finished, self._totals]
         return [*episodes.inner.values(), *episodes[1:], *ours]
 
     @torch.no_grad()
     def _rollout(self, rows: int) -> None:
         fallen = (self._fallen + self._falling[:rows]).clamp(max=1.0)
         rates = torch.lerp(self._initial, self.final_eps, fallen)
+        # Drawn for the whole block at once: a draw is two dozen kernels, however many it draws.
+        counters = later_counters(self._explorers, self._rows[:rows] + 1)
+        explores, anything = draw_exploration(counters, rates, self.spec.num_actions)
         now, told = self._now, list[_Row]()
         opening = now.episodes.steps == 0
         for row in range(rows):
-            now, seen = self._step(now, self._values(now.obs), rates[row])
+            now, seen = self._step(now, self._values(now.obs), explores[row], anything[row])
             told.append(seen)
         self._write(told, opening)
         copy_episodes(self._now.episodes, now.episodes)
         for kept, new in zip(self._now[1:], now[1:], strict=True):
             kept.copy_(new)
+        self._explorers.copy_(counters[-1])
 
-    def _step_of(self, now: _Now, q: Tensor, rate: Tensor) -> tuple[_Now, _Row]:
-        episodes, obs, returns, explorers = now
-        explorers = next_counters(explorers)
+    def _step_of(
+        self, now: _Now, q: Tensor, explores: Tensor, anything: Tensor
+    ) -> tuple[_Now, _Row]:
+        episodes, obs, returns = now
         best, greedy = q.max(dim=1)
-        action = epsilon_greedy(explorers, greedy, rate, self.spec.num_actions)
+        action = torch.where(explores, anything, greedy)
         after, step = step_episodes(self._env, episodes, action)
         returns = torch.where(step.opened, 0.0, returns + step.reward)
         row = _Row(
@@ -232,7 +249,7 @@ class TensorActor:
             after.steps,
             returns,
         )
-        return _Now(after, step.obs, returns, explorers), row
+        return _Now(after, step.obs, returns), row
 
     def _write(self, told: list[_Row], opening: Tensor) -> None:
         """The rows just collected: what can be worked out once per block is not done per row."""
@@ -257,12 +274,7 @@ class TensorActor:
 
     def _file(self, over: Tensor, returns: Tensor, steps: Tensor) -> None:
         """Put the episodes that ended, in their order, into the ring of finished ones."""
-        over = over.view(-1)
-        at = self._totals[0] + over.cumsum(0) - 1
-        total = at[-1] + 1
-        # More may have ended in one block than fit: only the newest have a place of their own.
-        kept = over & (at >= total - EPISODES_KEPT)
-        place = torch.where(kept, at % EPISODES_KEPT, EPISODES_KEPT)
+        place, total = ring_places(over.view(-1), self._totals[0], EPISODES_KEPT)
         ended = torch.stack((self._env_numbers.expand_as(returns), returns, steps.double()), dim=2)
         self._finished.index_copy_(0, place, ended.view(-1, 3))
         self._totals[0] = total
@@ -321,12 +333,12 @@ class TensorActor:
     def state_dict(self) -> StateDict:
         """Everything. Tensors are the actor's own: write them out before collecting."""
         self._drain()
-        episodes, _, returns, explorers = self._now
+        episodes, _, returns = self._now
         return {
             "noise": self._noise.get_state(),
             "envs": {**episodes._asdict(), "inner": dict(episodes.inner)},
             "returns": returns,
-            "explorers": explorers,
+            "explorers": self._explorers,
             "episodes": [[e.env, e.reward, e.length] for e in self._waiting],
         }
 
@@ -338,7 +350,7 @@ class TensorActor:
         copy_episodes(self._now.episodes, Episodes(**{k: envs[k] for k in Episodes._fields}))
         self._now.obs.copy_(self._env.observe(self._now.episodes.inner))
         self._now.returns.copy_(state["returns"])
-        self._now.explorers.copy_(state["explorers"])
+        self._explorers.copy_(state["explorers"])
         self._waiting = [Episode(*fields) for fields in state["episodes"]]
         return True
 

@@ -20,11 +20,11 @@ from qfleet.envs.device.protocol import (
     hold_episodes,
     step_episodes,
 )
-from qfleet.envs.device.random import next_counters
+from qfleet.envs.device.random import later_counters
 from qfleet.envs.seeding import env_seeds
 from qfleet.errors import EnvironmentFault
 from qfleet.evaluation import LONGEST_EPISODE, Evaluation
-from qfleet.tensor_actor import epsilon_greedy, explorer_counters
+from qfleet.tensor_actor import draw_exploration, explorer_counters
 
 CHUNK = 64
 """Steps between two looks of the host: enough to hide a launch, few enough to end soon."""
@@ -60,6 +60,7 @@ class TensorEvaluator:
         # Recorded kernels read and write fixed places: these.
         self._episodes = hold_episodes(begin_episodes(env, self._seeds))
         self._explorers = self._first_explorers.clone()
+        self._steps = torch.arange(1, CHUNK + 1, device=device).view(-1, 1)
         self._playing = torch.ones_like(self._seeds, dtype=torch.bool)
         self._returns = torch.zeros_like(self._seeds, dtype=torch.float64)
         self._lengths = torch.zeros_like(self._seeds)
@@ -93,15 +94,14 @@ class TensorEvaluator:
 
     @torch.no_grad()
     def _chunk(self) -> None:
-        episodes, explorers = self._episodes, self._explorers
+        episodes, number = self._episodes, self._env.spec.num_actions
+        counters = later_counters(self._explorers, self._steps)
+        explores, anything = draw_exploration(counters, self._epsilon, number)
         playing, returns, lengths = self._playing, self._returns, self._lengths
         obs = self._env.observe(episodes.inner)
-        for _ in range(CHUNK):
-            explorers = next_counters(explorers)
-            action = self._q_values(obs).argmax(dim=1)
-            if self._epsilon > 0:
-                number = self._env.spec.num_actions
-                action = epsilon_greedy(explorers, action, self._epsilon, number)
+        for at in range(CHUNK):
+            greedy = self._q_values(obs).argmax(dim=1)
+            action = torch.where(explores[at], anything[at], greedy)
             episodes, step = step_episodes(self._env, episodes, action)
             obs = step.obs
             # Environments whose episode is over play on, since all step together; nobody counts.
@@ -109,7 +109,7 @@ class TensorEvaluator:
             lengths = lengths + playing
             playing = playing & ~episodes.over & (lengths < LONGEST_EPISODE)
         copy_episodes(self._episodes, episodes)
-        self._explorers.copy_(explorers)
+        self._explorers.copy_(counters[-1])
         self._playing.copy_(playing)
         self._returns.copy_(returns)
         self._lengths.copy_(lengths)

@@ -26,7 +26,7 @@ from qfleet.envs.seeding import env_seeds
 from qfleet.errors import EnvironmentFault
 from qfleet.presets import resolve
 from qfleet.telemetry.timers import Timers
-from qfleet.tensor_actor import EPISODES_KEPT, TensorActor
+from qfleet.tensor_actor import EPISODES_KEPT, TensorActor, ring_places
 from qfleet.weights import SameWeights
 
 CPU = torch.device("cpu")
@@ -193,6 +193,24 @@ def test_episodes_that_do_not_fit_leave_the_newest(monkeypatch: pytest.MonkeyPat
         assert ours.take_episodes() == expected[-8:]
         if rows == 20:
             assert len(expected) > 8  # more than fit, in one block
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.9, 1.0])
+def test_no_two_episodes_get_one_place(share: float) -> None:
+    random, size, total = torch.Generator().manual_seed(1), 8, 0
+    for _ in range(20):
+        over = torch.rand(60, generator=random) < share
+        place, after = ring_places(over, torch.tensor(total), size)
+        newest = over.nonzero().view(-1).tolist()
+        expected = [size] * 60
+        for number, at in enumerate(newest):
+            if number >= len(newest) - size:
+                expected[at] = (total + number) % size
+        assert place.tolist() == expected
+        taken = [at for at in expected if at < size]
+        assert len(set(taken)) == len(taken)
+        total += len(newest)
+        assert int(after) == total
 
 
 def test_more_fit_than_any_report_asks_for() -> None:

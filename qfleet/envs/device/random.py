@@ -38,6 +38,11 @@ def next_counters(counters: Tensor) -> Tensor:
     return counters + _signed(_STEP)
 
 
+def later_counters(counters: Tensor, steps: Tensor) -> Tensor:
+    """The counters so many steps on; int64 ``steps`` broadcast over them."""
+    return counters + steps * _signed(_STEP)
+
+
 def _mixed(bits: Tensor) -> Tensor:
     bits = (bits ^ _shifted(bits, 30)) * _signed(_MIX[0])
     bits = (bits ^ _shifted(bits, 27)) * _signed(_MIX[1])

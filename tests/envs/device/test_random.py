@@ -17,6 +17,7 @@ from qfleet.envs.device.random import (
     draw_bits,
     draw_uniform,
     first_counters,
+    later_counters,
     next_counters,
 )
 
@@ -173,3 +174,12 @@ def test_neighbouring_seeds_start_far_apart() -> None:
     undo = pow(GOLDEN, -1, 1 << 64)
     steps = [signed(difference * undo & ALL) for difference in apart]
     assert min(map(abs, steps)) > 10**6
+
+
+def test_later_counters_are_those_of_as_many_steps() -> None:
+    counters = first_counters(torch.arange(5))
+    steps = torch.arange(1, 8).view(-1, 1)
+    expected = []
+    for _ in range(7):
+        expected.append(next_counters(expected[-1] if expected else counters))
+    assert torch.equal(later_counters(counters, steps), torch.stack(expected))
