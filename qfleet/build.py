@@ -371,7 +371,10 @@ def prepare_learner(parts: Parts, memory: Memory) -> Choice:
 
     started_s = time.monotonic()
     key = tuning_key(config, device, learner.weights.describe(), at_once)
-    tuning = tune(candidates(config, device), may_compile(config, device), time_update, key)
+    key |= {"population": config.population, "fused": learner.is_fused}
+    # Kernels of our own have their precision already.
+    asked = config.replace(precision="tf32") if fused_by_choice(config, learner) else config
+    tuning = tune(candidates(asked, device), may_compile(config, device), time_update, key)
     update_s = time_update(tuning.choice)
     learner.load_state_dict(saved["learner"])
     memory.load_state_dict(saved["memory"])
@@ -386,6 +389,10 @@ def prepare_learner(parts: Parts, memory: Memory) -> Choice:
         f"({how}, {time.monotonic() - started_s:.0f} s)"
     )
     return tuning.choice
+
+
+def fused_by_choice(config: Config, learner: Learner) -> bool:
+    return learner.is_fused and config.precision == "auto"
 
 
 def updates_at_once(config: Config, most: int) -> int:

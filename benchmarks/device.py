@@ -1,0 +1,144 @@
+"""The device engine: PQN on MinAtar and CartPole beside what its two stages could do alone.
+
+    python benchmarks/device.py                          MinAtar Breakout, one agent and ten
+    python benchmarks/device.py --rows asterix cartpole
+    python benchmarks/device.py --rows games             all five games, ten agents each
+    python benchmarks/device.py --steps 200000           a short look
+
+Training time is that of the run's own clock: from the first step to the last, without evaluation,
+compiling and recording, which are printed apart. The rows that are named after one game have the
+environment of PureJaxQL (gymnax): no sticky actions, episodes of 1000 steps at most; ``games`` has
+MinAtar's own sticky actions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qfleet.config import Config
+from qfleet.presets import resolve
+from qfleet.run import Run, Sitting
+from qfleet.telemetry.aggregate import bootstrap_ci
+
+GAMES = ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders")
+NOT_STICKY = json.dumps({"sticky_action_prob": 0.0})
+PEER_S = {("Breakout", 1): 29.4, ("Breakout", 10): 92.0, ("Asterix", 1): 49.2}
+"""Seconds of PureJaxQL for 10M steps of every agent on an H200 (docs/performance.md)."""
+PEER_STEPS = 10_000_000
+
+
+def train(config: Config) -> dict[str, Any]:
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(config, Path(folder) / "run", Sitting())
+        ready_s = time.perf_counter() - start
+        notes = list(run.parts.notes)
+        run.go()
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    logged = [json.loads(line) for line in lines]
+    trained = [entry for entry in logged if entry.get("time/time_elapsed")]
+    assert run.evaluation is not None
+    returns = np.array(run.evaluation.returns).reshape(config.population, -1).mean(1)
+    return {
+        "ready_s": ready_s,
+        "train_s": trained[-1]["time/time_elapsed"],
+        "steps": trained[-1]["time/env_steps"],
+        "returns": returns.tolist(),
+        "curve": [
+            (entry["time/env_steps"], entry.get("rollout/ep_rew_mean")) for entry in trained
+        ],
+        "rates": None if run.stages is None else run.stages.as_dict(),
+        "notes": notes,
+    }
+
+
+def report(name: str, game: str, agents: int, row: dict[str, Any]) -> None:
+    returns = np.array(row["returns"])
+    line = f"{name:<24} {row['steps']:>11,} steps in {row['train_s']:6.2f} s"
+    line += f" ({agents * row['steps'] / row['train_s']:>11,.0f}/s)   ready in {row['ready_s']:.0f} s"
+    line += f"   greedy return {returns.mean():.1f}"
+    if agents > 1:
+        low, high = bootstrap_ci(returns)
+        line += f" [{low:.1f}, {high:.1f}] of {agents}"
+    peer_s = PEER_S.get((game, agents))
+    if peer_s is not None and row["steps"] >= 0.99 * PEER_STEPS:
+        row["times_peer"] = peer_s / row["train_s"]
+        line += f"   {row['times_peer']:.1f}× PureJaxQL's pace ({peer_s:.1f} s)"
+    print(line, flush=True)
+    rates = row["rates"]
+    if rates and rates.get("learner_only") and rates.get("env_only"):
+        alone_s = row["steps"] / rates["learner_only"] + row["steps"] / rates["env_only"]
+        print(f"    both stages alone, one after the other: {alone_s:.2f} s", flush=True)
+    for note in row["notes"]:
+        print(f"    {note}")
+    print(f"    of each agent: {[round(value, 1) for value in row['returns']]}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", nargs="+", default=["breakout", "breakout10"])
+    parser.add_argument("--steps", type=int, default=0, help="instead of the preset's")
+    parser.add_argument("--fields", default="{}", help="configuration fields, as JSON")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    options = parser.parse_args()
+    fields = {"eval_freq": 0, "n_eval_episodes": 128, "tensorboard": False, "engine": "device"}
+    fields |= json.loads(options.fields)
+    if options.steps:
+        fields["steps"] = options.steps
+    found: dict[str, Any] = {}
+
+    def run_row(name: str, env: str, agents: int, **more: Any) -> None:
+        config, _ = resolve(env, "pqn", fields={"population": agents, **more, **fields})
+        found[name] = train(config.validate())
+        report(name, env.removeprefix("MinAtar/").removesuffix("-v1"), agents, found[name])
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1))
+
+    for row in options.rows:
+        if row == "games":
+            for game in GAMES:
+                run_row(f"{game}, sticky", f"MinAtar/{game}-v1", 10)
+        elif row == "cartpole":
+            run_cartpole(found, fields)
+        else:
+            game = row.rstrip("0123456789")
+            agents = int(row.removeprefix(game) or 1)
+            names = {name.lower(): name for name in GAMES}
+            env = f"MinAtar/{names[game]}-v1"
+            run_row(row, env, agents, env_kwargs=NOT_STICKY)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+def run_cartpole(found: dict[str, Any], fields: dict[str, Any], seeds: int = 5) -> None:
+    """Seconds of training until an evaluation reaches 475, of several seeds in turn."""
+    seconds = []
+    for seed in range(seeds):
+        told = {**fields, "seed": seed, "target_return": 475.0, "eval_freq": 8192}
+        config, _ = resolve("CartPole-v1", "pqn", fields={**told, "n_eval_episodes": 20})
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.perf_counter()
+            run = Run(config.validate(), Path(folder) / "run", Sitting())
+            ready_s = time.perf_counter() - start
+            result = run.go()
+        reached = result.stopped_by == "target_return"
+        seconds.append(run.wall_s() if reached else float("inf"))
+        print(
+            f"CartPole seed {seed}: {result.env_steps:,} steps, {run.wall_s():.2f} s, "
+            f"{'475 reached' if reached else 'not reached'}, ready in {ready_s:.0f} s",
+            flush=True,
+        )
+    found["cartpole"] = {"seconds": seconds, "median": statistics.median(seconds)}
+    print(f"CartPole to 475: median {statistics.median(seconds):.2f} s of {seeds} seeds", flush=True)
+
+
+if __name__ == "__main__":
+    main()
