@@ -146,7 +146,7 @@ def learner_pair(
             target=make_network(config, IMAGES, CUDA, 0),
             memory=memory,
             objective=make_objective(config, CUDA, 2),
-            make_updater=lambda weights: make_updater(config, weights),
+            make_updater=lambda weights: make_updater(config, weights, unasked=True),
             clock=clock,
             timers=Timers(),
             device=CUDA,
@@ -381,7 +381,7 @@ def rollouts(final_eps: float, graphs: bool, compiled: bool) -> tuple[list[Any],
     made = make_tensor_env(config)
     network = make_network(config, made.spec, CUDA, 0)
     actor = TensorActor(
-        made, torch.arange(64), network.q_values, config, CUDA, 3, 8,
+        made, torch.arange(64), network.q_values, config, CUDA, [3], 8,
         channel=SameWeights(), timers=Timers(), resample_noise=network.resample_noise,
         compiled=compiled,
     )  # fmt: skip

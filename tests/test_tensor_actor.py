@@ -95,7 +95,7 @@ def tensor_actor_of(
         q_values,
         config,
         CPU,
-        seed,
+        [seed],
         max_rows,
         channel=SameWeights(),
         timers=Timers(),
@@ -280,7 +280,7 @@ def test_the_ladder_gives_every_env_its_own_epsilon() -> None:
 def test_noise_is_drawn_once_a_block() -> None:
     drawn: list[torch.Generator] = []
     actor = TensorActor(
-        Count(), torch.arange(2), constant(0), GREEDY, CPU, 5, 4,
+        Count(), torch.arange(2), constant(0), GREEDY, CPU, [5], 4,
         channel=SameWeights(), timers=Timers(), resample_noise=drawn.append,
     )  # fmt: skip
     for _ in range(3):
