@@ -27,9 +27,9 @@ from qfleet.telemetry.runs import RunData
 
 DATA = Path(__file__).parent / "data" / "curves.jsonl"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
-# The same for every row: the cartpole preset with a quarter of its batch, so that twelve rows times
-# five seeds are affordable, and 1-step returns where the row does not say more.
-SAME_FOR_ALL = {"batch_size": 64}
+# The same for every row with replay: the cartpole preset with a quarter of its batch, so that
+# twelve rows times five seeds are affordable, and 1-step returns where the row does not say more.
+SAME_WITH_REPLAY = {"batch_size": 64}
 # Slowest first, so that parallel workers finish together.
 SLOWEST_FIRST = ("munchausen-iqn", "iqn", "rainbow", "c51", "qr-dqn", "prioritized-dqn")
 
@@ -43,13 +43,14 @@ def train(algo: str, seed: int, fields: dict[str, Any]) -> dict[str, Any]:
         def on_evaluation(self, run: Any, evaluation: Any) -> None:
             points.append((run.parts.clock.env_steps, evaluation.mean))
 
+    same = SAME_WITH_REPLAY if ALGORITHMS[algo].get("replay", True) else {}
     config, _ = resolve(
         "CartPole-v1",
         algo,
         fields={
             "eval_freq": 2000, "n_eval_episodes": 20, "tensorboard": False, "seed": seed,
             "checkpoint_freq": 10**9, "n_steps": ALGORITHMS[algo].get("n_steps", 1),
-            **SAME_FOR_ALL, **fields,
+            **same, **fields,
         },
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

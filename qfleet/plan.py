@@ -179,9 +179,20 @@ def _try_engines(config: Config) -> tuple[str, str]:
     return engine, f"tried both: pipeline makes {gain:.2f}× the steps of serial here"
 
 
+def with_short_rollouts(config: Config) -> Config:
+    """The shortest rollouts at the same number of updates per step: whole ones may take minutes."""
+    rows, updates = config.train_freq // config.envs, config.gradient_steps
+    parts = max(n for n in range(1, rows // 2 + 1) if rows % n == 0 and updates % n == 0)
+    return config.replace(
+        train_freq=config.train_freq // parts, gradient_steps=updates // parts, block_rows=0
+    )
+
+
 def _trial_rate(config: Config) -> float:
     """Env steps per second of an engine while it learns."""
     config = _with_shape(config)
+    if not config.replay:
+        config = with_short_rollouts(config)
     least = (config.n_steps + 8) * config.envs + config.batch_size
     config = config.replace(
         steps=10**9,

@@ -17,7 +17,7 @@ from qfleet.errors import ConfigError
 from qfleet.learner import Learner
 from qfleet.loop import rows_per_block
 from qfleet.memory import Rollout
-from qfleet.plan import settle
+from qfleet.plan import settle, with_short_rollouts
 from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
@@ -98,6 +98,16 @@ def test_a_block_is_a_rollout_on_every_engine_and_in_one_burst_where_it_is_recor
         config, _ = settle(configure(engine=engine, vectorize="async"))
         assert rows_per_block(config) == 16
     assert updates_at_once(configure(gradient_steps=400), most=32) == 400
+
+
+def test_engines_are_tried_with_short_rollouts_at_the_same_ratio() -> None:
+    for changes in ({}, {"gradient_steps": 12}, {"envs": 32}, {"train_freq": 60, "envs": 4}):
+        config = configure(**{"batch_size": 60, "gradient_steps": 16, **changes})
+        config = config if "train_freq" in changes else config.replace(batch_size=16)
+        short = with_short_rollouts(config.validate()).validate()
+        assert short.updates_per_env_step == config.updates_per_env_step
+        assert short.train_freq <= config.train_freq
+    assert with_short_rollouts(configure()).train_freq == 8  # two rows of four envs
 
 
 # --- the parts --------------------------------------------------------------------------------

@@ -41,16 +41,16 @@ def cartpole_pqn() -> Config:
     """qfleet's own: a short search, told in docs/algorithms/pqn.md."""
     return _pqn().replace(
         env="CartPole-v1",
-        steps=200_000,
+        steps=80_000,
         envs=32,
         train_freq=2048,
-        gradient_steps=64,
-        batch_size=128,
+        gradient_steps=128,
+        batch_size=64,
         td_lambda=0.95,
-        learning_rate=2e-3,
+        learning_rate=4e-3,
         exploration_fraction=0.2,
         net_arch=(64, 64),
-        eval_freq=10_000,
+        eval_freq=5000,
     )
 
 
