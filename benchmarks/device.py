@@ -52,9 +52,7 @@ def train(config: Config) -> dict[str, Any]:
         "train_s": trained[-1]["time/time_elapsed"],
         "steps": trained[-1]["time/env_steps"],
         "returns": returns.tolist(),
-        "curve": [
-            (entry["time/env_steps"], entry.get("rollout/ep_rew_mean")) for entry in trained
-        ],
+        "curve": [(entry["time/env_steps"], entry.get("rollout/ep_rew_mean")) for entry in trained],
         "rates": None if run.stages is None else run.stages.as_dict(),
         "notes": notes,
     }
@@ -63,7 +61,9 @@ def train(config: Config) -> dict[str, Any]:
 def report(name: str, game: str, agents: int, row: dict[str, Any]) -> None:
     returns = np.array(row["returns"])
     line = f"{name:<24} {row['steps']:>11,} steps in {row['train_s']:6.2f} s"
-    line += f" ({agents * row['steps'] / row['train_s']:>11,.0f}/s)   ready in {row['ready_s']:.0f} s"
+    line += (
+        f" ({agents * row['steps'] / row['train_s']:>11,.0f}/s)   ready in {row['ready_s']:.0f} s"
+    )
     line += f"   greedy return {returns.mean():.1f}"
     if agents > 1:
         low, high = bootstrap_ci(returns)
@@ -75,7 +75,8 @@ def report(name: str, game: str, agents: int, row: dict[str, Any]) -> None:
     print(line, flush=True)
     rates = row["rates"]
     if rates and rates.get("learner_only") and rates.get("env_only"):
-        alone_s = row["steps"] / rates["learner_only"] + row["steps"] / rates["env_only"]
+        steps = agents * row["steps"]
+        alone_s = steps / rates["learner_only"] + steps / rates["env_only"]
         print(f"    both stages alone, one after the other: {alone_s:.2f} s", flush=True)
     for note in row["notes"]:
         print(f"    {note}")
@@ -137,7 +138,9 @@ def run_cartpole(found: dict[str, Any], fields: dict[str, Any], seeds: int = 5) 
             flush=True,
         )
     found["cartpole"] = {"seconds": seconds, "median": statistics.median(seconds)}
-    print(f"CartPole to 475: median {statistics.median(seconds):.2f} s of {seeds} seeds", flush=True)
+    print(
+        f"CartPole to 475: median {statistics.median(seconds):.2f} s of {seeds} seeds", flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -372,16 +372,20 @@ def prepare_learner(parts: Parts, memory: Memory) -> Choice:
     started_s = time.monotonic()
     key = tuning_key(config, device, learner.weights.describe(), at_once)
     key |= {"population": config.population, "fused": learner.is_fused}
-    # Kernels of our own have their precision already.
-    asked = config.replace(precision="tf32") if fused_by_choice(config, learner) else config
-    tuning = tune(candidates(asked, device), may_compile(config, device), time_update, key)
+    options, compiles = candidates(config, device), may_compile(config, device)
+    if learner.is_fused:
+        # Kernels of our own have their precision already, and leave little to compile: a third of
+        # a second of ten million steps, which costs more than ten to get.
+        options = [Choice("fp32" if config.precision == "fp32" else "tf32", compiled=False)]
+        compiles = config.compile == "on"
+    tuning = tune(options, compiles, time_update, key)
     update_s = time_update(tuning.choice)
     learner.load_state_dict(saved["learner"])
     memory.load_state_dict(saved["memory"])
     parts.timers[0].load_state_dict({})  # what was tried out is no part of the run
     failures = {f.name: f.failure for f in learner.compilables() if f.failure is not None}
     parts.tuning = dataclasses.replace(tuning, failed={**tuning.failed, **failures})
-    parts.learner_only = 1 / update_s / config.updates_per_env_step
+    parts.learner_only = config.population / update_s / config.updates_per_env_step
     how = "known" if tuning.from_cache else "tuned"
     recorded = f"{at_once} updates a launch" if record_them else "not recorded"
     parts.notes.append(
@@ -389,10 +393,6 @@ def prepare_learner(parts: Parts, memory: Memory) -> Choice:
         f"({how}, {time.monotonic() - started_s:.0f} s)"
     )
     return tuning.choice
-
-
-def fused_by_choice(config: Config, learner: Learner) -> bool:
-    return learner.is_fused and config.precision == "auto"
 
 
 def updates_at_once(config: Config, most: int) -> int:

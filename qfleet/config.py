@@ -304,7 +304,12 @@ class Config:
         )
         if self.population != 1:
             self._validate_population()
-        _require(self.population != 1 or json.loads(self.vary) == {}, "vary", self.vary, "is for --population")
+        _require(
+            self.population != 1 or json.loads(self.vary) == {},
+            "vary",
+            self.vary,
+            "is for --population",
+        )
         _require(
             not self.lockstep or self.env_groups <= 1,
             "env_groups",

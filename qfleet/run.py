@@ -166,7 +166,8 @@ class Run:
             ENGINES[self.config.engine](self.parts, self._keep_going)
             since_s, since_steps = self._learning_since or (self._started_s, resumed)
             working_s = max(time.monotonic() - since_s - self._aside_s, 1e-9)
-            self._end_to_end = (self.parts.clock.env_steps - since_steps) / working_s
+            steps = self.config.population * (self.parts.clock.env_steps - since_steps)
+            self._end_to_end = steps / working_s
             self._finish()
             self._measure_stages()
         except QfleetError as error:
@@ -272,7 +273,8 @@ class Run:
             "rollout/ep_rew_mean": float(np.mean(returns)) if returns else None,
             "rollout/ep_len_mean": float(np.mean(lengths)) if lengths else None,
             "rollout/exploration_rate": self.parts.collector.exploration_rate(),
-            "time/fps": (clock.env_steps - steps_then) / max(now - then, 1e-9),
+            # Of all agents together, where there are several.
+            "time/fps": config.population * (clock.env_steps - steps_then) / max(now - then, 1e-9),
             "time/env_steps": clock.env_steps,
             "time/frames": clock.frames,
             "time/time_elapsed": self.wall_s(),

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-
 ROW_ALIGNMENT = 16
 """Weights of a population's row are filled up to a multiple of this many, so that kernels can load
 every row in whole words; what is filled in stays 0."""

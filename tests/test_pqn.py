@@ -134,7 +134,7 @@ def make_learner(config: Config, unasked: bool) -> tuple[Learner, Rollout, Clock
         config.gamma,
         config.td_lambda,
         lambda obs: learner.best_values(obs),
-        torch.Generator().manual_seed(1),
+        [1],
         CPU,
         batch_size=config.batch_size,
         epochs=config.gradient_steps * config.batch_size // config.train_freq,
@@ -145,7 +145,7 @@ def make_learner(config: Config, unasked: bool) -> tuple[Learner, Rollout, Clock
         target=online,
         memory=memory,
         objective=make_objective(config, CPU, 2),
-        make_updater=lambda weights: make_updater(config, weights),
+        make_updater=lambda weights: make_updater(config, weights, unasked=True),
         clock=clock,
         timers=Timers(),
         device=CPU,
@@ -245,7 +245,7 @@ def test_in_lockstep_the_pipeline_is_serial_bit_for_bit(
     _, serial = state_after(configure(**changes))
     parts, pipeline = state_after(configure(engine="pipeline", lockstep=True, **changes))
     assert parts.clock.updates == 80
-    for name in ("weights", "frames", "flags", "returns", "order", "generator"):
+    for name in ("weights", "frames", "flags", "returns", "order", "shuffles"):
         assert torch.equal(serial[name], pipeline[name]), name
 
 

@@ -33,7 +33,7 @@ def make_pair(config: Config, unasked: bool) -> tuple[Learner, Ring, Clock]:
         target=make_network(config, SPEC, CPU, 0),
         memory=memory,
         objective=make_objective(config, CPU, 2),
-        make_updater=lambda weights: make_updater(config, weights),
+        make_updater=lambda weights: make_updater(config, weights, unasked=True),
         clock=clock,
         timers=Timers(),
         device=CPU,

@@ -30,9 +30,7 @@ BOARD = 10
 """Side of the boards that the kernels are written for."""
 
 
-def fuse(
-    config: Config, spec: EnvSpec, network: QNetwork, device: torch.device
-) -> FusedCNN | None:
+def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device) -> FusedCNN | None:
     """The kernels for this network, or None where they do not fit it or the machine."""
     one = network.template if isinstance(network, Population) else network
     torso, head = one.torso, one.head
@@ -57,7 +55,9 @@ def fuse(
     precision: Literal["tf32", "ieee"] = "ieee" if config.precision == "fp32" else "tf32"
     sizes = [parameter.numel() for parameter in one.parameters()]
     offsets = [0, *itertools.accumulate(sizes)]
-    return FusedCNN(tuple(offsets[:-1]), agents, spec.obs_shape[0], spec.num_actions, precision, device)
+    return FusedCNN(
+        tuple(offsets[:-1]), agents, spec.obs_shape[0], spec.num_actions, precision, device
+    )
 
 
 def _stride(rows: Tensor) -> int:
@@ -159,7 +159,7 @@ class FusedCNN:
             ACTIONS=self._actions, AT=self._at, ROWS=JUDGED_TOGETHER, HUBER=huber, num_warps=2,
         )  # fmt: skip
         kernels.retrace[(self._agents, DENSE_PIECES + conv_programs)](
-            obs, weights, _stride(weights), self._buffer("features", everyone), 
+            obs, weights, _stride(weights), self._buffer("features", everyone),
             self._buffer("normed", everyone), self._buffer("inverse", everyone), slope, grad,
             conv_sums, samples,
             BOARDS=self._boards, TAPS=self._taps, AT=self._at, PRECISION=self._precision,

@@ -2,7 +2,7 @@
 
 It is what the ``serial`` engine is held against (tests/equivalence), and what a student may read
 after ``reference_dqn.py``. It shares with the rest of qfleet only the configuration's field names,
-the derivation of seeds and the network module; returns are found by recursion from their definition
+random numbers and the network module; returns are found by recursion from their definition
 and torch's own RAdam takes the steps.
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from qfleet.build import Seeds
 from qfleet.config import Config
 from qfleet.core import EnvSpec
+from qfleet.envs.device.random import draw_bits, first_counters, next_counters
 from qfleet.envs.seeding import env_seeds
 from qfleet.networks import build_network
 
@@ -50,7 +51,7 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
     radam = torch.optim.RAdam(weights, config.learning_rate, eps=config.optimizer_eps)
 
     draws = np.random.default_rng(seeds.actor)
-    shuffling = torch.Generator().manual_seed(seeds.memory)
+    shuffling = first_counters(torch.tensor([seeds.memory]))
     chosen_seeds = env_seeds(seeds.envs, count)
     obs = [env.reset(seed=seed)[0] for env, seed in zip(envs, chosen_seeds, strict=True)]
     rows: list[list[Row]] = [[] for _ in envs]
@@ -85,6 +86,7 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
         goals = [_lambda_returns(own, network, config) for own in rows]
         done = (env_steps + length * count) / config.steps
         radam.param_groups[0]["lr"] = config.learning_rate * (1.0 - done)
+        shuffling = next_counters(shuffling)
         order = _order(config, length, shuffling)
         for start in range(0, len(order), config.batch_size):
             picks = order[start : start + config.batch_size]
@@ -131,10 +133,9 @@ def _lambda_returns(rows: list[Row], network: Any, config: Config) -> list[float
     return [from_row(t) for t in range(len(rows) - 1)]
 
 
-def _order(config: Config, length: int, generator: torch.Generator) -> list[int]:
+def _order(config: Config, length: int, counter: Tensor) -> list[int]:
     """Row · envs + env, each once per epoch, shuffled by sorting random numbers."""
     epochs = config.gradient_steps * config.batch_size // config.train_freq
-    keys = torch.rand((epochs, 1, length * config.envs), generator=generator)
-    return [
-        pick for epoch in keys[:, 0].tolist() for pick in np.argsort(epoch, kind="stable").tolist()
-    ]
+    of_each = first_counters(counter + torch.arange(length * config.envs))
+    keys = [draw_bits(of_each, epoch).numpy() for epoch in range(epochs)]
+    return [pick for own in keys for pick in np.argsort(own, kind="stable").tolist()]

@@ -47,13 +47,14 @@ def make(
     num_envs: int,
     stack: int = 1,
     *,
-    gamma: float | Tensor = GAMMA,
-    td_lambda: float | Tensor = LAMBDA,
+    gamma: float = GAMMA,
+    td_lambda: float = LAMBDA,
     values: Callable[[Tensor], Tensor] = worth,
     agents: int = 1,
     batch_size: int = 1,
     epochs: int = 1,
     rows: int = ROWS,
+    first_seed: int = 3,
 ) -> Rollout:
     return Rollout(
         make_spec(stack),
@@ -62,9 +63,8 @@ def make(
         gamma,
         td_lambda,
         values,
-        torch.Generator().manual_seed(3),
+        range(first_seed, first_seed + agents),
         CPU,
-        agents,
         batch_size=batch_size,
         epochs=epochs,
     )
@@ -258,7 +258,9 @@ def test_each_agent_has_its_own_order_and_sees_each_of_its_starts_once_per_epoch
 
 def test_envs_have_their_own_discount_and_lambda() -> None:
     gamma, td_lambda = torch.tensor([0.5, 0.9, 0.9]), torch.tensor([0.2, 0.2, 1.0])
-    together = make(3, gamma=gamma, td_lambda=td_lambda)
+    together = make(3)
+    together.gamma.copy_(gamma)
+    together.td_lambda.copy_(td_lambda)
     block = random_block(ROWS, 3, 5)
     together.extend(block)
     batch = together.sample(15, 1.0)
@@ -270,6 +272,22 @@ def test_envs_have_their_own_discount_and_lambda() -> None:
         mine = batch.index % 3 == env
         found = batch.reward[mine][batch.index[mine].argsort()]
         torch.testing.assert_close(found, expected.reward[expected.index.argsort()])
+
+
+def test_an_agents_order_is_its_own_however_many_there_are() -> None:
+    """Agents side by side draw what each would draw alone, with its own seed."""
+    together = make(6, agents=3, batch_size=5, epochs=2)
+    block = random_block(ROWS, 6, 5)
+    together.extend(block)
+    batch = together.sample(60, 1.0)
+    action = batch.action.view(-1, 3, 5)
+    for agent in range(3):
+        alone = make(2, batch_size=5, epochs=2, first_seed=3 + agent)
+        columns = slice(2 * agent, 2 * agent + 2)
+        alone.extend(
+            Block(block.obs[:, columns], *(getattr(block, n)[:, columns] for n in COLUMNS))
+        )
+        assert torch.equal(action[:, agent].reshape(-1), alone.sample(20, 1.0).action)
 
 
 COLUMNS = ("action", "reward", "flags")

@@ -239,9 +239,7 @@ def _add_lines(sums, count, width, known, LINE: tl.constexpr):
 def _gather_convolution(sums, into, count, line, BOARDS: tl.constexpr, TAPS: tl.constexpr,
                         AT: tl.constexpr):  # fmt: skip
     channel = tl.arange(0, CHANNELS)
-    total = _add_lines(
-        sums + line * CHANNELS, count, (TAPS + 3) * CHANNELS, CHANNELS, CHANNELS
-    )
+    total = _add_lines(sums + line * CHANNELS, count, (TAPS + 3) * CHANNELS, CHANNELS, CHANNELS)
     if line < BOARDS * 9:
         tl.store(into + AT[0] + channel * (BOARDS * 9) + line, total)
     if line >= TAPS:
