@@ -279,6 +279,9 @@ def _act_on_the_device(parts: Parts, env: TensorEnv, place: Placement) -> None:
         config.graphs,
     )
     if place.unasked:
+        learner.online.eval()
+        parts.evaluator.prepare()  # now, not in the middle of the run
+        learner.online.train()
         # Where nobody waits for the device, the seconds that the host spends say nothing.
         parts.measure_collecting = actor.rate
         recorded = config.graphs and why_no_graphs(device) is None

@@ -69,21 +69,24 @@ class TensorEvaluator:
     @torch.no_grad()
     def play(self, give_up: Callable[[], bool] = lambda: False) -> Played | None:
         """Every episode to its end; None if ``give_up``, asked once a chunk, said yes before."""
-        if self._launch is None:
-            # Not before it is needed: whether the network is in training mode is recorded too.
-            self._launch = self._chunk
-            if self._graphs:
-                self._launch = record(self._chunk, self._device, (), "evaluation")
+        launch = self._launch or self.prepare()
         self._restart()
         while bool(self._playing.any()):
             if give_up():
                 return None
-            self._launch()
+            launch()
         # Copies even where the device is the host: the next evaluation writes to the same place.
         played = Played(*(t.to("cpu", copy=True) for t in (self._returns, self._lengths)))
         if not bool(played.returns.isfinite().all()):
             raise EnvironmentFault(f"'{self._env.spec.env_id}' gave a NaN or Inf in an evaluation")
         return played
+
+    def prepare(self) -> Callable[[], None]:
+        """Record a chunk, where the device can, with the network in the mode that it has now."""
+        self._launch = self._chunk
+        if self._graphs:
+            self._launch = record(self._chunk, self._device, (), "evaluation")
+        return self._launch
 
     def _restart(self) -> None:
         copy_episodes(self._episodes, begin_episodes(self._env, self._seeds))
