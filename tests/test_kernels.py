@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor
 
 import qfleet
 from qfleet.accelerator.fused_cnn import fuse
-from qfleet.build import build, make_networks, make_objective, make_updater
+from qfleet.accelerator.tuning import Choice, apply_choice
+from qfleet.build import TorchSettings, build, make_networks, make_objective, make_updater
 from qfleet.config import Config
 from qfleet.core import Batch
 from qfleet.engines.device import run_device
@@ -30,6 +32,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    """What kernels are held against must not round to TF32, as torch's convolutions like to."""
+    settings = TorchSettings()
+    apply_choice(Choice("fp32", compiled=False), [], [])
+    yield
+    settings.restore()
 
 
 def configure(env: str = "MinAtar/Breakout-v1", **fields: object) -> Config:
