@@ -87,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", default=["breakout", "breakout10"])
     parser.add_argument("--steps", type=int, default=0, help="instead of the preset's")
+    parser.add_argument("--seeds", type=int, default=5, help="of the CartPole row")
     parser.add_argument("--fields", default="{}", help="configuration fields, as JSON")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
@@ -108,7 +109,7 @@ def main() -> None:
             for game in GAMES:
                 run_row(f"{game}, sticky", f"MinAtar/{game}-v1", 10)
         elif row == "cartpole":
-            run_cartpole(found, fields)
+            run_cartpole(found, fields, options.seeds)
         else:
             game = row.rstrip("0123456789")
             agents = int(row.removeprefix(game) or 1)
@@ -119,7 +120,7 @@ def main() -> None:
         options.json.write_text(json.dumps(found, indent=1))
 
 
-def run_cartpole(found: dict[str, Any], fields: dict[str, Any], seeds: int = 5) -> None:
+def run_cartpole(found: dict[str, Any], fields: dict[str, Any], seeds: int) -> None:
     """Seconds of training until an evaluation reaches 475, of several seeds in turn."""
     seconds = []
     for seed in range(seeds):
