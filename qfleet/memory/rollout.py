@@ -89,8 +89,9 @@ class Rollout:
         self._add_up = Compilable(self._returns_of)
         self._gather_columns = Compilable(self._columns_at, is_sized=True)
         obs_bytes = 4 * math.prod(spec.obs_shape) * max(1, spec.num_obs_values)
-        starts = rows * num_envs
-        self._valued_at_once = max(1, VALUED_BYTES // obs_bytes) if device.type == "cpu" else starts
+        on_host = max(1, VALUED_BYTES // (obs_bytes * num_envs))
+        self._valued_at_once = on_host if device.type == "cpu" else rows
+        """Rows."""
 
     def __len__(self) -> int:
         """Transitions whose next observation is known."""
@@ -183,12 +184,17 @@ class Rollout:
     def _find_returns(self) -> Tensor:
         """λ-returns of all starts, ``[rows * num_envs]``."""
         first = self._first_start + self.num_envs
-        following = torch.arange(first, self._slots, device=self.device)
-        values = [
-            self._values(self._observe(s)) for s in torch.split(following, self._valued_at_once)
-        ]
-        returns: Tensor = self._add_up(torch.cat(values).view(self.rows, self.num_envs))
+        following = torch.arange(first, self._slots, device=self.device).view(self.rows, -1)
+        values = [self._values_at(slots) for slots in torch.split(following, self._valued_at_once)]
+        returns: Tensor = self._add_up(torch.cat(values))
         return returns
+
+    def _values_at(self, slots: Tensor) -> Tensor:
+        """Best values at whole rows of slots; a population's are asked for agent by agent."""
+        own = (len(slots), self._agents, -1)
+        by_agent = slots.view(own).transpose(0, 1).reshape(-1)
+        values: Tensor = self._values(self._observe(by_agent))
+        return values.view(self._agents, len(slots), -1).transpose(0, 1).reshape(slots.shape)
 
     def _returns_of(self, ahead: Tensor) -> Tensor:
         """G_t = r_t + γ ((1 − λ) v(t+1) + λ G_{t+1}) from the values that lie ahead of each start.

@@ -274,20 +274,28 @@ def test_envs_have_their_own_discount_and_lambda() -> None:
         torch.testing.assert_close(found, expected.reward[expected.index.argsort()])
 
 
-def test_an_agents_order_is_its_own_however_many_there_are() -> None:
-    """Agents side by side draw what each would draw alone, with its own seed."""
-    together = make(6, agents=3, batch_size=5, epochs=2)
+def test_an_agent_draws_and_values_as_if_it_were_alone() -> None:
+    """Agents side by side: each has its own order, and its own network values what it saw."""
+
+    def of_three(obs: Tensor) -> Tensor:
+        return (worth(obs).view(3, -1) * torch.tensor([[1.0], [2.0], [3.0]])).view(-1)
+
+    together = make(6, agents=3, batch_size=5, epochs=2, values=of_three)
     block = random_block(ROWS, 6, 5)
     together.extend(block)
     batch = together.sample(60, 1.0)
-    action = batch.action.view(-1, 3, 5)
     for agent in range(3):
-        alone = make(2, batch_size=5, epochs=2, first_seed=3 + agent)
+        alone = make(
+            2, batch_size=5, epochs=2, first_seed=3 + agent,
+            values=lambda obs, factor=agent + 1.0: worth(obs) * factor,
+        )  # fmt: skip
         columns = slice(2 * agent, 2 * agent + 2)
-        alone.extend(
-            Block(block.obs[:, columns], *(getattr(block, n)[:, columns] for n in COLUMNS))
-        )
-        assert torch.equal(action[:, agent].reshape(-1), alone.sample(20, 1.0).action)
+        others = (getattr(block, name)[:, columns] for name in COLUMNS)
+        alone.extend(Block(block.obs[:, columns], *others))
+        expected = alone.sample(20, 1.0)
+        for name in ("action", "reward", "weight"):
+            found = getattr(batch, name).view(-1, 3, 5)[:, agent].reshape(-1)
+            torch.testing.assert_close(found, getattr(expected, name))
 
 
 COLUMNS = ("action", "reward", "flags")
