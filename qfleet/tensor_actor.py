@@ -68,13 +68,20 @@ def ring_places(over: Tensor, before: Tensor, size: int) -> tuple[Tensor, Tensor
     return torch.where(kept, at % size, size), total
 
 
+def running_sums(before: Tensor, reward: Tensor, opened: Tensor) -> Tensor:
+    """Sums of rewards ``[T, N]`` row by row, float64, from ``before`` ``[N]``; 0 where opened."""
+    total = before + reward.double().cumsum(0)
+    row = torch.arange(len(reward), device=reward.device).unsqueeze(1)
+    last_opened = torch.where(opened, row, -1).cummax(0).values
+    at_opening = total.gather(0, last_opened.clamp(min=0))
+    return total - torch.where(last_opened < 0, 0.0, at_opening)
+
+
 class _Now(NamedTuple):
     """What a step starts from and leaves."""
 
     episodes: Episodes
     obs: Tensor
-    returns: Tensor
-    """float64 ``[N]``, unclipped, of the running episodes."""
 
 
 class _Row(NamedTuple):
@@ -89,7 +96,6 @@ class _Row(NamedTuple):
     over: Tensor
     steps: Tensor
     """Of the episode, this one included; 0: the observation that followed opens one."""
-    returns: Tensor
 
 
 class TensorActor:
@@ -126,11 +132,9 @@ class TensorActor:
         with torch.no_grad():
             # Recorded kernels read and write fixed places, so these are copied into, not replaced.
             episodes = hold_episodes(begin_episodes(env, seeds.to(device)))
-            self._now = _Now(
-                episodes,
-                env.observe(episodes.inner).clone(),
-                torch.zeros(n, dtype=torch.float64, device=device),
-            )
+            self._now = _Now(episodes, env.observe(episodes.inner).clone())
+            self._returns = torch.zeros(n, dtype=torch.float64, device=device)
+            """Unclipped, of the running episodes."""
             own = [explorer_counters(seed, self._own, device) for seed in seeds_of_agents]
             self._explorers = torch.cat(own)
             """The actor's own counters."""
@@ -208,8 +212,8 @@ class TensorActor:
 
     def _changing(self) -> list[Tensor]:
         """All that outlives a block, but for the block itself."""
-        episodes, obs, returns = self._now
-        ours = [obs, returns, self._explorers, self._finished, self._totals]
+        episodes, obs = self._now
+        ours = [obs, self._returns, self._explorers, self._finished, self._totals]
         return [*episodes.inner.values(), *episodes[1:], *ours]
 
     @torch.no_grad()
@@ -226,18 +230,16 @@ class TensorActor:
             told.append(seen)
         self._write(told, opening)
         copy_episodes(self._now.episodes, now.episodes)
-        for kept, new in zip(self._now[1:], now[1:], strict=True):
-            kept.copy_(new)
+        self._now.obs.copy_(now.obs)
         self._explorers.copy_(counters[-1])
 
     def _step_of(
         self, now: _Now, q: Tensor, explores: Tensor, anything: Tensor
     ) -> tuple[_Now, _Row]:
-        episodes, obs, returns = now
+        episodes, obs = now
         best, greedy = q.max(dim=1)
         action = torch.where(explores, anything, greedy)
         after, step = step_episodes(self._env, episodes, action)
-        returns = torch.where(step.opened, 0.0, returns + step.reward)
         row = _Row(
             obs,
             action,
@@ -247,9 +249,8 @@ class TensorActor:
             step.opened,
             after.over,
             after.steps,
-            returns,
         )
-        return _Now(after, step.obs, returns), row
+        return _Now(after, step.obs), row
 
     def _write(self, told: list[_Row], opening: Tensor) -> None:
         """The rows just collected: what can be worked out once per block is not done per row."""
@@ -262,15 +263,17 @@ class TensorActor:
         if obs.is_floating_point():
             bad = bad + obs.isfinite().logical_not_().sum()
         self._totals[1] += bad
+        opened = torch.stack([row.opened for row in told])
+        returns = running_sums(self._returns, reward, opened)
+        self._returns.copy_(returns[-1])
         if self._config.clip_rewards:
             reward.sign_()
         steps = torch.stack([row.steps for row in told])
         terminated = torch.stack([row.terminated for row in told])
-        opened = torch.stack([row.opened for row in told])
         first = torch.cat((opening.unsqueeze(0), steps[:-1] == 0))
         block.flags[:rows] = terminated * TERMINATED + opened * SKIP + first * FIRST
         over = torch.stack([row.over for row in told])
-        self._file(over, torch.stack([row.returns for row in told]), steps)
+        self._file(over, returns, steps)
 
     def _file(self, over: Tensor, returns: Tensor, steps: Tensor) -> None:
         """Put the episodes that ended, in their order, into the ring of finished ones."""
@@ -333,11 +336,11 @@ class TensorActor:
     def state_dict(self) -> StateDict:
         """Everything. Tensors are the actor's own: write them out before collecting."""
         self._drain()
-        episodes, _, returns = self._now
+        episodes, _ = self._now
         return {
             "noise": self._noise.get_state(),
             "envs": {**episodes._asdict(), "inner": dict(episodes.inner)},
-            "returns": returns,
+            "returns": self._returns,
             "explorers": self._explorers,
             "episodes": [[e.env, e.reward, e.length] for e in self._waiting],
         }
@@ -349,7 +352,7 @@ class TensorActor:
         restore_generator(self._noise, state["noise"])
         copy_episodes(self._now.episodes, Episodes(**{k: envs[k] for k in Episodes._fields}))
         self._now.obs.copy_(self._env.observe(self._now.episodes.inner))
-        self._now.returns.copy_(state["returns"])
+        self._returns.copy_(state["returns"])
         self._explorers.copy_(state["explorers"])
         self._waiting = [Episode(*fields) for fields in state["episodes"]]
         return True

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qfleet.accelerator.compiling import Compilable, switch
+from qfleet.accelerator.compiling import PLAINER, Compilable, switch
 from qfleet.accelerator.tuning import (
     Choice,
     apply_choice,
@@ -219,10 +219,15 @@ class Compiler:
     def __init__(self, then: Callable[..., Any]) -> None:
         self._then = then
         self.compiled: list[Callable[..., Any]] = []
+        self.options: list[dict[str, Any] | None] = []
 
-    def __call__(self, function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+    def __call__(
+        self, function: Callable[..., Any], dynamic: bool, options: dict[str, Any] | None
+    ) -> Callable[..., Any]:
         assert dynamic is False
+        assert options is None or set(options) <= set(torch._inductor.list_options())
         self.compiled.append(function)
+        self.options.append(options)
         return self._then
 
 
@@ -252,7 +257,24 @@ def test_what_cannot_be_compiled_stays_plain_and_says_why(monkeypatch: pytest.Mo
     assert [function(torch.ones(1)).item() for _ in range(3)] == [2, 2, 2]
     assert function.failure == "RuntimeError: Unsupported: call of a generator"
     assert function.name == "double"
-    assert len(compiler.compiled) == 1  # it is not tried again
+    assert compiler.options == [None, PLAINER]  # then it is not tried again
+
+
+def test_what_is_too_much_for_the_compiler_is_tried_again_in_smaller_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler = Compiler(refuse)
+
+    def second_try(*arguments: Any, **options: Any) -> Callable[..., Any]:
+        compiler._then = refuse if options["options"] is None else lambda x: x * 3
+        return compiler(*arguments, **options)
+
+    monkeypatch.setattr(torch, "compile", second_try)
+    function = Compilable(double)
+    function.on = True
+    assert [function(torch.ones(1)).item() for _ in range(2)] == [3, 3]
+    assert function.failure is None
+    assert compiler.options == [None, PLAINER]
 
 
 def test_a_torch_without_a_compiler_is_a_failure_like_any_other(

@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+PLAINER: dict[str, Any] = {"triton.persistent_reductions": False, "max_fusion_size": 16}
+"""Options for a second try, with smaller kernels of a plainer kind: a step of MinAtar's Asterix was
+one kernel that Triton could not finish."""
+
 
 class Compilable:
     """A function of tensors, with a switch. Compilation happens at the first call behind it.
@@ -26,16 +30,20 @@ class Compilable:
             return self._plain(*arguments)
         if self._compiled is not None:
             return self._compiled(*arguments)
-        try:
-            # Shapes never change within a run, and code for one shape is the quickest.
-            compiled = torch.compile(self._plain, dynamic=False)
-            result = compiled(*arguments)
-        except Exception as error:  # a compiler fails in many ways, all of them before it runs
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            self.failure = f"{type(error).__name__}: {lines[0] if lines else '?'}"
-            return self._plain(*arguments)
-        self._compiled = compiled
-        return result
+        failures = []
+        for options in (None, PLAINER):
+            try:
+                # Shapes never change within a run, and code for one shape is the quickest.
+                compiled = torch.compile(self._plain, dynamic=False, options=options)
+                result = compiled(*arguments)
+            except Exception as error:  # a compiler fails in many ways, all of them before it runs
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                failures.append(f"{type(error).__name__}: {lines[0] if lines else '?'}")
+                continue
+            self._compiled = compiled
+            return result
+        self.failure = failures[0]
+        return self._plain(*arguments)
 
     @property
     def name(self) -> str:
