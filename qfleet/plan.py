@@ -34,7 +34,7 @@ longer blocks learning and collecting get in each other's way for longer: Pong a
 steps ran at 1.13 of serial on two cores with blocks of 64, and at 0.83 with blocks of 256."""
 MOST_ROWS = 4
 """Of a block; the weights that act are up to two blocks old."""
-DEVICE_ENVS, HOST_TENSOR_ENVS = 1024, 64
+DEVICE_ENVS, HOST_TENSOR_ENVS = 128, 64
 """Tensor envs that step together on the device engine, on an accelerator and on a CPU: a guess,
 not measured. A step is some dozens of small kernels, whose launches must be spread over many envs.
 """

@@ -284,7 +284,7 @@ def test_tensor_envs_step_on_the_accelerator() -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"envs": 0, "buffer_size": 10**6}, ("device", 1024, 1, 1)),
+        ({"envs": 0, "buffer_size": 10**6}, ("device", 128, 1, 2)),
         ({"envs": 1, "train_freq": 64}, ("device", 1, 1, 64)),
         ({"envs": 4, "train_freq": 64}, ("device", 4, 1, 32)),
         ({"envs": 4, "block_rows": 5}, ("device", 4, 1, 5)),

@@ -26,6 +26,8 @@ SIDE, WIDTH, CHANNELS, TILE = 8, 128, 16, 16
 JUDGED_TOGETHER = 8
 """Samples per program between forward and backward pass: few, so that many programs share them."""
 DENSE_PIECES = 32
+MOST_SAMPLES = 2**20
+"""Kernels count places in 32 bits, and a sample has 1024 features."""
 BOARD = 10
 """Side of the boards that the kernels are written for."""
 
@@ -48,6 +50,7 @@ def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device)
         and isinstance(head, QHead)
         and not (config.dueling or config.noisy)
         and config.batch_size % TILE == 0
+        and config.batch_size * config.population <= MOST_SAMPLES
     )
     if not fits:
         return None
@@ -95,11 +98,11 @@ class FusedCNN:
         return self._buffers[key]
 
     def takes(self, samples: int) -> bool:
-        """Whether so many samples of all agents together come in whole tiles."""
-        return samples % (self._agents * TILE) == 0
+        """Whether so many samples of all agents together come in whole tiles, and not too many."""
+        return samples % (self._agents * TILE) == 0 and samples <= MOST_SAMPLES
 
     def _convolve(self, weights: Tensor, obs: Tensor, keep: bool) -> Tensor:
-        everyone = obs.shape[0]
+        obs, everyone = obs.contiguous(), obs.shape[0]
         partial = self._buffer("partial", SIDE * everyone, WIDTH)
         kept: list[Tensor] = [partial, partial, partial]
         if keep:
@@ -142,7 +145,7 @@ class FusedCNN:
 
         Returns what was predicted of each sample, and by how much too high.
         """
-        everyone = obs.shape[0]
+        obs, everyone = obs.contiguous(), obs.shape[0]
         samples = everyone // self._agents
         kernels: Any = self._kernels
         partial = self._convolve(weights, obs, keep=True)

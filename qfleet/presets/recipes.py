@@ -188,11 +188,14 @@ def pong() -> Config:
 
 
 def minatar_dqn() -> Config:
-    """Young and Tian 2019 (1903.03176), with Adam where they have centred RMSProp."""
+    """Young and Tian 2019 (1903.03176), with Adam where they have centred RMSProp.
+
+    They have one env; here there are as many as suit the engine, at the same replay ratio.
+    """
     return Config(
         env="MinAtar/Breakout-v1",
         steps=5_000_000,
-        envs=8,
+        envs=0,
         network="minatar",
         learning_rate=2.5e-4,
         batch_size=32,
