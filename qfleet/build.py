@@ -250,6 +250,8 @@ def _act_on_the_device(parts: Parts, env: TensorEnv, place: Placement) -> None:
     parts.channel = SameWeights()
     started_s = time.monotonic()
     compiled = place.unasked and may_compile(config, device)
+    # Steps are tried before they are recorded; a torso's own buffers must not remember that.
+    kept = [(buffer, buffer.clone()) for buffer in learner.online.buffers()]
     actor = parts.collector = TensorActor(
         env,
         torch.tensor(parts.env_seeds),
@@ -282,6 +284,8 @@ def _act_on_the_device(parts: Parts, env: TensorEnv, place: Placement) -> None:
         learner.online.eval()
         parts.evaluator.prepare()  # now, not in the middle of the run
         learner.online.train()
+        for buffer, before in kept:
+            buffer.copy_(before)
         # Where nobody waits for the device, the seconds that the host spends say nothing.
         parts.measure_collecting = actor.rate
         recorded = config.graphs and why_no_graphs(device) is None

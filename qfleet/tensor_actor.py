@@ -90,7 +90,6 @@ class _Row(NamedTuple):
     obs: Tensor
     action: Tensor
     reward: Tensor
-    best: Tensor
     terminated: Tensor
     opened: Tensor
     over: Tensor
@@ -148,8 +147,6 @@ class TensorActor:
             reward=column(torch.float32),
             flags=column(torch.uint8),
         )
-        self.best_values = column(torch.float32)
-        """Value of the best action in every row of the block just collected."""
         first, last = schedules.epsilon(config, 0), schedules.epsilon(config, config.steps)
         self._initial = torch.full((n,), first, device=device)
         self.final_eps = torch.full((n,), last, device=device)
@@ -237,14 +234,12 @@ class TensorActor:
         self, now: _Now, q: Tensor, explores: Tensor, anything: Tensor
     ) -> tuple[_Now, _Row]:
         episodes, obs = now
-        best, greedy = q.max(dim=1)
-        action = torch.where(explores, anything, greedy)
+        action = torch.where(explores, anything, q.argmax(dim=1))
         after, step = step_episodes(self._env, episodes, action)
         row = _Row(
             obs,
             action,
             step.reward,
-            best.float(),
             step.terminated,
             step.opened,
             after.over,
@@ -258,7 +253,6 @@ class TensorActor:
         obs = torch.stack([row.obs for row in told], out=block.obs[:rows])
         torch.stack([row.action for row in told], out=block.action[:rows])
         reward = torch.stack([row.reward for row in told], out=block.reward[:rows])
-        torch.stack([row.best for row in told], out=self.best_values[:rows])
         bad = reward.isfinite().logical_not_().sum()
         if obs.is_floating_point():
             bad = bad + obs.isfinite().logical_not_().sum()
@@ -304,9 +298,8 @@ class TensorActor:
             )
         first = max(self._taken, total - EPISODES_KEPT)
         if first < total:
-            finished = self._finished.tolist()
-            for at in range(first, total):
-                env, reward, length = finished[at % EPISODES_KEPT]
+            places = torch.arange(first, total, device=self._device) % EPISODES_KEPT
+            for env, reward, length in self._finished[places].tolist():
                 self._waiting.append(Episode(int(env), reward, int(length)))
         self._taken = total
 

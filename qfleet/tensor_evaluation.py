@@ -21,7 +21,6 @@ from qfleet.envs.device.protocol import (
     step_episodes,
 )
 from qfleet.envs.device.random import later_counters
-from qfleet.envs.seeding import env_seeds
 from qfleet.errors import EnvironmentFault
 from qfleet.evaluation import LONGEST_EPISODE, Evaluation
 from qfleet.tensor_actor import draw_exploration, explorer_counters
@@ -116,20 +115,6 @@ class TensorEvaluator:
         self._playing.copy_(playing)
         self._returns.copy_(returns)
         self._lengths.copy_(lengths)
-
-
-def evaluate_on_device(
-    q_values: Callable[[Tensor], Tensor],
-    env: TensorEnv,
-    episodes: int,
-    epsilon: float,
-    device: torch.device,
-    seed: int,
-    give_up: Callable[[], bool] = lambda: False,
-) -> Evaluation | None:
-    """Play ``episodes`` episodes at once; None if ``give_up`` said yes before their end."""
-    seeds = torch.tensor(env_seeds(seed, episodes))
-    return as_evaluation(TensorEvaluator(q_values, env, seeds, epsilon, device, seed).play(give_up))
 
 
 def as_evaluation(played: Played | None) -> Evaluation | None:

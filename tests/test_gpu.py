@@ -388,7 +388,7 @@ def rollouts(final_eps: float, graphs: bool, compiled: bool) -> tuple[list[Any],
     blocks = []
     for rows in (8, 8, 3, *(8,) * 10):
         block = actor.collect(rows)
-        columns = (block.obs, block.action, block.reward, block.flags, actor.best_values[:rows])
+        columns = (block.obs, block.action, block.reward, block.flags)
         blocks.append([column.cpu() for column in columns])
     assert actor.compile_failure is None
     return blocks, actor.take_episodes()

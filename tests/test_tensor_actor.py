@@ -155,7 +155,6 @@ def test_blocks_and_episodes_are_those_of_an_actor_on_the_host(
     for rows in (16, 16, 1, 7, 16, 16, 1, 1, 16):
         block = ours.collect(rows)
         assert_same_block(block, theirs.collect(rows, 0))
-        assert torch.equal(ours.best_values[:rows], best_of(block, q_values))
         seen |= int(block.flags.max())
         if rows == 7:  # not asked after every block
             episodes[0].extend(ours.take_episodes())
@@ -165,10 +164,6 @@ def test_blocks_and_episodes_are_those_of_an_actor_on_the_host(
     assert episodes[0] == episodes[1]
     assert len(episodes[0]) > 5
     assert seen & FIRST
-
-
-def best_of(block: Block, q_values: QValues) -> Tensor:
-    return torch.stack([q_values(obs).amax(1) for obs in block.obs])
 
 
 def test_every_flag_is_met() -> None:

@@ -2,12 +2,11 @@
 
 In: flat weights ``[K, P]`` and agent-major samples. Out: Q-values, or the flat gradient. The
 arithmetic is that of ``networks.torsos.MinAtarCNN`` and of the Huber or squared loss
-(tests/test_gpu.py holds them against each other).
+(tests/test_kernels.py holds them against each other).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from qfleet.accelerator.fused_radam import on, why_no_kernels
 from qfleet.config import Config
 from qfleet.core import EnvSpec
 from qfleet.networks.heads import QHead
@@ -37,8 +37,7 @@ def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device)
     one = network.template if isinstance(network, Population) else network
     torso, head = one.torso, one.head
     fits = (
-        device.type == "cuda"
-        and importlib.util.find_spec("triton") is not None
+        why_no_kernels(device) is None
         and config.precision != "bf16"
         and config.graphs
         and isinstance(torso, MinAtarCNN)
@@ -121,6 +120,10 @@ class FusedCNN:
 
     def q_values(self, weights: Tensor, obs: Tensor) -> Tensor:
         """``[samples, actions]``; the same memory every time."""
+        with on(self._device):
+            return self._launch_values(weights, obs)
+
+    def _launch_values(self, weights: Tensor, obs: Tensor) -> Tensor:
         everyone = obs.shape[0]
         partial = self._convolve(weights, obs, keep=False)
         q = self._buffer("q", everyone, self._actions)
@@ -145,6 +148,19 @@ class FusedCNN:
 
         Returns what was predicted of each sample, and by how much too high.
         """
+        with on(self._device):
+            return self._launch_gradient(weights, grad, obs, action, target, weight, huber)
+
+    def _launch_gradient(
+        self,
+        weights: Tensor,
+        grad: Tensor,
+        obs: Tensor,
+        action: Tensor,
+        target: Tensor,
+        weight: Tensor,
+        huber: bool,
+    ) -> tuple[Tensor, Tensor]:
         obs, everyone = obs.contiguous(), obs.shape[0]
         samples = everyone // self._agents
         kernels: Any = self._kernels

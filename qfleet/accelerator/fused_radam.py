@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 BLOCK = 2048
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, so make that the tensors'."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+@functools.cache
+def why_no_kernels(device: torch.device) -> str | None:
+    """Why kernels of our own cannot be used on this device; None if they can.
+
+    Triton compiles them here, which needs more than its being installed: so they are tried.
+    """
+    if device.type != "cuda":
+        return f"there are none for {device.type}"
+    try:
+        weights = torch.ones((1, 16), device=device)
+        moments, steps = torch.zeros((2, 1, 16), device=device), torch.zeros(1, device=device)
+        trial = FusedRAdam(moments[0], moments[1], steps.double(), 1e-8, 1.0)
+        trial.step(weights, weights.clone(), torch.ones(1, device=device))
+        torch.cuda.synchronize(device)
+    except Exception as error:  # a compiler fails in many ways
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0] if lines else '?'}"
+    return None
 
 
 class FusedRAdam:
@@ -25,12 +55,16 @@ class FusedRAdam:
         self._grid = (agents, math.ceil(self._length / BLOCK))
         device = first.device
         self._sums = torch.zeros(self._grid, device=device)
-        self._numbers = torch.zeros((agents, 4), device=device)
+        self._numbers = torch.zeros((agents, 3), device=device)
         self.norms = torch.zeros(agents, device=device)
         self.skipped = torch.zeros(agents, device=device)
 
     def step(self, weights: Tensor, grad: Tensor, learning_rate: Tensor) -> None:
         """``learning_rate`` is ``[K]``. A gradient that is not finite changes nothing."""
+        with on(weights.device):
+            self._launch(weights, grad, learning_rate)
+
+    def _launch(self, weights: Tensor, grad: Tensor, learning_rate: Tensor) -> None:
         kernels, length, stride = self._kernels, self._length, weights.stride(0)
         betas = {"BETA1": 0.9, "BETA2": 0.999}
         kernels.squares[self._grid](grad, self._sums, length, stride, BLOCK=BLOCK, num_warps=4)

@@ -101,9 +101,8 @@ class MLP(nn.Module):
         flat = obs if obs.dim() == 2 else obs.reshape(obs.shape[0], -1)
         if self.num_obs_values:
             # Not F.one_hot: it looks at the largest value, which makes a GPU wait for the host.
-            shape = (*flat.shape, self.num_obs_values)
-            ones = torch.zeros(shape, device=obs.device).scatter_(2, flat.unsqueeze(2), 1.0)
-            return ones.flatten(1)
+            values = torch.arange(self.num_obs_values, device=obs.device)
+            return (flat.unsqueeze(2) == values).float().flatten(1)
         return flat / 255 if obs.dtype == torch.uint8 else flat
 
 
@@ -197,11 +196,10 @@ class NatureCNN(nn.Module):
                 height, width = (side - side % stride for side in x.shape[2:])
                 x = F.pixel_unshuffle(x[:, :, :height, :width], stride)
                 weight = F.pixel_unshuffle(weight, stride)
-            x = F.conv2d(
-                x.contiguous(memory_format=torch.channels_last),
-                weight.contiguous(memory_format=torch.channels_last),
-                layer.bias,
-            )
+            if not is_plain():
+                x = x.contiguous(memory_format=torch.channels_last)
+                weight = weight.contiguous(memory_format=torch.channels_last)
+            x = F.conv2d(x, weight, layer.bias)
         return x
 
 

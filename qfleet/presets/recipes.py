@@ -6,6 +6,7 @@ largest discounted return, and the number of quantiles is one that suits a small
 
 from __future__ import annotations
 
+from qfleet.algorithms.table import ALGORITHMS
 from qfleet.config import Config
 
 
@@ -256,19 +257,8 @@ def atari_pqn() -> Config:
 
 
 def _pqn() -> Config:
-    """What the published settings share: λ 0.65, γ 0.99, gradients of norm 10 at most."""
-    return Config(
-        algo="pqn",
-        replay=False,
-        td_lambda=0.65,
-        layer_norm=True,
-        loss="mse",
-        optimizer="radam",
-        lr_schedule="linear",
-        learning_starts=0,
-        gamma=0.99,
-        max_grad_norm=10.0,
-    )
+    """The row of the table, with what all published settings share besides."""
+    return Config(algo="pqn", gamma=0.99, max_grad_norm=10.0, **ALGORITHMS["pqn"])
 
 
 def atari_dqn_nature() -> Config:

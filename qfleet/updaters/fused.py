@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
-from qfleet.accelerator.fused_radam import FusedRAdam
+from qfleet.accelerator.fused_radam import FusedRAdam, why_no_kernels
 from qfleet.core import StateDict
 from qfleet.updaters.optimisers import RAdam
 from qfleet.weights import FlatWeights
@@ -18,8 +17,7 @@ from qfleet.weights import FlatWeights
 
 def has_kernels(optimizer: str, device: torch.device) -> bool:
     """Whether there are kernels for this optimiser on this device."""
-    can_be_made = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return optimizer == "radam" and can_be_made
+    return optimizer == "radam" and why_no_kernels(device) is None
 
 
 class FusedUpdater:

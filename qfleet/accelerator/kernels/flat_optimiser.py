@@ -27,8 +27,8 @@ def radam_numbers(
     """Per agent: the norm, whether it is finite, the step's numbers; one more step if it is.
 
     In double precision: 1 − β₂ᵗ of the first steps has three good digits in single.
-    ``numbers`` is ``[K, 4]``: factor of the gradient (0: leave everything), step size,
-    rectification (0: the second moment is not trusted yet), unused.
+    ``numbers`` is ``[K, 3]``: factor of the gradient (0: leave everything), step size,
+    rectification (0: the second moment is not trusted yet).
     """
     agent = tl.program_id(0)
     at = tl.arange(0, BLOCKS)
@@ -49,7 +49,7 @@ def radam_numbers(
     size = tl.load(learning_rate + agent).to(tl.float64)
     size = size / (1.0 - _power(BETA1, t))
     scale = tl.minimum(max_norm / (norm + 1e-6), 1.0)
-    out = numbers + agent * 4
+    out = numbers + agent * 3
     tl.store(out, tl.where(good, scale, 0.0))
     tl.store(out + 1, size.to(tl.float32))
     tl.store(out + 2, rectified.to(tl.float32))
@@ -62,9 +62,9 @@ def radam(
 ):  # fmt: skip
     """One step of one block of one agent's weights; nothing at all where the gradient was bad."""
     agent, block = tl.program_id(0), tl.program_id(1)
-    scale = tl.load(numbers + agent * 4)
+    scale = tl.load(numbers + agent * 3)
     if scale > 0.0:
-        size, rectified = tl.load(numbers + agent * 4 + 1), tl.load(numbers + agent * 4 + 2)
+        size, rectified = tl.load(numbers + agent * 3 + 1), tl.load(numbers + agent * 3 + 2)
         offset = block * BLOCK + tl.arange(0, BLOCK)
         known = offset < length
         at = agent.to(tl.int64) * stride + offset
