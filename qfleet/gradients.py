@@ -150,6 +150,7 @@ class FusedGradient:
         """Nothing: forward and backward pass share what never leaves the chip."""
 
     def __call__(self, predicted: None, batch: Batch, target: Tensor) -> Graded:
+        del predicted
         weights = self._weights
         prediction, error = self._fused.gradient(
             weights.data, weights.grad, batch.obs, batch.action, target, batch.weight, self._huber

@@ -76,6 +76,8 @@ def settle(config: Config) -> tuple[Config, str | None]:
 
 
 def _choose_engine(config: Config) -> tuple[str, str]:
+    if config.population > 1:
+        return "device", "a population is one batch"
     if is_tensor_env(config.env) and _leaves_all_to_the_device(config):
         device = _learner_device(config.replace(engine="device"))
         if has_streams(device):

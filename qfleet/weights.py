@@ -50,6 +50,13 @@ class FlatWeights:
         parts = [(flat.narrow(-1, at, math.prod(shape)), shape) for at, (_, shape) in cuts]
         return [part.view(*part.shape[:-1], *shape) for part, shape in parts]
 
+    def row(self, agent: int) -> Tensor:
+        """A copy of one agent's weights, as a network of its own would hold them."""
+        if self.agents is None:
+            return self.data.clone()
+        length = sum(math.prod(shape) for _, shape in self.layout)
+        return self.data[agent, :length].clone()
+
     def grad_views(self) -> list[Tensor]:
         """The flat gradient, cut into the parameters' shapes."""
         return self._views(self.grad)

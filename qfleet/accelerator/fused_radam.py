@@ -30,7 +30,7 @@ class FusedRAdam:
         self.skipped = torch.zeros(agents, device=device)
 
     def step(self, weights: Tensor, grad: Tensor, learning_rate: Tensor) -> None:
-        """``learning_rate`` is ``[K]``. A gradient that is not finite changes nothing but counts."""
+        """``learning_rate`` is ``[K]``. A gradient that is not finite only counts."""
         kernels, length, stride = self._kernels, self._length, weights.stride(0)
         betas = {"BETA1": 0.9, "BETA2": 0.999}
         kernels.squares[self._grid](grad, self._sums, length, stride, BLOCK=BLOCK, num_warps=4)
