@@ -38,12 +38,11 @@ def save_best(
     """Keep the present policies of the agents in ``better``; a full disk is a counted fault."""
     for agent in better:
         row = parts.members.index(agent)
-        own: StateDict = {"weights": parts.learner.weights.row(row), "buffers": {}}
+        buffers = parts.learner.state_dict()["buffers"]
+        own: StateDict = {"weights": parts.learner.weights.row(row), "buffers": buffers}
         folders = [run / "best"] if agent == standings.leader else []
-        if parts.agents is None:
-            own["buffers"] = parts.learner.state_dict()["buffers"]
-        else:
-            folders = [*folders, agent_folder(run, agent) / "best"]
+        if parts.agents is not None:
+            folders.append(agent_folder(run, agent) / "best")
         meta = {
             "env_steps": parts.clock.env_steps,
             "layout": parts.learner.weights.describe(),

@@ -89,8 +89,8 @@ class Rollout:
         self._add_up = Compilable(self._returns_of)
         self._gather_columns = Compilable(self._columns_at, is_sized=True)
         obs_bytes = 4 * math.prod(spec.obs_shape) * max(1, spec.num_obs_values)
-        starts = rows * num_envs
-        self._valued_at_once = max(1, VALUED_BYTES // obs_bytes) if device.type == "cpu" else starts
+        on_host = device.type == "cpu"
+        self._rows_at_once = max(1, VALUED_BYTES // obs_bytes // num_envs) if on_host else rows
 
     def __len__(self) -> int:
         """Transitions whose next observation is known."""
@@ -184,10 +184,14 @@ class Rollout:
         """λ-returns of all starts, ``[rows * num_envs]``."""
         first = self._first_start + self.num_envs
         following = torch.arange(first, self._slots, device=self.device)
+        # Each agent values its own observations, so they go to the networks agent by agent.
+        following = following.view(self.rows, self._agents, -1).transpose(0, 1)
         values = [
-            self._values(self._observe(s)) for s in torch.split(following, self._valued_at_once)
+            self._values(self._observe(slots.reshape(-1))).view(slots.shape)
+            for slots in torch.split(following, self._rows_at_once, dim=1)
         ]
-        returns: Tensor = self._add_up(torch.cat(values).view(self.rows, self.num_envs))
+        ahead = torch.cat(values, dim=1).transpose(0, 1)
+        returns: Tensor = self._add_up(ahead.reshape(self.rows, self.num_envs))
         return returns
 
     def _returns_of(self, ahead: Tensor) -> Tensor:

@@ -36,6 +36,9 @@ class Population(QNetwork):
         for name in self._names:
             stacked = torch.stack([parameters[name].detach() for parameters in each])
             self.register_parameter(name.replace(".", "/"), nn.Parameter(stacked))
+        # Constants, the same for all: a saved policy wants them.
+        for name, buffer in first.named_buffers():
+            self.register_buffer(name.replace(".", "/"), buffer)
 
     @property
     def torso(self) -> nn.Module:  # type: ignore[override]
