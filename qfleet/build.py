@@ -462,9 +462,10 @@ def make_network(config: Config, spec: EnvSpec, device: torch.device, seed: int)
 
 
 def make_networks(
-    config: Config, spec: EnvSpec, device: torch.device, members: Sequence[int]
+    config: Config, spec: EnvSpec, device: torch.device, members: Sequence[int] | None = None
 ) -> QNetwork:
-    """The learner's network, or those of a population's agents as one."""
+    """The learner's network, or those of a population's agents, all or some, as one."""
+    members = range(config.population) if members is None else members
     seeds = [Seeds.of(seed).network for seed in agent_seeds(config, members)]
     networks = [make_network(config, spec, device, seed) for seed in seeds]
     return networks[0] if config.population == 1 else Population(networks)
