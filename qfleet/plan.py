@@ -129,12 +129,7 @@ def _with_shape(config: Config) -> Config:
     envs = config.envs
     if envs == 0:
         envs = min(256, max(16, ENVS_PER_CORE * cores)) if accelerated and background else 8
-        if not config.replay:
-            # A rollout is as many steps of each env, two or more.
-            steps = config.train_freq
-            envs = max(
-                n for n in range(1, envs + 1) if n == 1 or (steps % n == 0 and steps >= 2 * n)
-            )
+        envs = _that_share_evenly(config, envs)
     groups = config.env_groups
     if not on_pipeline:
         groups = 1
@@ -156,13 +151,23 @@ def _with_shape(config: Config) -> Config:
     return config.replace(envs=envs, env_groups=groups, block_rows=max(rows, 0)).validate()
 
 
+def _that_share_evenly(config: Config, most: int) -> int:
+    """So many envs, or fewer: a rollout without replay is as many steps of each, two or more."""
+    if config.replay:
+        return most
+    steps = config.train_freq
+    return max(n for n in range(1, most + 1) if n == 1 or (steps % n == 0 and steps >= 2 * n))
+
+
 def _with_device_shape(config: Config) -> Config:
     accelerated = _learner_device(config).type != "cpu"
     envs, rows = config.envs, config.block_rows
     if envs == 0:
         room = min(config.steps, config.buffer_size) // LEAST_TURNS
         envs = max(1, min(DEVICE_ENVS if accelerated else HOST_TENSOR_ENVS, room))
-    if rows == 0 and accelerated:
+        envs = _that_share_evenly(config, envs)
+    # Without replay a block is a rollout.
+    if rows == 0 and accelerated and config.replay:
         updates_per_row = envs * config.updates_per_env_step
         most = min(DEVICE_ROWS, round(BLOCK_UPDATES / updates_per_row))
         rows = max(1, config.train_freq // envs, most)
