@@ -5,9 +5,13 @@ In: the parts of a run and what its clockwork knows. Out: a ``Result``, and scal
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from qfleet import schedules
 from qfleet.build import Parts
 from qfleet.evaluation import Evaluation
 from qfleet.result import Result, peak_device_bytes, peak_rss_bytes
+from qfleet.standings import Standings
 from qfleet.telemetry.timers import Timers
 
 
@@ -17,11 +21,16 @@ def make_result(
     wall_s: float,
     evaluation: Evaluation | None,
     best_return: float | None,
+    standings: Standings,
     stopped_by: str,
 ) -> Result:
     """What the run has come to now; ``rates`` are filled in where they are measured."""
     config, clock = parts.config, parts.clock
     samples = clock.updates * config.batch_size
+    agents = None
+    if parts.agents is not None:
+        values = dict(zip(parts.members, parts.agents.in_force(), strict=True))
+        agents = standings.table(config.seed, clock.env_steps, values)
     return Result(
         env_id=config.env,
         algo=config.algo,
@@ -31,7 +40,7 @@ def make_result(
         frames=clock.frames,
         updates=clock.updates,
         wall_s=wall_s,
-        env_steps_per_s=clock.env_steps / wall_s,
+        env_steps_per_s=standings.steps_of_all(clock.env_steps) / wall_s,
         updates_per_s=clock.updates / wall_s,
         replay_ratio=samples / clock.env_steps if clock.env_steps else None,
         eval_return_mean=evaluation.mean if evaluation else None,
@@ -44,6 +53,7 @@ def make_result(
         faults=parts.faults.counts,
         peak_rss_bytes=peak_rss_bytes(),
         peak_device_bytes=peak_device_bytes(parts.device),
+        agents=agents,
     )
 
 
@@ -56,6 +66,17 @@ def _communication(parts: Parts) -> dict[str, int | None]:
         "bytes_sent": traffic.bytes_to_device,
         "bytes_received": traffic.bytes_to_host,
         "messages": traffic.copies,
+    }
+
+
+def learning_scalars(parts: Parts, metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """How learning goes; ``metrics`` are the learner's own, none before its first update."""
+    rate = schedules.learning_rate(parts.config, parts.clock.env_steps) * parts.learner.lr_scale
+    shown = ("loss", "grad_norm", "q_mean", "abs_q_max")
+    return {
+        "train/n_updates": parts.clock.updates,
+        "train/learning_rate": rate,
+        **{f"train/{name}": metrics.get(name) for name in shown},
     }
 
 

@@ -107,6 +107,10 @@ def train_seeds(
         seeds = range(config.seed, config.seed + seeds)
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigError(f"seeds {list(seeds)} must name at least one seed, and each only once")
+    if config.population > 1:
+        raise ConfigError(
+            f"population {config.population} has seeds of its own, one an agent; train it once"
+        )
     folder = _folder(config, run_dir, name)
     runs: list[Trained] = []
     for seed in seeds:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,6 +123,8 @@ class Parts:
     """The same for environments and actions together, where they cannot be told apart."""
     agents: Agents | None = None
     """Of a population."""
+    members: Sequence[int] = (0,)
+    """Numbers of the agents that train here, one a row; agent 0 where there is no population."""
     evaluator: TensorEvaluator | None = None
     """Plays evaluations on the device, where the environments are tensors."""
 
@@ -150,9 +152,17 @@ class TorchSettings:
 
 
 def build(
-    config: Config, faults: FaultLog, restarted_at: int = 0, trace: Trace | None = None
+    config: Config,
+    faults: FaultLog,
+    restarted_at: int = 0,
+    trace: Trace | None = None,
+    members: Sequence[int] | None = None,
 ) -> Parts:
-    """All parts of a run; ``restarted_at`` (env steps) gives restarted envs new episodes."""
+    """All parts of a run; ``restarted_at`` (env steps) gives restarted envs new episodes.
+
+    ``members``: which agents of a population; None: all.
+    """
+    members = range(config.population) if members is None else members
     seeds = Seeds.of(config.seed)
     env_seed = seeds.envs if not restarted_at else mix_seeds(seeds.envs, restarted_at)
     with contextlib.ExitStack() as made:
@@ -169,11 +179,13 @@ def build(
             memory = make_memory(config, spec, place, seeds.memory)
         else:
             # The memory asks the learner for values and the learner the memory for samples.
-            memory = make_rollout(config, spec, place, lambda obs: learner.best_values(obs))
+            memory = make_rollout(
+                config, spec, place, lambda obs: learner.best_values(obs), members
+            )
         made.callback(memory.close)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = [Timers(trace.lane("learner") if trace else None)]
-        online = make_networks(config, spec, place.device)
+        online = make_networks(config, spec, place.device, members)
         fused = fuse(config, spec, online, place.device) if config.engine == "device" else None
         learner = Learner(
             config=config,
@@ -206,6 +218,7 @@ def build(
             faults=faults,
             seeds=seeds,
             notes=list(place.notes),
+            members=members,
         )
         if place.unasked:
             choice = prepare_learner(parts, memory)
@@ -245,8 +258,10 @@ def _act_on_the_device(parts: Parts, env: TensorEnv, place: Placement) -> None:
     """The learner's network acts, on environments that are where it is."""
     config, device, learner = parts.config, parts.device, parts.learner
     check_tensor_env(env, device)
-    each = [Seeds.of(seed) for seed in agent_seeds(config)]
-    parts.env_seeds = [seed for own in each for seed in env_seeds(own.envs, config.envs)]
+    every = [Seeds.of(seed) for seed in agent_seeds(config, range(config.population))]
+    seeds_of_envs = [env_seeds(own.envs, config.envs) for own in every]
+    # Those of agents that have stopped too: they are what the run began with.
+    parts.env_seeds = [seed for own in seeds_of_envs for seed in own]
     parts.channel = SameWeights()
     started_s = time.monotonic()
     compiled = place.unasked and may_compile(config, device)
@@ -254,11 +269,11 @@ def _act_on_the_device(parts: Parts, env: TensorEnv, place: Placement) -> None:
     kept = [(buffer, buffer.clone()) for buffer in learner.online.buffers()]
     actor = parts.collector = TensorActor(
         env,
-        torch.tensor(parts.env_seeds),
+        torch.tensor([seeds_of_envs[agent] for agent in parts.members]).view(-1),
         learner.q_values,
         config,
         device,
-        [own.actor for own in each],
+        [every[agent].actor for agent in parts.members],
         rows_per_block(config),
         channel=parts.channel,
         timers=parts.timers[0],
@@ -268,17 +283,18 @@ def _act_on_the_device(parts: Parts, env: TensorEnv, place: Placement) -> None:
     )
     if config.population > 1:
         assert isinstance(parts.memory, Rollout)
-        parts.agents = Agents(config, learner, parts.memory, actor)
+        parts.agents = Agents(config, parts.members, learner, parts.memory, actor)
     # All agents of a population play the same episodes.
     seed = parts.seeds.eval_envs
     parts.evaluator = TensorEvaluator(
         learner.q_values,
         env,
-        torch.tensor(env_seeds(seed, config.n_eval_episodes)).repeat(config.population),
+        torch.tensor(env_seeds(seed, config.n_eval_episodes)),
         config.eval_eps,
         device,
         seed,
         config.graphs,
+        agents=len(parts.members),
     )
     if place.unasked:
         learner.online.eval()
@@ -378,7 +394,7 @@ def prepare_learner(parts: Parts, memory: Memory) -> Choice:
 
     started_s = time.monotonic()
     key = tuning_key(config, device, learner.weights.describe(), at_once)
-    key |= {"population": config.population, "fused": learner.is_fused}
+    key |= {"population": len(parts.members), "fused": learner.is_fused}
     options, compiles = candidates(config, device), may_compile(config, device)
     if learner.is_fused:
         # Kernels of our own have their precision already, and leave little to compile: a third of
@@ -392,7 +408,7 @@ def prepare_learner(parts: Parts, memory: Memory) -> Choice:
     parts.timers[0].load_state_dict({})  # what was tried out is no part of the run
     failures = {f.name: f.failure for f in learner.compilables() if f.failure is not None}
     parts.tuning = dataclasses.replace(tuning, failed={**tuning.failed, **failures})
-    parts.learner_only = config.population / update_s / config.updates_per_env_step
+    parts.learner_only = len(parts.members) / update_s / config.updates_per_env_step
     how = "known" if tuning.from_cache else "tuned"
     recorded = f"{at_once} updates a launch" if record_them else "not recorded"
     parts.notes.append(
@@ -452,11 +468,14 @@ def make_network(config: Config, spec: EnvSpec, device: torch.device, seed: int)
     return model_transform(config, device)(network.to(device))
 
 
-def make_networks(config: Config, spec: EnvSpec, device: torch.device) -> QNetwork:
-    """The learner's network, or those of all agents of a population as one."""
-    seeds = [Seeds.of(seed).network for seed in agent_seeds(config)]
+def make_networks(
+    config: Config, spec: EnvSpec, device: torch.device, members: Sequence[int] | None = None
+) -> QNetwork:
+    """The learner's network, or those of a population's agents, all or some, as one."""
+    members = range(config.population) if members is None else members
+    seeds = [Seeds.of(seed).network for seed in agent_seeds(config, members)]
     networks = [make_network(config, spec, device, seed) for seed in seeds]
-    return networks[0] if len(networks) == 1 else Population(networks)
+    return networks[0] if config.population == 1 else Population(networks)
 
 
 def model_transform(config: Config, device: torch.device) -> ModelTransform:
@@ -515,16 +534,20 @@ def make_memory(config: Config, spec: EnvSpec, place: Placement, seed: int) -> R
 
 
 def make_rollout(
-    config: Config, spec: EnvSpec, place: Placement, values: Callable[[Tensor], Tensor]
+    config: Config,
+    spec: EnvSpec,
+    place: Placement,
+    values: Callable[[Tensor], Tensor],
+    members: Sequence[int],
 ) -> Rollout:
     return Rollout(
         spec,
-        config.envs * config.population,
+        config.envs * len(members),
         config.train_freq // config.envs,
         config.gamma,
         config.td_lambda,
         values,
-        [Seeds.of(seed).memory for seed in agent_seeds(config)],
+        [Seeds.of(seed).memory for seed in agent_seeds(config, members)],
         place.replay,
         batch_size=config.batch_size,
         epochs=config.gradient_steps * config.batch_size // config.train_freq,

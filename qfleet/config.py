@@ -198,6 +198,14 @@ class Config:
     vary: str = "{}"
     """Population: values of its agents, as JSON: {"learning_rate": [1e-4, 1e-3]} gives each as many
     agents; {"gamma": {"from": 0.9, "to": 0.99}} draws them evenly, with "log": true log-evenly."""
+    pbt_interval: int = 0
+    """Population: env steps between exploitations (population-based training); 0: never."""
+    pbt_share: float = 0.25
+    """Share of the agents, the worst, that take over weights and values of as many of the best."""
+    pbt_factor: float = 1.25
+    """What taken-over values are multiplied or divided by (gamma and td_lambda: 1 − them)."""
+    halving_interval: int = 0
+    """Population: env steps after which, time and again, the worse half stops; 0: never."""
     graphs: bool = True
     """Pipeline, device: record bursts of updates (and device: steps) as graphs, where possible."""
     lockstep: bool = False
@@ -305,11 +313,16 @@ class Config:
         if self.population != 1:
             self._validate_population()
         _require(
-            self.population != 1 or json.loads(self.vary) == {},
+            self._json_object("vary") == {} or self.population != 1,
             "vary",
             self.vary,
             "is for --population",
         )
+        for name in ("pbt_interval", "halving_interval"):
+            value = getattr(self, name)
+            _require(
+                self.population > 1 or value == 0, name, value, "needs agents: set --population"
+            )
         _require(
             not self.lockstep or self.env_groups <= 1,
             "env_groups",
@@ -352,12 +365,18 @@ class Config:
             self.exploration_ladder,
             "does not go with noisy, which explores without ε; switch one of them off",
         )
-        try:
-            kwargs = json.loads(self.env_kwargs)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"env_kwargs {self.env_kwargs!r} is not JSON: {error}") from None
-        _require(isinstance(kwargs, dict), "env_kwargs", self.env_kwargs, "must be a JSON object")
+        self._json_object("env_kwargs")
         return self
+
+    def _json_object(self, name: str) -> dict[str, Any]:
+        text = getattr(self, name)
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{name} {text!r} is not JSON: {error}") from None
+        _require(isinstance(value, dict), name, text, "must be a JSON object")
+        fields: dict[str, Any] = value
+        return fields
 
     def _validate_population(self) -> None:
         """What cannot work for many agents at once."""
@@ -365,6 +384,17 @@ class Config:
         for name, allowed, why in _IN_POPULATIONS:
             value = getattr(self, name)
             _require(value in allowed, name, value, f"does not go with a population: {why}")
+        _require(
+            self.pbt_interval == 0 or self.halving_interval == 0,
+            "halving_interval",
+            self.halving_interval,
+            f"does not go with pbt_interval {self.pbt_interval}: agents either take over from each "
+            "other or stop; set one of them to 0",
+        )
+        _require(
+            0 < self.pbt_share <= 0.5, "pbt_share", self.pbt_share, "must lie above 0, at most 0.5"
+        )
+        _require(self.pbt_factor > 1, "pbt_factor", self.pbt_factor, "must be above 1")
 
     def _validate_rollouts(self) -> None:
         """What cannot work without replay."""
@@ -431,7 +461,7 @@ _NON_NEGATIVE = (
     "envs", "env_groups", "block_rows", "replay_slack", "max_episode_steps", "frame_stack",
     "noop_max", "lr_plateau_patience", "optimizer_eps",
     "max_grad_norm", "learning_starts", "eval_freq", "patience", "threads", "noisy_sigma", "seed",
-    "prioritized_replay_alpha",
+    "prioritized_replay_alpha", "pbt_interval", "halving_interval",
 )
 _FRACTIONS = (
     "sticky_actions", "gamma", "munchausen_alpha", "prioritized_replay_beta0", "tau",

@@ -149,7 +149,8 @@ class FusedGradient:
     def predict(self, batch: Batch) -> None:
         """Nothing: forward and backward pass share what never leaves the chip."""
 
-    def __call__(self, _predicted: None, batch: Batch, target: Tensor) -> Graded:
+    def __call__(self, predicted: None, batch: Batch, target: Tensor) -> Graded:
+        del predicted
         weights = self._weights
         prediction, error = self._fused.gradient(
             weights.data, weights.grad, batch.obs, batch.action, target, batch.weight, self._huber

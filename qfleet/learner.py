@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,15 @@ from qfleet.weights import FlatWeights
 BURST_SAMPLES = 8192
 # Prioritised batches drawn at once: their priorities are then at most so many updates old.
 PRIORITIZED_AT_ONCE = 8
+
+
+class Health(NamedTuple):
+    """How an agent of a population is."""
+
+    abs_q_max: float
+    """Largest |Q| or |target| of its newest update."""
+    skipped: float
+    """Its gradients that were not finite, since the run began."""
 
 
 class Learner:
@@ -138,22 +148,27 @@ class Learner:
     def _read_schedules(self) -> None:
         """Bring what depends on the clock up to now."""
         env_steps = self._clock.env_steps
-        rate = schedules.learning_rate(self._config, env_steps) * self.lr_scale
+        rate = self._read_rate()
         beta = schedules.importance_exponent(self._config, env_steps)
         move = self._target_move_due()
         if self._unasked:
             # Kernel arguments, not copies from host memory that could change before they happen.
-            assert isinstance(self._learning_rate, Tensor)
             assert isinstance(self._beta, Tensor)
             assert isinstance(self._target_move, Tensor)
-            self._learning_rate.fill_(rate)
-            if self.relative_rates is not None:
-                self._learning_rate.mul_(self.relative_rates)
             self._beta.fill_(beta)
             if move:
                 self._target_move.fill_(move)
         else:
             self._learning_rate, self._beta, self._target_move = rate, beta, move
+
+    def _read_rate(self) -> float:
+        """The run's learning rate now; where a tensor holds the agents', it is brought up to it."""
+        rate = schedules.learning_rate(self._config, self._clock.env_steps) * self.lr_scale
+        if isinstance(self._learning_rate, Tensor):
+            self._learning_rate.fill_(rate)
+            if self.relative_rates is not None:
+                self._learning_rate.mul_(self.relative_rates)
+        return rate
 
     def _target_move_due(self) -> float:
         """How far the target network moves now, its interval having passed k times on the clock.
@@ -356,17 +371,63 @@ class Learner:
         """Numbers of the newest update; the only place where the host waits for them."""
         if self._newest is None:
             return {}
-        graded, target, grad_norm = self._newest
-        largest = float(graded.prediction.abs().max())
-        if self._objective.head != "c51":  # C51's targets are probabilities
-            largest = max(largest, float(target.abs().max()))
+        graded, _, grad_norm = self._newest
         return {
             "loss": float(graded.loss()),
             "grad_norm": float(torch.as_tensor(grad_norm).max()),
             "q_mean": float(graded.prediction.mean()),
-            "abs_q_max": largest,
+            "abs_q_max": float(self._largest(1).max()),
             "skipped": float(torch.as_tensor(self._skipped).sum()),
         }
+
+    def _largest(self, agents: int) -> Tensor:
+        """Largest |Q| or |target| of the newest update, ``[agents]``; NaN where there is one."""
+        assert self._newest is not None
+        graded, target, _ = self._newest
+        largest = graded.prediction.abs().view(agents, -1).amax(1)
+        if self._objective.head == "c51":  # C51's targets are probabilities
+            return largest
+        return torch.maximum(largest, target.abs().view(agents, -1).amax(1))
+
+    # --- a population's agents ----------------------------------------------------------------
+
+    def read_agents(self) -> list[Health]:
+        """Of each agent how its values and gradients are; none before the first update."""
+        agents = self.weights.agents
+        if self._newest is None or agents is None:
+            return []
+        skipped = torch.as_tensor(self._skipped).view(-1).tolist()
+        largest = self._largest(agents).tolist()
+        return [Health(*each) for each in zip(largest, skipped, strict=True)]
+
+    def rates_in_force(self) -> list[float]:
+        """The agents' values of ``learning_rate``, by the tensor that kernels read.
+
+        The schedule is taken out of it again; where that has come to 0, by what it multiplied.
+        """
+        rate = self._read_rate()
+        assert isinstance(self._learning_rate, Tensor)
+        assert self.relative_rates is not None
+        relative = self._learning_rate.double() / rate if rate > 0 else self.relative_rates
+        return [value * self._config.learning_rate for value in relative.view(-1).tolist()]
+
+    def take_over(self, loser: int, winner: int) -> None:
+        """Give a row the weights of another, and all that its optimiser knows."""
+        for rows in (self.weights.data, *self._updater.state_dict().values()):
+            rows[loser].copy_(rows[winner])
+
+    @staticmethod
+    def select(state: StateDict, rows: list[int]) -> StateDict:
+        """The state of these agents alone."""
+        moments = {name: tensor[rows] for name, tensor in state["optimiser"].items()}
+        return {
+            **state,
+            "weights": state["weights"][rows],
+            "optimiser": moments,
+            "skipped": [state["skipped"][row] for row in rows],
+        }
+
+    # --- checkpoints --------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
         copies = self._copies()
@@ -379,7 +440,8 @@ class Learner:
             "target_updates": self._target_updates,
             "target_move": float(self._target_move),
             "lr_scale": self.lr_scale,
-            "skipped": float(torch.as_tensor(self._skipped).sum()),
+            # A number, or one of each agent.
+            "skipped": torch.as_tensor(self._skipped).squeeze(-1).tolist(),
         }
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -396,8 +458,7 @@ class Learner:
         for name in ("target_move", "skipped"):
             held = getattr(self, f"_{name}")
             if isinstance(held, Tensor):
-                # Of a population's skipped updates only the sum is kept.
-                held.fill_(state[name] / held.numel())
+                held.copy_(torch.tensor(state[name]).view_as(held))
             else:
                 setattr(self, f"_{name}", state[name])
 

@@ -59,17 +59,8 @@ def learner_device(config: Config, spec: EnvSpec) -> torch.device:
         if device.type != "cpu" and not has_streams(device):
             raise ConfigError(f"--engine device was never tried on {device.type}; use --device cpu")
         return device
-    return accelerator_for_tensors(config) or torch.device("cpu")
-
-
-def accelerator_for_tensors(config: Config) -> torch.device | None:
-    """The accelerator that the device engine would take, if there is one for it."""
-    if config.device != "auto":
-        device = torch.device(config.device)
-    else:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        device = found or torch.device("cpu")
-    return device if has_streams(device) else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator if accelerator and has_streams(accelerator) else torch.device("cpu")
 
 
 def _same(one: torch.device, other: torch.device) -> bool:

@@ -19,7 +19,7 @@ from qfleet.core import EnvSpec
 from qfleet.engines import ENGINES
 from qfleet.envs import ale_game, make_envs, steps_in_background
 from qfleet.envs.device.names import is_tensor_env
-from qfleet.placement import accelerator_for_tensors, learner_device, resolve_device
+from qfleet.placement import learner_device, resolve_device
 from qfleet.remembered import recall, remember
 from qfleet.telemetry.faults import FaultLog
 
@@ -76,9 +76,11 @@ def settle(config: Config) -> tuple[Config, str | None]:
 
 
 def _choose_engine(config: Config) -> tuple[str, str]:
+    if config.population > 1:
+        return "device", "a population is one batch"
     if is_tensor_env(config.env) and _leaves_all_to_the_device(config):
-        device = accelerator_for_tensors(config)
-        if device is not None:
+        device = _learner_device(config.replace(engine="device"))
+        if has_streams(device):
             name = torch.get_device_module(device).get_device_name(device)
             return "device", f"the {name} can step these environments itself"
     accelerator = _learner_device(config)
@@ -99,7 +101,8 @@ def _leaves_all_to_the_device(config: Config) -> bool:
     """Whether nothing was asked for that another engine has and the device engine has not."""
     on_host = config.replay_dir or config.replay_compression != "none" or config.lockstep
     elsewhere = config.inference_device != "auto" or config.replay_device != "auto"
-    return not (on_host or elsewhere or config.env_groups > 1)
+    other = config.device != "auto" and not has_streams(_learner_device(config))
+    return not (on_host or elsewhere or other or config.env_groups > 1)
 
 
 def _learner_device(config: Config) -> torch.device:
@@ -127,7 +130,7 @@ def _with_shape(config: Config) -> Config:
     envs = config.envs
     if envs == 0:
         envs = min(256, max(16, ENVS_PER_CORE * cores)) if accelerated and background else 8
-        envs = _fitting_rollouts(config, envs)
+        envs = _that_share_evenly(config, envs)
     groups = config.env_groups
     if not on_pipeline:
         groups = 1
@@ -149,12 +152,12 @@ def _with_shape(config: Config) -> Config:
     return config.replace(envs=envs, env_groups=groups, block_rows=max(rows, 0)).validate()
 
 
-def _fitting_rollouts(config: Config, envs: int) -> int:
-    """At most so many envs; without replay, each has as many steps of a rollout, two or more."""
-    steps = config.train_freq
+def _that_share_evenly(config: Config, most: int) -> int:
+    """So many envs, or fewer: a rollout without replay is as many steps of each, two or more."""
     if config.replay:
-        return envs
-    return max(n for n in range(1, envs + 1) if n == 1 or (steps % n == 0 and steps >= 2 * n))
+        return most
+    steps = config.train_freq
+    return max(n for n in range(1, most + 1) if n == 1 or (steps % n == 0 and steps >= 2 * n))
 
 
 def _with_device_shape(config: Config) -> Config:
@@ -163,8 +166,9 @@ def _with_device_shape(config: Config) -> Config:
     if envs == 0:
         room = min(config.steps, config.buffer_size) // LEAST_TURNS
         envs = max(1, min(DEVICE_ENVS if accelerated else HOST_TENSOR_ENVS, room))
-        envs = _fitting_rollouts(config, envs)
-    if rows == 0 and accelerated and config.replay:  # without, a block is a rollout
+        envs = _that_share_evenly(config, envs)
+    # Without replay a block is a rollout.
+    if rows == 0 and accelerated and config.replay:
         updates_per_row = envs * config.updates_per_env_step
         most = min(DEVICE_ROWS, round(BLOCK_UPDATES / updates_per_row))
         rows = max(1, config.train_freq // envs, most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -11,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.acting import make_greedy
+from qfleet.best import agent_folder, population_folder
 from qfleet.build import Seeds, make_network
 from qfleet.config import Config, read_fields
-from qfleet.core import EnvSpec
+from qfleet.core import EnvSpec, StateDict
 from qfleet.envs import make_envs
 from qfleet.errors import CheckpointError, ConfigError
 from qfleet.evaluation import Evaluation, evaluate_policy
@@ -120,12 +122,35 @@ def load_run_policy(
     if which == "best":
         state = load_policy(folder / "best").parts["policy"]
     else:
-        checkpoint = load_checkpoint(folder / "checkpoints", None, on_alert=_say)
-        state = checkpoint.parts["learner"]
+        state = _newest_policy(folder, config)
     envs = make_envs(config, 1, 0, training=False, on_fault=FaultLog())
     spec = envs.spec
     envs.close()
     return Policy(config, spec, state, device)
+
+
+def _newest_policy(folder: Path, config: Config) -> StateDict:
+    """Weights and buffers of the newest checkpoint; an agent's lie in its population's."""
+    if config.population > 1:
+        raise ConfigError(
+            f"'{folder}' has {config.population} newest policies; name an agent, such as "
+            f"{agent_folder(folder, 0)}, or take the best"
+        )
+    run = population_folder(folder)
+    checkpoint = load_checkpoint((run or folder) / "checkpoints", None, on_alert=_say)
+    learner = checkpoint.parts["learner"]
+    if run is None:
+        return learner
+    members = checkpoint.parts["agents"]["members"]
+    if int(folder.name) not in members:
+        raise CheckpointError(
+            f"agent {folder.name} had stopped before the newest checkpoint of '{run}'; "
+            "its best policy is kept"
+        )
+    # Rows are filled up; what belongs to the network comes first.
+    length = sum(math.prod(shape) for _, shape in checkpoint.meta["layout"])
+    row = learner["weights"][members.index(int(folder.name)), :length]
+    return {"weights": row, "buffers": learner["buffers"]}
 
 
 def _say(alert: str) -> None:

@@ -1,14 +1,14 @@
-"""The agents of a population: what each has of its own, and how they learn from each other.
+"""The agents of a population: what each has of its own.
 
 In: a configuration with ``population`` K and ``vary``. Out: a seed and hyper-parameters for every
-agent, put where learner, memory and actor read them.
+agent, put where learner, memory and actor read them, and read back from there.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from qfleet.config import Config
-from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.core import StateDict
+from qfleet.errors import CheckpointError, ConfigError, UnknownNameError
 from qfleet.learner import Learner
 from qfleet.memory import Rollout
 from qfleet.tensor_actor import TensorActor
@@ -25,9 +26,9 @@ VARIED = ("learning_rate", "gamma", "td_lambda", "exploration_final_eps")
 """Fields of which every agent can have a value of its own."""
 
 
-def agent_seeds(config: Config) -> list[int]:
-    """Of every agent: that of the run, and the numbers after it."""
-    return [config.seed + agent for agent in range(config.population)]
+def agent_seeds(config: Config, members: Sequence[int]) -> list[int]:
+    """Of these agents: agent k's is k more than the run's."""
+    return [config.seed + agent for agent in members]
 
 
 def draw_values(config: Config) -> dict[str, list[float]]:
@@ -40,7 +41,7 @@ def draw_values(config: Config) -> dict[str, list[float]]:
         values[name] = _draw(name, choice, config)
         for value in values[name]:
             # Whatever a single run refuses, an agent may not have either.
-            config.replace(population=1, vary="{}", **{name: value}).validate()
+            alone(config, 0, {name: value}).validate()
     return values
 
 
@@ -73,16 +74,24 @@ def _is_number(value: object) -> bool:
 
 
 class Agents:
-    """The values in force, by field and agent."""
+    """Who trains in this batch, and the values in force, by field and row."""
 
     def __init__(
-        self, config: Config, learner: Learner, memory: Rollout, actor: TensorActor
+        self,
+        config: Config,
+        members: Sequence[int],
+        learner: Learner,
+        memory: Rollout,
+        actor: TensorActor,
     ) -> None:
+        """``members`` are the numbers of the agents, one a row; some may have stopped already."""
         self._config, self._learner, self._memory, self._actor = config, learner, memory, actor
-        self.seeds = agent_seeds(config)
-        self.values = draw_values(config)
+        self.members = list(members)
+        drawn = draw_values(config)
+        self.varied: list[str] = [name for name in VARIED if name in json.loads(config.vary)]
+        self.values = {name: [drawn[name][agent] for agent in members] for name in VARIED}
         self._learner.relative_rates = torch.ones(
-            (config.population, 1), device=learner.weights.data.device
+            (len(members), 1), device=learner.weights.data.device
         )
         self.put_in_force()
 
@@ -90,11 +99,58 @@ class Agents:
         """Write the values where recorded kernels read them."""
         base = self._config.learning_rate
         assert self._learner.relative_rates is not None
-        rates = torch.tensor(self.values["learning_rate"]).unsqueeze(1) / base
-        self._learner.relative_rates.copy_(rates)
+        # Divided in double precision: a rate that is the run's own is then exactly that.
+        rates = torch.tensor(self.values["learning_rate"], dtype=torch.float64) / base
+        self._learner.relative_rates.copy_(rates.unsqueeze(1))
         self._memory.gamma.copy_(self._of_envs("gamma"))
         self._memory.td_lambda.copy_(self._of_envs("td_lambda"))
         self._actor.final_eps.copy_(self._of_envs("exploration_final_eps"))
 
     def _of_envs(self, name: str) -> Tensor:
         return torch.tensor(self.values[name]).repeat_interleave(self._config.envs)
+
+    def in_force(self) -> list[dict[str, float]]:
+        """The varied values of every row, read back from where kernels read them.
+
+        They are rounded to the digits that float32 has, so that 1e-3 is told as 1e-3.
+        """
+        own = self._config.envs
+        told = {
+            "learning_rate": self._learner.rates_in_force(),
+            "gamma": self._memory.gamma[::own].tolist(),
+            "td_lambda": self._memory.td_lambda[::own].tolist(),
+            "exploration_final_eps": self._actor.final_eps[::own].tolist(),
+        }
+        return [
+            {name: float(f"{told[name][row]:.7g}") for name in self.varied}
+            for row in range(len(self.members))
+        ]
+
+    def config_of(self, row: int) -> Config:
+        """What a single run would need to be this agent, with the values it has now."""
+        values = {name: self.values[name][row] for name in self.varied}
+        return alone(self._config, self.members[row], values)
+
+    def state_dict(self) -> StateDict:
+        return {"members": self.members, "values": self.values}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        if state["members"] != self.members:
+            raise CheckpointError(
+                f"the checkpoint has agents {state['members']}, this run {self.members}"
+            )
+        self.values = {name: list(state["values"][name]) for name in VARIED}
+        self.put_in_force()
+
+    @staticmethod
+    def select(state: StateDict, rows: list[int]) -> StateDict:
+        """The state of these agents alone."""
+        values = {name: [column[row] for row in rows] for name, column in state["values"].items()}
+        return {"members": [state["members"][row] for row in rows], "values": values}
+
+
+def alone(config: Config, agent: int, values: Mapping[str, float]) -> Config:
+    """The configuration of one agent, as a run of its own."""
+    seed = config.seed + agent
+    alone = {"population": 1, "vary": "{}", "pbt_interval": 0, "halving_interval": 0}
+    return config.replace(**alone, seed=seed, **values)

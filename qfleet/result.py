@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,6 +36,8 @@ class Result:
     faults: dict[str, int]
     peak_rss_bytes: int | None
     peak_device_bytes: int | None
+    agents: list[dict[str, Any]] | None
+    """Of a population: number, seed, varied values and returns of each agent; else null."""
 
 
 def peak_rss_bytes() -> int:

@@ -8,51 +8,39 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import signal
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
-from qfleet import schedules
-from qfleet.accounts import make_result, pipeline_scalars
+from qfleet import tournament
+from qfleet.accounts import learning_scalars, make_result, pipeline_scalars
+from qfleet.best import save_best
 from qfleet.build import Parts, TorchSettings, build
 from qfleet.callbacks import Callback
 from qfleet.config import Config
-from qfleet.core import StateDict, VectorEnv
+from qfleet.core import StateDict
 from qfleet.engines import ENGINES
-from qfleet.envs import make_envs
-from qfleet.errors import CheckpointError, DivergedError, EnvironmentFault, QfleetError
-from qfleet.evaluation import Evaluation, evaluate_policy
+from qfleet.errors import CheckpointError, EnvironmentFault, QfleetError
+from qfleet.evaluation import Evaluation
+from qfleet.examiner import Examiner
 from qfleet.judge import Judge
 from qfleet.plan import settle
 from qfleet.result import Result
 from qfleet.signals import Signals
 from qfleet.stages import Stages, measure_stages
-from qfleet.storage.checkpoint import (
-    Checkpoint,
-    list_checkpoints,
-    load_policy,
-    save_checkpoint,
-    save_policy,
-)
+from qfleet.standings import Standings
+from qfleet.storage.checkpoint import Checkpoint, load_policy, save_checkpoint
 from qfleet.storage.rundir import RunLock, atomic_write_text
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.progress import Progress
 from qfleet.telemetry.timeline import draw_timeline
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace, write_chrome_trace
-from qfleet.telemetry.writers import Writers
-from qfleet.tensor_evaluation import as_evaluation
-
-EPISODE_WINDOW = 100
-EXPLODING_LOGS = 3
-"""Consecutive log intervals of exploding Q-values after which the run stops."""
+from qfleet.telemetry.writers import Writers, drop_metrics_beyond
+from qfleet.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -93,20 +81,25 @@ class Run:
         # Envs that cannot go on where they were must not play their first episodes again.
         restarts = checkpoint is not None and checkpoint.parts["actor"].get("envs") is None
         restarted_at = checkpoint.env_steps if checkpoint is not None and restarts else 0
+        # Agents that have stopped before the checkpoint do not come back.
+        agents = checkpoint.parts.get("agents") if checkpoint is not None else None
+        members = None if agents is None else agents["members"]
         try:
             self._trace = Trace() if sitting.trace else None
-            self.parts: Parts = build(config, self._faults, restarted_at, self._trace)
+            self.parts: Parts = build(config, self._faults, restarted_at, self._trace, members)
         except BaseException:
             self._torch_settings.restore()
             self._lock.close()
             raise
-        self._eval_envs: VectorEnv | None = None
-        self._marks = {"log": 0, "eval": 0, "checkpoint": 0}
-        self._recent: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
+        self._examiner = Examiner()
+        self._marks = {"log": 0, "eval": 0, "checkpoint": 0, "round": 0}
+        self._standings = Standings(config.population)
+        self._going_on: list[int] | None = None
+        """Agents that go on in a smaller batch, once the engine has let go of this one."""
         self.evaluation: Evaluation | None = None
         self._evaluated_at = -1
         self._judge = Judge(config)
-        self._exploding = 0
+        self._watch = Watch(config, self._faults, folder)
         self._learning_since: tuple[float, int] | None = None
         """When this sitting's first update was made: time and env steps."""
         self._aside_s = 0.0
@@ -150,23 +143,25 @@ class Run:
             config=dataclasses.asdict(self.config),
             resume_env_steps=resumed if resumed else None,
         )
+        drop_metrics_beyond(self.folder / tournament.POPULATION_FILE, resumed)
         try:
             # After the writers, which may refuse: until then the folder is not a run's.
             atomic_write_text(self.folder / "config.json", self.config.to_json())
             atomic_write_text(self.folder / "seeds.json", json.dumps(self.seeds(), indent=2))
             self._started_s = time.monotonic()
             self._logged = (self._started_s, resumed)
-            if self._sitting.display != "silent":
-                for note in [self._chosen, *self.parts.notes]:
-                    if note:
-                        self._progress.message(note)
+            self._tell([self._chosen, *self.parts.notes])
             self._progress.start(resumed)
             if not self._call("on_start"):
                 self._stop = "callback"
             ENGINES[self.config.engine](self.parts, self._keep_going)
+            while self._going_on is not None:
+                self._narrow(self._going_on)
+                ENGINES[self.config.engine](self.parts, self._keep_going)
             since_s, since_steps = self._learning_since or (self._started_s, resumed)
             working_s = max(time.monotonic() - since_s - self._aside_s, 1e-9)
-            steps = self.config.population * (self.parts.clock.env_steps - since_steps)
+            steps = self._standings.steps_of_all(self.parts.clock.env_steps)
+            steps -= self._standings.steps_of_all(since_steps)
             self._end_to_end = steps / working_s
             self._finish()
             self._measure_stages()
@@ -186,8 +181,7 @@ class Run:
 
     def close(self) -> None:
         self.parts.close()
-        if self._eval_envs is not None:
-            self._eval_envs.close()
+        self._examiner.close()
         self._torch_settings.restore()
         self._lock.close()
 
@@ -202,6 +196,11 @@ class Run:
     def alert(self, message: str) -> None:
         """Tell whoever watches the run, and count it."""
         self._faults("alert", message)
+
+    def _tell(self, notes: Sequence[str | None]) -> None:
+        if self._sitting.display != "silent":
+            for note in filter(None, notes):
+                self._progress.message(note)
 
     def seeds(self) -> dict[str, Any]:
         """Every seed of the run, by consumer, and the seed of each environment."""
@@ -227,12 +226,48 @@ class Run:
         aside_s = time.monotonic()
         if config.eval_freq and self._due("eval", config.eval_freq):
             self._evaluate(record=True)
+        if tournament.interval(config) and self._stop is None and clock.env_steps < config.steps:
+            self._compete()
+        if self._going_on is not None:
+            self._aside_s += time.monotonic() - aside_s
+            return False
         if self._stop is None:
             self._stop = self._reason_to_stop()
         if self._stop is None and self._due("checkpoint", config.checkpoint_freq):
             self._checkpoint()
         self._aside_s += time.monotonic() - aside_s
         return self._stop is None and clock.env_steps < config.steps
+
+    def _compete(self) -> None:
+        """A round of population-based training or of successive halving, if one is due.
+
+        A halving that nobody can wait for stays due.
+        """
+        mark = self._marks["round"]
+        if len(self.parts.members) == 1 or not self._due("round", tournament.interval(self.config)):
+            return
+        self._take_episodes()
+        if self.config.pbt_interval:
+            lines = tournament.exploit(self.parts, self._standings, self._watch.bad(self.parts))
+            tournament.append_lines(self.folder, lines)
+            return
+        if self._evaluated_at != self.parts.clock.env_steps:
+            self._evaluate(record=True)
+        if self._evaluated_at != self.parts.clock.env_steps or self._stop is not None:
+            self._marks["round"] = mark
+            return
+        bad = self._watch.bad(self.parts)
+        self._going_on = tournament.better_half(self.parts, self._standings, bad)
+        line = tournament.stop_others(self.parts, self._standings, self._going_on)
+        tournament.append_lines(self.folder, [line])
+
+    def _narrow(self, agents: list[int]) -> None:
+        """Go on with these agents alone."""
+        begun_s = time.monotonic()
+        self.parts = tournament.narrowed(self.parts, agents, self._trace)
+        self._going_on = None
+        self._tell([f"agents {', '.join(map(str, agents))} go on", *self.parts.notes])
+        self._aside_s += time.monotonic() - begun_s
 
     def _due(self, what: str, interval: int) -> bool:
         """Has the clock passed another multiple of ``interval`` since this was last due?"""
@@ -260,31 +295,28 @@ class Run:
         limit_s = self._sitting.max_wall_s
         return self._signal is not None or (limit_s is not None and elapsed_s >= limit_s)
 
+    def _take_episodes(self) -> None:
+        episodes = self.parts.collector.take_episodes()
+        self._standings.add_episodes(episodes, self.parts.members, self.config.envs)
+
     def _log(self) -> None:
-        clock, config = self.parts.clock, self.config
-        for episode in self.parts.collector.take_episodes():
-            self._recent.append((episode.reward, episode.length))
+        clock = self.parts.clock
+        self._take_episodes()
         now = time.monotonic()
         then, steps_then = self._logged
         self._logged = (now, clock.env_steps)
         metrics = self.parts.learner.read_metrics()
-        returns, lengths = zip(*self._recent, strict=True) if self._recent else ((), ())
+        steps = self._standings.steps_of_all(clock.env_steps)
+        steps -= self._standings.steps_of_all(steps_then)
         scalars: dict[str, float | None] = {
-            "rollout/ep_rew_mean": float(np.mean(returns)) if returns else None,
-            "rollout/ep_len_mean": float(np.mean(lengths)) if lengths else None,
+            **self._standings.rollout_scalars(self.parts.members),
             "rollout/exploration_rate": self.parts.collector.exploration_rate(),
             # Of all agents together, where there are several.
-            "time/fps": config.population * (clock.env_steps - steps_then) / max(now - then, 1e-9),
+            "time/fps": steps / max(now - then, 1e-9),
             "time/env_steps": clock.env_steps,
             "time/frames": clock.frames,
             "time/time_elapsed": self.wall_s(),
-            "train/n_updates": clock.updates,
-            "train/learning_rate": schedules.learning_rate(config, clock.env_steps)
-            * self.parts.learner.lr_scale,
-            "train/loss": metrics.get("loss"),
-            "train/grad_norm": metrics.get("grad_norm"),
-            "train/q_mean": metrics.get("q_mean"),
-            "train/abs_q_max": metrics.get("abs_q_max"),
+            **learning_scalars(self.parts, metrics),
         }
         scalars |= pipeline_scalars(self.parts, self.wall_s())
         shares = Timers.merged(self.parts.timers).shares(self.wall_s())
@@ -293,42 +325,19 @@ class Run:
         if self.evaluation is not None:
             scalars["eval/mean_reward"] = self.evaluation.mean
         self._progress.update(clock.env_steps, scalars, shares)
-        self._watch(metrics)
+        self._watch.look(self.parts, metrics)
         if not self._call("on_log", scalars):
             self._stop = "callback"
-
-    def _watch(self, metrics: dict[str, float]) -> None:
-        """Stop a run whose data or values have gone bad instead of training on."""
-        clock, limit = self.parts.clock, self.config.max_fault_rate
-        for kind in ("env_reward", "env_observation"):
-            self._faults.check_rate(kind, clock.env_steps, limit)
-        if not metrics:
-            return
-        new_skips = int(metrics["skipped"]) - self._faults.counts.get("gradient", 0)
-        for _ in range(new_skips):
-            self._faults("gradient", f"update near {clock.updates}: gradient not finite, skipped")
-        self._faults.check_rate("gradient", clock.updates, limit)
-        largest = metrics["abs_q_max"]
-        if math.isfinite(largest) and largest <= self.config.max_abs_q:
-            self._exploding = 0
-            return
-        self._exploding += 1
-        self._faults("exploding_q", f"|Q| or its target reached {largest:.3g}")
-        if self._exploding >= EXPLODING_LOGS:
-            saved = list_checkpoints(self.folder / "checkpoints")
-            good = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint yet"
-            raise DivergedError(
-                f"Q-values exploded: {largest:.3g} exceeds --max-abs-q {self.config.max_abs_q:.3g};"
-                f" {good}. Scale or clip rewards (--clip-rewards) or lower --learning-rate"
-            )
 
     def _evaluate(self, record: bool) -> None:
         """Play the greedy policy. ``record`` False only reports: it decides nothing."""
         config, clock = self.config, self.parts.clock
-        evaluation = self._play()
+        evaluation = self._examiner.play(self.parts, self._is_out_of_time)
         if evaluation is None:
             return
         self.evaluation, self._evaluated_at = evaluation, clock.env_steps
+        members = self.parts.members
+        better = self._standings.add_evaluation(evaluation, members, counts=record)
         if not record:
             return
         self._writers.write(
@@ -337,41 +346,18 @@ class Run:
                 "eval/mean_reward": evaluation.mean,
                 "eval/std_reward": evaluation.std,
                 "eval/mean_ep_length": evaluation.mean_length,
+                **self._standings.evaluation_scalars(members),
             },
         )
         verdict = self._judge.weigh(evaluation.mean)
         self._stop = verdict.stop or self._stop
-        if verdict.is_best:
-            self._save_best()
+        save_best(self.folder, self.parts, self._standings, better, self._faults)
         if verdict.lower_rate:
             self.parts.learner.lr_scale *= config.lr_plateau_factor
             scale = self.parts.learner.lr_scale
             self._progress.message(f"plateau: learning rate scaled to {scale:g}")
         if not self._call("on_evaluation", evaluation):
             self._stop = "callback"
-
-    def _play(self) -> Evaluation | None:
-        """An evaluation's episodes; None if someone waits for this sitting to end."""
-        config, parts = self.config, self.parts
-        if parts.evaluator is not None:
-            network = parts.learner.online.eval()
-            try:
-                return as_evaluation(parts.evaluator.play(self._is_out_of_time))
-            finally:
-                network.train()
-        if self._eval_envs is None:
-            count = min(config.n_eval_episodes, 16)
-            seed = parts.seeds.eval_envs
-            self._eval_envs = make_envs(config, count, seed, training=False, on_fault=self._faults)
-        return evaluate_policy(
-            parts.learner.online,
-            self._eval_envs,
-            config.n_eval_episodes,
-            config.eval_eps,
-            parts.device,
-            parts.seeds.eval_envs,
-            give_up=self._is_out_of_time,
-        )
 
     def _finish(self) -> None:
         """Last evaluation and last checkpoint. A signal wants out: it gets the checkpoint only."""
@@ -384,7 +370,8 @@ class Run:
             self._evaluate(record=complete)
             self._stop = reason
         if self._judge.best_return is None and self.evaluation is not None:
-            self._save_best()
+            members = self.parts.members
+            save_best(self.folder, self.parts, self._standings, members, self._faults)
         self._checkpoint()
 
     def _measure_stages(self) -> None:
@@ -405,22 +392,8 @@ class Run:
 
     # --- what is kept -----------------------------------------------------------------------
 
-    def _save_best(self) -> None:
-        learner = self.parts.learner.state_dict()
-        policy = {"weights": learner["weights"], "buffers": learner["buffers"]}
-        meta = {
-            "env_steps": self.parts.clock.env_steps,
-            "layout": self.parts.learner.weights.describe(),
-            "return": None if self.evaluation is None else self.evaluation.mean,
-        }
-        try:
-            save_policy(self.folder / "best", {"policy": policy}, meta)
-        except CheckpointError as error:
-            self._faults("checkpoint", str(error))
-
     def _checkpoint(self) -> None:
-        metrics = self.parts.learner.read_metrics()
-        if metrics and not metrics["abs_q_max"] <= self.config.max_abs_q:
+        if self._watch.bad(self.parts) == set(self.parts.members):
             return  # never let a diverged checkpoint push a good one out
         try:
             save_checkpoint(
@@ -439,7 +412,9 @@ class Run:
 
     def _state(self) -> dict[str, StateDict]:
         parts = self.parts
+        agents = {} if parts.agents is None else {"agents": parts.agents.state_dict()}
         return {
+            **agents,
             "learner": parts.learner.state_dict(),
             "memory": parts.memory.state_dict(),
             "actor": parts.collector.state_dict(),
@@ -447,7 +422,8 @@ class Run:
                 "env_steps": parts.clock.env_steps,
                 "updates": parts.clock.updates,
                 "marks": self._marks,
-                "recent": [list(episode) for episode in self._recent],
+                "standings": self._standings.state_dict(),
+                "watch": self._watch.state_dict(),
                 "judge": self._judge.state_dict(),
                 "evaluation": None
                 if self.evaluation is None
@@ -465,7 +441,11 @@ class Run:
         parts.clock.env_steps, parts.clock.updates = own["env_steps"], own["updates"]
         parts.learner.load_state_dict(state["learner"])
         parts.memory.load_state_dict(state["memory"])
+        if parts.agents is not None:
+            parts.agents.load_state_dict(state["agents"])
         self._judge.load_state_dict(own["judge"])
+        self._standings.load_state_dict(own["standings"])
+        self._watch.load_state_dict(own["watch"])
         if not parts.collector.load_state_dict(state["actor"], parts.clock.env_steps):
             parts.memory.end_open_episodes()
             self._progress.message(
@@ -474,7 +454,6 @@ class Run:
             self._respect_best()
         parts.channel.restart(parts.clock.updates)
         self._marks = dict(own["marks"])
-        self._recent.extend((reward, length) for reward, length in own["recent"])
         if own["evaluation"] is not None:
             self.evaluation = Evaluation(**own["evaluation"])
         self._evaluated_at = own["evaluated_at"]
@@ -490,7 +469,10 @@ class Run:
         except CheckpointError:
             return
         if kept is not None:
-            self._judge.best_return = max(kept, self._judge.best_return or kept)
+            best = self._judge.best_return
+            best = kept if best is None else max(kept, best)
+            # Envs of a population always go on where they were: this is a run of one agent.
+            self._judge.best_return = self._standings.agents[0].best = best
 
     def _result(self) -> Result:
         return make_result(
@@ -498,6 +480,7 @@ class Run:
             wall_s=self.wall_s(),
             evaluation=self.evaluation,
             best_return=self._judge.best_return,
+            standings=self._standings,
             stopped_by=self._stop or "steps",
         )
 

@@ -59,7 +59,7 @@ def _rates(parts: Parts, end_to_end: float) -> StageRates:
         # On the host a span of learning is the time it took.
         updates_per_s = parts.clock.updates / learning_s
         # The first updates are slow; a stage is never slower than the whole.
-        steps_per_s = updates_per_s * parts.config.population / parts.config.updates_per_env_step
+        steps_per_s = updates_per_s * len(parts.members) / parts.config.updates_per_env_step
         learner_only = max(steps_per_s, end_to_end)
     return StageRates(
         env_only=parts.measure_collecting() if parts.measure_collecting else _env_only(parts),

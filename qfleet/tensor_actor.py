@@ -350,6 +350,20 @@ class TensorActor:
         self._waiting = [Episode(*fields) for fields in state["episodes"]]
         return True
 
+    @staticmethod
+    def select(state: StateDict, agents: list[int], own: int) -> StateDict:
+        """The state of these agents alone, each with ``own`` envs; episodes are dropped."""
+        rows = [env for agent in agents for env in range(agent * own, (agent + 1) * own)]
+        envs = {name: state["envs"][name][rows] for name in Episodes._fields if name != "inner"}
+        inner = {name: tensor[rows] for name, tensor in state["envs"]["inner"].items()}
+        return {
+            **state,
+            "envs": {**envs, "inner": inner},
+            "returns": state["returns"][rows],
+            "explorers": state["explorers"][rows],
+            "episodes": [],
+        }
+
     def land(self) -> None:
         """Nothing stays in flight here."""
 

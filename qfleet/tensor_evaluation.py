@@ -50,12 +50,16 @@ class TensorEvaluator:
         device: torch.device,
         seed: int,
         graphs: bool = True,
+        agents: int = 1,
     ) -> None:
-        """``seeds`` (int64 ``[N]``): one episode each. ``seed`` is that of random actions."""
+        """``seeds`` (int64 ``[N]``): one episode each. ``seed`` is that of random actions.
+
+        So many ``agents`` play the same episodes, in environments side by side.
+        """
         self._q_values, self._env, self._epsilon = q_values, env, epsilon
         self._device, self._graphs = device, graphs
-        self._seeds = seeds.to(device)
-        self._first_explorers = explorer_counters(seed, len(seeds), device)
+        self._seeds = seeds.to(device).repeat(agents)
+        self._first_explorers = explorer_counters(seed, len(seeds), device).repeat(agents)
         # Recorded kernels read and write fixed places: these.
         self._episodes = hold_episodes(begin_episodes(env, self._seeds))
         self._explorers = self._first_explorers.clone()

@@ -30,9 +30,8 @@ class FlatWeights:
         named = [(name.replace("/", "."), p) for name, p in module.named_parameters()]
         self.parameters: list[nn.Parameter] = [parameter for _, parameter in named]
         self.agents: int | None = getattr(module, "agents", None)
-        rows, skip = (), 0
-        if self.agents is not None:
-            rows, skip = (self.agents,), 1
+        rows = () if self.agents is None else (self.agents,)
+        skip = len(rows)
         self.layout = [(name, tuple(parameter.shape[skip:])) for name, parameter in named]
         self.offsets = [0, *itertools.accumulate(math.prod(shape) for _, shape in self.layout)]
         size = self.offsets.pop()
@@ -49,7 +48,14 @@ class FlatWeights:
         """A flat tensor, cut into the parameters' shapes."""
         cuts = zip(self.offsets, self.layout, strict=True)
         parts = [(flat.narrow(-1, at, math.prod(shape)), shape) for at, (_, shape) in cuts]
-        return [part.unflatten(-1, shape) if shape else part.squeeze(-1) for part, shape in parts]
+        return [part.view(*part.shape[:-1], *shape) for part, shape in parts]
+
+    def row(self, agent: int) -> Tensor:
+        """A copy of one agent's weights, as a network of its own would hold them."""
+        if self.agents is None:
+            return self.data.clone()
+        length = sum(math.prod(shape) for _, shape in self.layout)
+        return self.data[agent, :length].clone()
 
     def grad_views(self) -> list[Tensor]:
         """The flat gradient, cut into the parameters' shapes."""

@@ -316,3 +316,14 @@ def test_what_the_device_engine_does_not_have_is_left_to_others(fields: dict[str
 
 def test_without_an_accelerator_tensor_envs_run_on_serial() -> None:
     assert settle(GAME)[0].engine == "serial"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_without_replay_the_device_engine_takes_whole_rollouts(device: str) -> None:
+    fields = {"engine": "device", "device": device, "train_freq": 64, "batch_size": 64}
+    asked = resolve("CartPole-v1", "pqn", "none", fields={**fields, "gradient_steps": 2})[0]
+    config, _ = settle(asked.replace(envs=4))
+    assert (config.envs, config.block_rows) == (4, 0)
+    config, _ = settle(asked.replace(envs=0, steps=100_000))
+    assert (config.envs, config.block_rows) == (32, 0)

@@ -278,6 +278,27 @@ class Rollout:
         for name in ("action", "reward", "flags", "returns", "order", "shuffles"):
             getattr(self, f"_{name}").copy_(state[name])
 
+    @staticmethod
+    def select(state: StateDict, agents: list[int], own: int) -> StateDict:
+        """The state of these agents alone, of which each owns ``own`` envs.
+
+        For one between two rollouts: what is left of returns and order means nothing then.
+        """
+        if state["drawn"]:
+            raise ValueError(f"{state['drawn']} samples drawn: finish a rollout")
+        shape = {**state["shape"], "agents": len(agents), "num_envs": len(agents) * own}
+        columns = [env for agent in agents for env in range(agent * own, (agent + 1) * own)]
+        starts = shape["rows"] * shape["num_envs"]
+        rows = {name: state[name][:, columns] for name in ("frames", "action", "reward", "flags")}
+        return {
+            **state,
+            **rows,
+            "shape": shape,
+            "returns": state["returns"][:starts],
+            "order": state["order"][: shape["epochs"] * starts],
+            "shuffles": state["shuffles"][agents],
+        }
+
 
 def _append(column: Tensor, rows: Tensor) -> None:
     """Move the column's rows up by as many as come, over the oldest, and put those at its end."""

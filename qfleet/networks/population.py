@@ -36,6 +36,9 @@ class Population(QNetwork):
         for name in self._names:
             stacked = torch.stack([parameters[name].detach() for parameters in each])
             self.register_parameter(name.replace(".", "/"), nn.Parameter(stacked))
+        # Constants, the same for all: a saved policy wants them.
+        for name, buffer in first.named_buffers():
+            self.register_buffer(name.replace(".", "/"), buffer)
 
     @property
     def torso(self) -> nn.Module:  # type: ignore[override]
@@ -50,11 +53,13 @@ class Population(QNetwork):
         assert fractions is None, "populations have no head that takes fractions"
         template = self.template
         template.autocast_dtype = self.autocast_dtype
-        parameters = {name: self.get_parameter(name.replace(".", "/")) for name in self._names}
+        parameters: dict[str, Tensor] = {
+            name: self.get_parameter(name.replace(".", "/")) for name in self._names
+        }
 
         def one(parameters: dict[str, Tensor], obs: Tensor) -> Any:
             return functional_call(template, parameters, (obs,))
 
         with plainly():
-            output: Tensor = vmap(one)(parameters, obs.unflatten(0, (self.agents, -1)))
+            output: Tensor = vmap(one)(parameters, obs.view(self.agents, -1, *obs.shape[1:]))
         return output.flatten(0, 1)

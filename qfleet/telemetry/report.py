@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,46 @@ def final_report(result: dict[str, Any], run_dir: Path, curve_png: Path | None) 
         if value:
             report.append(f"\n  {name:<11}", style="dim")
             report.append(value, style="yellow" if name == "faults" else "")
+    for line in _agents(result.get("agents") or []):
+        report.append(f"\n  {line}")
     return report
+
+
+def _agents(agents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table of a population's agents, best first; a number that is not there is a dash."""
+    if not agents:
+        return []
+    varied = list(agents[0]["values"])
+    lines = [["agent", "seed", *varied, "steps", "return", "best"]]
+    for row in sorted(agents, key=_goodness, reverse=True):
+        lines.append(
+            [
+                str(row["agent"]),
+                str(row["seed"]),
+                *(f"{row['values'][name]:.4g}" for name in varied),
+                f"{row['env_steps']:,}",
+                _with(row, "eval_return_mean", format_score) or "–",
+                _with(row, "best_eval_return", format_score) or "–",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    ]
+
+
+def _goodness(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Best return first, the last one where there was no best."""
+    best, last = (finite(row.get(key)) for key in ("best_eval_return", "eval_return_mean"))
+    return (-math.inf if best is None else best, -math.inf if last is None else last)
 
 
 def _headline(result: dict[str, Any]) -> str:
     named = [str(result[key]) for key in ("env_id", "algo", "engine") if result.get(key)]
-    if result.get("seed") is not None:
+    if result.get("agents"):
+        named.append(f"{len(result['agents'])} agents")
+    elif result.get("seed") is not None:
         named.append(f"seed {result['seed']}")
     steps = finite(result.get("env_steps"))
     if steps is not None:
@@ -45,7 +80,7 @@ def _headline(result: dict[str, Any]) -> str:
     return " · ".join(named)
 
 
-def _with(result: dict[str, Any], key: str, form: Any) -> str:
+def _with(result: Mapping[str, Any], key: str, form: Any) -> str:
     value = finite(result.get(key))
     return "" if value is None else str(form(value))
 

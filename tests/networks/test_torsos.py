@@ -132,7 +132,7 @@ def normalise(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_minatar_with_layer_norm_is_what_it_says() -> None:
-    """Convolution, norm over 16 channels, ReLU, flatten, dense, norm, ReLU: by hand."""
+    """Convolution, norm over 16 channels, ReLU, flatten by position, dense, norm, ReLU: by hand."""
     torch.manual_seed(0)
     torso = MinAtarCNN(MINATAR, layer_norm=True)
     names = dict(torso.named_parameters())
@@ -146,7 +146,7 @@ def test_minatar_with_layer_norm_is_what_it_says() -> None:
     image = pixels(2, 4, 10, 10)
     patches = (image / 255).unfold(2, 3, 1).unfold(3, 3, 1)  # [B, C, 8, 8, 3, 3]
     x = torch.einsum("bchwij,ocij->bhwo", patches, conv) + bias
-    x = (normalise(x) * scale + shift).relu().permute(0, 3, 1, 2).flatten(1)
+    x = (normalise(x) * scale + shift).relu().flatten(1)
     x = (normalise(x @ dense.t() + dense_bias) * norm[0] + norm[1]).relu()
     torch.testing.assert_close(torso(image), x, rtol=1e-4, atol=1e-4)
 

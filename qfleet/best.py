@@ -1,0 +1,60 @@
+"""The best policies of a run, on disk. In: a run's parts and standings; out: folders of policies.
+
+An agent of a population gets ``RUN/agents/<k>/``, which is a run's folder as far as playing goes:
+a configuration and ``best/``. The run's own ``best/`` holds the policy of its best agent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from qfleet.build import Parts
+from qfleet.core import StateDict
+from qfleet.errors import CheckpointError
+from qfleet.standings import Standings
+from qfleet.storage.checkpoint import save_policy
+from qfleet.storage.rundir import atomic_write_text
+from qfleet.telemetry.faults import FaultLog
+
+AGENTS = "agents"
+
+
+def agent_folder(run: Path, agent: int) -> Path:
+    return run / AGENTS / str(agent)
+
+
+def population_folder(folder: Path) -> Path | None:
+    """The run that this folder holds an agent of, if it does."""
+    whole = folder.absolute()
+    is_agent = whole.parent.name == AGENTS and whole.name.isdecimal()
+    run = whole.parent.parent
+    return run if is_agent and (run / "checkpoints").is_dir() else None
+
+
+def save_best(
+    run: Path, parts: Parts, standings: Standings, better: Iterable[int], faults: FaultLog
+) -> None:
+    """Keep the present policies of the agents in ``better``; a full disk is a counted fault."""
+    for agent in better:
+        row = parts.members.index(agent)
+        buffers = parts.learner.state_dict()["buffers"]
+        own: StateDict = {"weights": parts.learner.weights.row(row), "buffers": buffers}
+        folders = [run / "best"] if agent == standings.leader else []
+        if parts.agents is not None:
+            folders.append(agent_folder(run, agent) / "best")
+        meta = {
+            "env_steps": parts.clock.env_steps,
+            "layout": parts.learner.weights.describe(),
+            "return": standings.agents[agent].evaluated,
+            "agent": agent,
+        }
+        try:
+            if parts.agents is not None:
+                agent_folder(run, agent).mkdir(parents=True, exist_ok=True)
+                text = parts.agents.config_of(row).to_json()
+                atomic_write_text(agent_folder(run, agent) / "config.json", text)
+            for folder in folders:
+                save_policy(folder, {"policy": own}, meta)
+        except (CheckpointError, OSError) as error:
+            faults("checkpoint", str(error))

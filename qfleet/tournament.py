@@ -1,0 +1,158 @@
+"""How agents of a population compete: population-based training, and successive halving.
+
+In: a population's parts and standings. Out: losers that take over from winners, or a smaller
+population that goes on; and a line of ``population.jsonl`` for each.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qfleet.build import Parts, build
+from qfleet.config import Config
+from qfleet.learner import Learner
+from qfleet.memory import Rollout
+from qfleet.population import Agents
+from qfleet.standings import Standings
+from qfleet.telemetry.trace import Trace
+from qfleet.tensor_actor import TensorActor
+
+POPULATION_FILE = "population.jsonl"
+FROM_ONE = ("gamma", "td_lambda")
+"""Fields that matter by how far they are from 1: that is what is perturbed."""
+
+
+class Move(NamedTuple):
+    """A loser takes over from a winner; both are numbers of agents."""
+
+    loser: int
+    winner: int
+
+
+def interval(config: Config) -> int:
+    """Env steps between two rounds; 0: there are none."""
+    return config.pbt_interval or config.halving_interval
+
+
+def rank(standings: Standings, members: Iterable[int], bad: set[int]) -> dict[int, float]:
+    """Scores, best first; diverged agents last. Who has no score yet is left out."""
+    scores: dict[int, float] = {}
+    for agent in members:
+        score = -math.inf if agent in bad else standings.score(agent)
+        if score is not None:
+            scores[agent] = score
+    return dict(sorted(scores.items(), key=lambda item: -item[1]))
+
+
+# --- population-based training ------------------------------------------------------------------
+
+
+def choose_moves(
+    scores: Mapping[int, float], share: float, random: np.random.Generator
+) -> list[Move]:
+    """Pairs from scores, best first: each of the worst with one of the best, if that is better."""
+    order = list(scores)
+    count = min(max(1, int(share * len(order))), len(order) // 2)
+    moves = []
+    for loser in order[len(order) - count :]:
+        winner = order[int(random.integers(count))]
+        if scores[winner] > scores[loser]:
+            moves.append(Move(loser, winner))
+    return moves
+
+
+def perturb(name: str, value: float, config: Config, random: np.random.Generator) -> float:
+    """A value some way off, still one that a single run would accept."""
+    factor = config.pbt_factor if random.random() < 0.5 else 1 / config.pbt_factor
+    if name in FROM_ONE:
+        return 1.0 - min(1.0, (1.0 - value) * factor)
+    if name == "exploration_final_eps":
+        return min(value * factor, config.exploration_initial_eps)
+    return value * factor
+
+
+def exploit(parts: Parts, standings: Standings, bad: set[int]) -> list[dict[str, Any]]:
+    """Let the worst agents take over from the best; the lines that tell of it.
+
+    What is told are the values that kernels will read, not those that were meant.
+    """
+    config, agents, env_steps = parts.config, parts.agents, parts.clock.env_steps
+    assert agents is not None
+    # From seed and clock alone: a resumed run draws what the whole one did.
+    random = np.random.default_rng([config.seed, env_steps, config.pbt_interval])
+    moves = choose_moves(rank(standings, agents.members, bad), config.pbt_share, random)
+    before = agents.in_force()
+    for loser, winner in moves:
+        to, source = agents.members.index(loser), agents.members.index(winner)
+        parts.learner.take_over(to, source)
+        for name in agents.varied:
+            value = agents.values[name][source]
+            agents.values[name][to] = perturb(name, value, config, random)
+    agents.put_in_force()
+    after = agents.in_force()
+    standings.begin_round(move.loser for move in moves)
+    return [
+        {
+            "env_steps": env_steps,
+            "event": "exploit",
+            "loser": loser,
+            "winner": winner,
+            "before": before[agents.members.index(loser)],
+            "after": after[agents.members.index(loser)],
+        }
+        for loser, winner in moves
+    ]
+
+
+# --- successive halving -------------------------------------------------------------------------
+
+
+def better_half(parts: Parts, standings: Standings, bad: set[int]) -> list[int]:
+    """Who goes on, in order of their numbers."""
+    members = list(parts.members)
+    scores = rank(standings, members, bad)
+    order = [*scores, *(agent for agent in members if agent not in scores)]
+    return sorted(order[: len(order) - len(order) // 2])
+
+
+def stop_others(parts: Parts, standings: Standings, kept: list[int]) -> dict[str, Any]:
+    """Write down what the agents that stop have come to; the line that tells of it."""
+    assert parts.agents is not None
+    env_steps = parts.clock.env_steps
+    stopped = [agent for agent in parts.members if agent not in kept]
+    values = dict(zip(parts.members, parts.agents.in_force(), strict=True))
+    for agent in stopped:
+        standings.stop(agent, env_steps, values[agent])
+    standings.begin_round(())
+    return {"env_steps": env_steps, "event": "halve", "stopped": stopped, "kept": kept}
+
+
+def narrowed(parts: Parts, kept: list[int], trace: Trace | None) -> Parts:
+    """Parts for these agents alone, which go on where they were, in a smaller batch."""
+    assert parts.agents is not None
+    assert isinstance(parts.collector, TensorActor)
+    rows, own = [parts.agents.members.index(agent) for agent in kept], parts.config.envs
+    smaller = build(parts.config, parts.faults, trace=trace, members=kept)
+    clock = parts.clock
+    smaller.clock.env_steps, smaller.clock.updates = clock.env_steps, clock.updates
+    smaller.learner.load_state_dict(Learner.select(parts.learner.state_dict(), rows))
+    smaller.memory.load_state_dict(Rollout.select(parts.memory.state_dict(), rows, own))
+    actor = TensorActor.select(parts.collector.state_dict(), rows, own)
+    smaller.collector.load_state_dict(actor, clock.env_steps)
+    assert smaller.agents is not None
+    smaller.agents.load_state_dict(Agents.select(parts.agents.state_dict(), rows))
+    smaller.channel.restart(clock.updates)
+    smaller.timers[0].load_state_dict(parts.timers[0].state_dict())
+    parts.close()
+    return smaller
+
+
+def append_lines(folder: Path, lines: Iterable[dict[str, Any]]) -> None:
+    with (folder / POPULATION_FILE).open("a", encoding="utf-8", newline="\n") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)

@@ -1,0 +1,91 @@
+"""Stops a run whose data or values have gone bad instead of training on.
+
+In: what the learner tells at every log. Out: counted faults, and an error once nothing is left to
+train. One bad agent of a population costs nobody else: it is named, and the others go on.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from qfleet.build import Parts
+from qfleet.config import Config
+from qfleet.core import StateDict
+from qfleet.errors import DivergedError
+from qfleet.learner import Health
+from qfleet.storage.checkpoint import list_checkpoints
+from qfleet.telemetry.faults import MIN_FAULTS_TO_STOP, FaultLog
+
+EXPLODING_LOGS = 3
+"""Consecutive log intervals of exploding Q-values after which a run, or an agent, is given up."""
+
+
+class Watch:
+    def __init__(self, config: Config, faults: FaultLog, folder: Path) -> None:
+        self._config, self._faults, self._folder = config, faults, folder
+        self._skipped = [0] * config.population
+        """Gradients of each agent that were not finite and are counted."""
+        self._exploding = [0] * config.population
+        """Logs in a row at which an agent's values were too large."""
+
+    def look(self, parts: Parts, metrics: dict[str, float]) -> None:
+        """At a log: count what is new; raise if no agent is worth training on."""
+        clock, limit = parts.clock, self._config.max_fault_rate
+        for kind in ("env_reward", "env_observation"):
+            self._faults.check_rate(kind, clock.env_steps, limit)
+        health = self._health(parts, metrics)
+        if not health:
+            return
+        for agent, own in health.items():
+            self._count(agent, own, clock.updates)
+        poor = {
+            agent
+            for agent in health
+            if self._skipped[agent] >= MIN_FAULTS_TO_STOP
+            and self._skipped[agent] > limit * clock.updates
+        }
+        if poor == set(health):
+            self._faults.check_rate("gradient", clock.updates, limit)
+        exploded = {agent for agent in health if self._exploding[agent] >= EXPLODING_LOGS}
+        if poor | exploded == set(health):
+            largest = max(health[agent].abs_q_max for agent in exploded)
+            saved = list_checkpoints(self._folder / "checkpoints")
+            good = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint yet"
+            raise DivergedError(
+                f"Q-values exploded: {largest:.3g} exceeds --max-abs-q "
+                f"{self._config.max_abs_q:.3g}; {good}. Scale or clip rewards "
+                "(--clip-rewards) or lower --learning-rate"
+            )
+
+    def bad(self, parts: Parts) -> set[int]:
+        """Agents whose values are too large now."""
+        health = self._health(parts, parts.learner.read_metrics())
+        return {agent for agent, own in health.items() if self._is_bad(own)}
+
+    def _is_bad(self, own: Health) -> bool:
+        return not (math.isfinite(own.abs_q_max) and own.abs_q_max <= self._config.max_abs_q)
+
+    def _health(self, parts: Parts, metrics: dict[str, float]) -> dict[int, Health]:
+        if not metrics:
+            return {}
+        alone = [Health(metrics["abs_q_max"], metrics["skipped"])]
+        return dict(zip(parts.members, parts.learner.read_agents() or alone, strict=True))
+
+    def _count(self, agent: int, own: Health, updates: int) -> None:
+        who = f"agent {agent}: " if self._config.population > 1 else ""
+        for _ in range(int(own.skipped) - self._skipped[agent]):
+            message = f"{who}update near {updates}: gradient not finite, skipped"
+            self._faults("gradient", message)
+        self._skipped[agent] = int(own.skipped)
+        if not self._is_bad(own):
+            self._exploding[agent] = 0
+            return
+        self._exploding[agent] += 1
+        self._faults("exploding_q", f"{who}|Q| or its target reached {own.abs_q_max:.3g}")
+
+    def state_dict(self) -> StateDict:
+        return {"skipped": self._skipped, "exploding": self._exploding}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self._skipped, self._exploding = list(state["skipped"]), list(state["exploding"])

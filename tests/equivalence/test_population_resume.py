@@ -1,0 +1,101 @@
+"""A population that is stopped, or killed, goes on bit for bit, through PBT and halvings."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_resume import assert_same_run, configure, leaves, resume, train
+
+from qfleet.config import Config
+from qfleet.storage.checkpoint import load_checkpoint, load_policy
+
+FIELDS: dict[str, Any] = {
+    "engine": "device", "device": "cpu", "envs": 4, "train_freq": 80, "gradient_steps": 20,
+    "population": 4, "steps": 640, "eval_freq": 320, "threads": 1,
+    "vary": '{"learning_rate": [0.01, 0.001], "gamma": {"from": 0.9, "to": 0.99}}',
+}  # fmt: skip
+
+
+def populated(**changes: Any) -> Config:
+    return configure("CartPole-v1", "pqn", **{**FIELDS, **changes})
+
+
+def assert_same_agents(whole: Path, parted: Path) -> None:
+    told = [(folder / "population.jsonl") for folder in (whole, parted)]
+    if told[0].exists():
+        assert told[0].read_text() == told[1].read_text()
+    for agent in range(4):
+        folders = [folder / "agents" / str(agent) for folder in (whole, parted)]
+        configs = [(folder / "config.json").read_text() for folder in folders]
+        assert configs[0] == configs[1]
+        policies = [load_policy(folder / "best") for folder in folders]
+        assert policies[0].meta == policies[1].meta
+        ours, theirs = (dict(leaves(policy.parts, "best")) for policy in policies)
+        assert ours["best.policy.weights"].equal(theirs["best.policy.weights"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "stops"),
+    [
+        ({}, (200,)),
+        # In the middle of an interval, and right where agents take over.
+        ({"pbt_interval": 160}, (240, 320)),
+        # Before, at and after halvings.
+        ({"halving_interval": 240}, (160, 240, 400)),
+    ],
+    ids=["plain", "pbt", "halving"],
+)
+def test_stopped_and_resumed_it_is_the_whole_run(
+    changes: dict[str, Any], stops: tuple[int, ...], tmp_path: Path
+) -> None:
+    config = populated(**changes)
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    train(config, whole)
+    train(config, parted, stops[0])
+    for stop in (*stops[1:], None):
+        resume(parted, stop)
+    assert_same_run(whole, parted, stops)
+    assert_same_agents(whole, parted)
+    members = load_checkpoint(parted / "checkpoints").parts["agents"]["members"]
+    assert len(members) == (1 if "halving_interval" in changes else 4)
+
+
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+from qfleet.callbacks import Callback
+from qfleet.config import Config
+from qfleet.run import Run, Sitting
+
+class Die(Callback):
+    def on_log(self, run, scalars):
+        if run.parts.clock.env_steps >= int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+Run(Config(**json.loads(sys.argv[3])), Path(sys.argv[1]), Sitting(), [Die()]).go()
+"""
+
+
+@pytest.mark.parametrize("changes", [{"pbt_interval": 80}, {"halving_interval": 240}], ids=str)
+def test_killed_it_loses_no_more_than_since_its_checkpoint(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """What agents did after it, told or not, is done and told again, once."""
+    config = populated(checkpoint_freq=160, **changes)
+    train(config, tmp_path / "whole")
+    folder = tmp_path / "killed"
+    died = subprocess.run(
+        [sys.executable, "-c", KILLED, str(folder), "450", config.to_json()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    resume(folder)
+    assert_same_run(tmp_path / "whole", folder)
+    assert_same_agents(tmp_path / "whole", folder)
