@@ -2,13 +2,13 @@
 
     python benchmarks/device.py                          MinAtar Breakout, one agent and ten
     python benchmarks/device.py --rows asterix cartpole
-    python benchmarks/device.py --rows games             all five games, ten agents each
+    python benchmarks/device.py --rows games             all five games, ten agents each, sticky
+    python benchmarks/device.py --rows freeway3-sticky   one of them, three agents
     python benchmarks/device.py --steps 200000           a short look
 
 Training time is that of the run's own clock: from the first step to the last, without evaluation,
-compiling and recording, which are printed apart. The rows that are named after one game have the
-environment of PureJaxQL (gymnax): no sticky actions, episodes of 1000 steps at most; ``games`` has
-MinAtar's own sticky actions.
+compiling and recording, which are printed apart. Games are PureJaxQL's (gymnax's): no sticky actions,
+episodes of 1000 steps at most; with ``-sticky`` they have MinAtar's own sticky actions.
 """
 
 from __future__ import annotations
@@ -104,18 +104,16 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(found, indent=1))
 
-    for row in options.rows:
-        if row == "games":
-            for game in GAMES:
-                run_row(f"{game}, sticky", f"MinAtar/{game}-v1", 10)
-        elif row == "cartpole":
+    rows = [f"{game.lower()}10-sticky" for game in GAMES] if options.rows == ["games"] else None
+    for row in rows or options.rows:
+        if row == "cartpole":
             run_cartpole(found, fields, options.seeds)
-        else:
-            game = row.rstrip("0123456789")
-            agents = int(row.removeprefix(game) or 1)
-            names = {name.lower(): name for name in GAMES}
-            env = f"MinAtar/{names[game]}-v1"
-            run_row(row, env, agents, env_kwargs=NOT_STICKY)
+            continue
+        game = row.removesuffix("-sticky").rstrip("0123456789")
+        agents = int(row.removeprefix(game).removesuffix("-sticky") or 1)
+        names = {name.lower(): name for name in GAMES}
+        more = {} if row.endswith("-sticky") else {"env_kwargs": NOT_STICKY}
+        run_row(row, f"MinAtar/{names[game]}-v1", agents, **more)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 

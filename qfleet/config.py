@@ -117,7 +117,8 @@ class Config:
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile: auto tries it on accelerators and keeps it where it pays."""
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
-    """Of products and convolutions; auto is fp32 on a CPU and measured on accelerators."""
+    """Of products and convolutions; auto is fp32 on a CPU, tf32 for kernels of our own, and measured
+    for everything else on accelerators."""
 
     # --- learning ---------------------------------------------------------------------------
     learning_rate: float = 1e-4
@@ -432,7 +433,6 @@ _IN_POPULATIONS = (
     ("engine", ("auto", "device"), "its environments are one batch; use --engine device"),
     ("replay", (False,), "its agents learn from rollouts; use --algo pqn"),
     ("noisy", (False,), "its agents explore by ε; switch it off"),
-    ("optimizer", ("adam", "radam"), "rmsprop and sgd have no form for many; use radam"),
     ("lr_plateau_patience", (0,), "agents do not reach a plateau together; use 0"),
     ("exploration_ladder", (False,), "vary exploration_final_eps instead"),
 )

@@ -14,8 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from qfleet.errors import ConfigError
 from qfleet.networks.plainly import plainly
 from qfleet.networks.qnetwork import QNetwork
+
+
+_STATEFUL = {"Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"}
 
 
 class Population(QNetwork):
@@ -25,6 +29,12 @@ class Population(QNetwork):
         # Not QNetwork's: that one builds a torso and a head, and here they are all given.
         nn.Module.__init__(self)
         first = networks[0]
+        kinds = {type(module).__name__ for module in first.torso.modules()}
+        if kinds & _STATEFUL or any(True for _ in first.torso.buffers()):
+            raise ConfigError(
+                "a population cannot have a network that keeps numbers besides its weights or draws "
+                "some (batch normalisation, dropout); use layer_norm, or train one agent at a time"
+            )
         self.agents = len(networks)
         self.head_kind, self.num_actions = first.head_kind, first.num_actions
         self.allows_shortcuts, self.autocast_dtype = False, None
