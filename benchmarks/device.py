@@ -7,8 +7,8 @@
     python benchmarks/device.py --steps 200000           a short look
 
 Training time is that of the run's own clock: from the first step to the last, without evaluation,
-compiling and recording, which are printed apart. Games are PureJaxQL's (gymnax's): no sticky actions,
-episodes of 1000 steps at most; with ``-sticky`` they have MinAtar's own sticky actions.
+compiling and recording, which are printed apart. Games are PureJaxQL's (gymnax's): no sticky
+actions, episodes of 1000 steps at most; with ``-sticky`` they have MinAtar's own sticky actions.
 """
 
 from __future__ import annotations

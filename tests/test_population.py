@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_tensor_evaluation import evaluate_on_device
 
 import qfleet
 from qfleet.build import Parts, build
@@ -26,7 +27,6 @@ from qfleet.run import Run, Sitting
 from qfleet.standings import EPISODE_WINDOW, Standings
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
-from qfleet.tensor_evaluation import evaluate_on_device
 
 FIELDS: dict[str, Any] = {
     "engine": "device", "device": "cpu", "steps": 512, "envs": 4, "train_freq": 64,

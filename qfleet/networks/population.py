@@ -18,7 +18,6 @@ from qfleet.errors import ConfigError
 from qfleet.networks.plainly import plainly
 from qfleet.networks.qnetwork import QNetwork
 
-
 _STATEFUL = {"Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"}
 
 
