@@ -117,8 +117,8 @@ class Config:
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile: auto tries it on accelerators and keeps it where it pays."""
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
-    """Of products and convolutions; auto is fp32 on a CPU, tf32 for kernels of our own and otherwise
-    measured on accelerators."""
+    """Of products and convolutions; auto is fp32 on a CPU, tf32 for kernels of our own, and else
+    measured."""
 
     # --- learning ---------------------------------------------------------------------------
     learning_rate: float = 1e-4

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from test_tensor_evaluation import evaluate_on_device
+from torch import Tensor
 
 import qfleet
 from qfleet.build import Parts, build
 from qfleet.config import Config
-from qfleet.core import Batch, Episode
+from qfleet.core import Batch, EnvSpec, Episode
 from qfleet.engines import ENGINES
 from qfleet.envs import make_tensors
 from qfleet.errors import ConfigError, DivergedError, FaultRateError, QfleetError
@@ -40,7 +41,8 @@ RATES = '{"learning_rate": [0.01, 0.001, 0.0001]}'
 
 
 def configure(**changes: Any) -> Config:
-    return resolve("CartPole-v1", "pqn", "none", fields={**FIELDS, **changes})[0]
+    env = changes.pop("env", "CartPole-v1")
+    return resolve(env, "pqn", "none", fields={**FIELDS, **changes})[0]
 
 
 def train(folder: Path, **changes: Any) -> qfleet.Result:
@@ -93,7 +95,6 @@ def test_a_range_is_drawn_from_the_runs_seed_within_its_bounds() -> None:
         ({"vary": '{"exploration_final_eps": [1.1]}'}, "exploration_final_eps 1.1"),
         ({"population": 0}, "population 0 must be positive"),
         ({"engine": "serial"}, "engine 'serial' does not go with a population"),
-        ({"optimizer": "sgd"}, "optimizer 'sgd' does not go with a population"),
         ({"population": 1, "pbt_interval": 64}, "pbt_interval 64 needs agents: set --population"),
         ({"population": 1, "halving_interval": 64}, "halving_interval 64 needs agents"),
         ({"pbt_interval": 64, "halving_interval": 64}, "does not go with pbt_interval 64"),
@@ -109,6 +110,31 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], words: str) -> Non
         draw_values(configure(**changes).validate())
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+class Batched(torch.nn.Module):
+    """A user's torso that keeps numbers of its own."""
+
+    def __init__(self, spec: EnvSpec) -> None:
+        super().__init__()
+        self.features = 4
+        self.norm = torch.nn.BatchNorm1d(spec.obs_shape[0])
+
+    def forward(self, obs: Tensor) -> Tensor:
+        normal: Tensor = self.norm(obs)
+        return normal
+
+
+def test_networks_with_state_of_their_own_are_refused() -> None:
+    config = configure(network=f"{__name__}:Batched", layer_norm=False)
+    with pytest.raises(ConfigError, match="keeps numbers besides its weights"):
+        build(config, FaultLog())
+
+
+def test_discrete_observations_go_into_a_population() -> None:
+    parts = build(configure(env="qfleet.envs.device.maze:Maze"), FaultLog())
+    ENGINES["device"](parts, lambda: parts.clock.env_steps < 128)
+    assert parts.clock.updates == 16
 
 
 def test_replay_is_refused() -> None:
@@ -154,7 +180,7 @@ def advance(parts: Parts, rollouts: int) -> None:
     ENGINES["device"](parts, lambda: parts.clock.env_steps < steps)
 
 
-@pytest.mark.parametrize("optimizer", ["radam", "adam"])
+@pytest.mark.parametrize("optimizer", ["radam", "adam", "rmsprop", "sgd"])
 def test_an_agent_is_the_single_run_of_its_seed_and_values(optimizer: str) -> None:
     config = configure(vary=RATES, optimizer=optimizer)
     whole = build(config, FaultLog())
