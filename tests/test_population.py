@@ -15,7 +15,7 @@ from torch import Tensor
 import qfleet
 from qfleet.build import Parts, build
 from qfleet.config import Config
-from qfleet.core import Batch, EnvSpec, Episode
+from qfleet.core import Batch, Episode
 from qfleet.engines import ENGINES
 from qfleet.envs import make_tensors
 from qfleet.errors import ConfigError, DivergedError, FaultRateError, QfleetError
@@ -115,10 +115,10 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], words: str) -> Non
 class Batched(torch.nn.Module):
     """A user's torso that keeps numbers of its own."""
 
-    def __init__(self, spec: EnvSpec) -> None:
+    def __init__(self, obs_shape: tuple[int, ...]) -> None:
         super().__init__()
-        self.features = 4
-        self.norm = torch.nn.BatchNorm1d(spec.obs_shape[0])
+        self.features = obs_shape[0]
+        self.norm = torch.nn.BatchNorm1d(obs_shape[0])
 
     def forward(self, obs: Tensor) -> Tensor:
         normal: Tensor = self.norm(obs)
