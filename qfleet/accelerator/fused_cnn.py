@@ -7,9 +7,11 @@ arithmetic is that of ``networks.torsos.MinAtarCNN`` and of the Huber or squared
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ from qfleet.networks.population import Population
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import MinAtarCNN
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 SIDE, WIDTH, CHANNELS, TILE = 8, 128, 16, 16
 JUDGED_TOGETHER = 8
 """Samples per program between forward and backward pass: few, so that many programs share them."""
@@ -65,6 +69,19 @@ def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device)
 def _stride(rows: Tensor) -> int:
     """From one agent's weights to the next one's."""
     return rows.stride(0) if rows.dim() > 1 else 0
+
+
+def _on_its_device(
+    method: Callable[Concatenate[FusedCNN, Arguments], Result],
+) -> Callable[Concatenate[FusedCNN, Arguments], Result]:
+    """A method whose kernels are launched where its buffers are."""
+
+    @functools.wraps(method)
+    def there(self: FusedCNN, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+        with on(self._device):
+            return method(self, *arguments, **named)
+
+    return there
 
 
 class FusedCNN:
@@ -118,12 +135,9 @@ class FusedCNN:
         )  # fmt: skip
         return partial
 
+    @_on_its_device
     def q_values(self, weights: Tensor, obs: Tensor) -> Tensor:
         """``[samples, actions]``; the same memory every time."""
-        with on(self._device):
-            return self._launch_values(weights, obs)
-
-    def _launch_values(self, weights: Tensor, obs: Tensor) -> Tensor:
         everyone = obs.shape[0]
         partial = self._convolve(weights, obs, keep=False)
         q = self._buffer("q", everyone, self._actions)
@@ -134,6 +148,7 @@ class FusedCNN:
         )  # fmt: skip
         return q
 
+    @_on_its_device
     def gradient(
         self,
         weights: Tensor,
@@ -148,19 +163,6 @@ class FusedCNN:
 
         Returns what was predicted of each sample, and by how much too high.
         """
-        with on(self._device):
-            return self._launch_gradient(weights, grad, obs, action, target, weight, huber)
-
-    def _launch_gradient(
-        self,
-        weights: Tensor,
-        grad: Tensor,
-        obs: Tensor,
-        action: Tensor,
-        target: Tensor,
-        weight: Tensor,
-        huber: bool,
-    ) -> tuple[Tensor, Tensor]:
         obs, everyone = obs.contiguous(), obs.shape[0]
         samples = everyone // self._agents
         kernels: Any = self._kernels
