@@ -77,7 +77,7 @@ def _on_its_device(
     """A method whose kernels are launched where its buffers are."""
 
     @functools.wraps(method)
-    def there(self: FusedCNN, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+    def there(self: FusedCNN, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
         with on(self._device):
             return method(self, *arguments, **named)
 
