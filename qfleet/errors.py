@@ -67,3 +67,7 @@ class FaultRateError(QfleetError):
 
 class DivergedError(QfleetError):
     """Q-values left every sensible range; names the last good checkpoint."""
+
+
+class ProtocolError(QfleetError):
+    """A worker and a parameter server have lost track of each other, or never spoke the same."""

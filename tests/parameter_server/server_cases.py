@@ -1,0 +1,98 @@
+"""A shard, and workers that call it directly, for the tests of this folder."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qfleet.parameter_server.admission import Admission
+from qfleet.parameter_server.compression import decode
+from qfleet.parameter_server.shard import Push, Receipt, Shard, Stamp
+from qfleet.updaters.optimisers import make_optimiser
+
+EPS = 1e-8
+NAMES = ["adam", "radam", "rmsprop", "sgd"]
+
+
+def make_shard(
+    admission: Admission, weights: Tensor | list[float], optimiser: str = "sgd", workers: int = 0
+) -> Shard:
+    """A shard with a vector of its own, and workers 0, 1, … present."""
+    mine = torch.as_tensor(weights, dtype=torch.float32).clone()
+    shard = Shard(mine, make_optimiser(optimiser, mine, EPS), admission)
+    for worker in range(workers):
+        shard.add_worker(worker)
+    return shard
+
+
+def make_push(
+    worker: int,
+    sequence: int,
+    gradient: Tensor | list[float],
+    based_on: int = 0,
+    epoch: int = 0,
+    rate: float = 1.0,
+    loss: float | None = None,
+    weight: float = 1.0,
+) -> Push:
+    vector = torch.as_tensor(gradient, dtype=torch.float32)
+    return Push(worker, sequence, Stamp(epoch, based_on), vector, rate, loss, weight)
+
+
+def weights_of(shard: Shard) -> Tensor:
+    """The weights as a newcomer pulls them."""
+    weights = shard.pull().weights
+    assert weights is not None
+    return decode(weights)
+
+
+class Client:
+    """A worker that pulls when it is told to and numbers its pushes."""
+
+    def __init__(self, shard: Shard, worker: int) -> None:
+        self.shard, self.worker = shard, worker
+        self.join()
+
+    def join(self) -> None:
+        self.sequence = self.shard.add_worker(self.worker).sequence
+        self.pull()
+
+    def pull(self) -> Tensor:
+        pulled = self.shard.pull()
+        assert pulled.weights is not None
+        self.stamp, self.weights = pulled.stamp, decode(pulled.weights)
+        return self.weights
+
+    def push(
+        self,
+        gradient: Tensor | list[float],
+        rate: float = 1.0,
+        loss: float | None = None,
+        weight: float = 1.0,
+        now_s: float = 0.0,
+    ) -> Receipt:
+        epoch, version = self.stamp
+        push = make_push(self.worker, self.sequence, gradient, version, epoch, rate, loss, weight)
+        receipt = self.shard.push(push, now_s)
+        self.sequence += 1
+        return receipt
+
+
+def noise(size: int, *key: int) -> Tensor:
+    """A random vector that depends on the key alone."""
+    seed = 0
+    for part in key:
+        seed = seed * 1009 + part
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_states_equal(left: object, right: object) -> None:
+    """Nested dicts of tensors and JSON values, bit for bit."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_states_equal(left[key], right[key])
+    elif isinstance(left, Tensor) and isinstance(right, Tensor):
+        assert torch.equal(left, right)
+    else:
+        assert left == right

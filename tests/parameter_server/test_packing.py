@@ -1,0 +1,135 @@
+"""Vectors on the wire: sizes, rounding, what top-k leaves behind, and what is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from server_cases import make_push, make_shard, noise, weights_of
+from torch import Tensor
+
+from qfleet.errors import ConfigError
+from qfleet.parameter_server.admission import Async
+from qfleet.parameter_server.compression import Cast, Codec, TopK, bytes_of, decode
+
+CODECS: list[Callable[[], Codec]] = [
+    lambda: Cast(torch.float16),
+    lambda: Cast(torch.bfloat16),
+    lambda: TopK(0.1),
+    lambda: TopK(1.0),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cast_halves_the_bytes_and_rounds(dtype: torch.dtype) -> None:
+    vector = noise(100, 0)
+    packed = Cast(dtype).encode(vector)
+    assert bytes_of(packed) == packed.nbytes == 200
+    assert bytes_of(vector) == 400
+    assert decode(packed).dtype == torch.float32
+    assert torch.equal(decode(packed), vector.to(dtype).float())
+
+
+@pytest.mark.parametrize("codec", [TopK(1.0), Cast(torch.float32)], ids=["top-k", "cast"])
+def test_at_100_percent_it_is_none_bit_for_bit(codec: Codec) -> None:
+    for step in range(3):
+        vector = noise(50, step)
+        vector[0] = -0.0
+        packed = codec.encode(vector)
+        assert packed.nbytes == vector.nbytes
+        assert torch.equal(decode(packed).view(torch.int32), vector.view(torch.int32))
+
+
+def test_what_is_packed_does_not_change_with_the_senders_buffer() -> None:
+    for make in (*CODECS, lambda: Cast(torch.float32)):
+        vector = noise(20, 0)
+        packed = make().encode(vector)
+        before = decode(packed).clone()
+        vector.zero_()
+        assert torch.equal(decode(packed), before)
+
+
+def test_top_k_by_hand() -> None:
+    codec = TopK(0.5)
+    packed = codec.encode(torch.tensor([1.0, -4.0, 2.0, 0.5]))
+    assert decode(packed).tolist() == [0.0, -4.0, 2.0, 0.0]
+    assert packed.nbytes == 2 * (4 + 4)
+    assert codec.kept is not None
+    assert codec.kept.tolist() == [1.0, 0.0, 0.0, 0.5]
+    # What was left is added to the next: 3, 1, 1, −1.5.
+    assert decode(codec.encode(torch.tensor([2.0, 1.0, 1.0, -2.0]))).tolist() == [3.0, 0, 0, -1.5]
+    assert codec.kept.tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.floats(0.01, 1.0),
+    st.integers(0, 1000),
+)
+def test_error_feedback_conserves_mass(size: int, steps: int, share: float, seed: int) -> None:
+    """Whole numbers, so that sums are exact: sent + kept = given, entry by entry."""
+    codec = TopK(share)
+    random = torch.Generator().manual_seed(seed)
+    given_sum, sent = torch.zeros(size), torch.zeros(size)
+    for _ in range(steps):
+        gradient = torch.randint(-9, 10, (size,), generator=random).float()
+        packed = codec.encode(gradient)
+        assert packed.values.numel() == math.ceil(share * size)
+        given_sum += gradient
+        sent += decode(packed)
+    kept = torch.zeros(size) if codec.kept is None else codec.kept
+    assert torch.equal(sent + kept, given_sum)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("make", CODECS)
+@pytest.mark.parametrize("count", [1, 30])
+def test_what_is_not_finite_reaches_the_shard(
+    make: Callable[[], Codec], bad: float, count: int
+) -> None:
+    vector = noise(30, 0)
+    vector[:count] = bad
+    shard = make_shard(Async(), torch.zeros(30), workers=1)
+    packed = make().encode(vector)
+    receipt = shard.push(make_push(0, 0, [0.0])._replace(gradient=packed))
+    assert receipt.reason == "not-finite"
+    assert weights_of(shard).abs().sum() == 0
+
+
+def test_a_bad_gradient_leaves_what_is_kept_alone() -> None:
+    codec = TopK(0.25)
+    codec.encode(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    codec.encode(torch.tensor([math.nan, math.inf, 0.0, 0.0]))
+    assert codec.kept is not None
+    assert codec.kept.tolist() == [1.0, 2.0, 3.0, 0.0]
+    assert decode(codec.encode(torch.zeros(4))).tolist() == [0.0, 0.0, 3.0, 0.0]
+
+
+def test_numbers_beyond_half_precision_are_refused_not_bent() -> None:
+    shard = make_shard(Async(), torch.zeros(2), workers=1)
+    packed = Cast(torch.float16).encode(torch.tensor([1.0, 1e6]))
+    assert shard.push(make_push(0, 0, [0.0])._replace(gradient=packed)).reason == "not-finite"
+
+
+def test_what_is_kept_goes_on_from_a_checkpoint() -> None:
+    def sent(codec: TopK, steps: range) -> list[Tensor]:
+        return [decode(codec.encode(noise(20, step))) for step in steps]
+
+    codec, other = TopK(0.1), TopK(0.1)
+    other.load_state_dict(codec.state_dict())
+    sent(codec, range(5))
+    other.load_state_dict(codec.state_dict())
+    for left, right in zip(sent(codec, range(5, 9)), sent(other, range(5, 9)), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.1, math.nan])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(ConfigError, match="use above 0 up to 1"):
+        TopK(share)
