@@ -4,12 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test lint bench curves build lock clean
+.PHONY: train test coverage lint bench curves build lock clean
 
 train: $(STAMP)
 	$(BIN)/qfleet train CartPole-v1
 
 test: $(STAMP)
+	$(BIN)/python -m pytest
+
+# The same, counting which lines ran; that takes a third more time.
+coverage: $(STAMP)
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
 
 lint: $(STAMP)
