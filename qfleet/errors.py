@@ -67,3 +67,7 @@ class FaultRateError(QfleetError):
 
 class DivergedError(QfleetError):
     """Q-values left every sensible range; names the last good checkpoint."""
+
+
+class ClusterError(QfleetError):
+    """A cluster that cannot be started, reached or used, or a worker of it that was lost."""
