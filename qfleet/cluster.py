@@ -46,6 +46,9 @@ _QUIET = {
 }
 # Of 20, a second each: nobody is let in later whose token is wrong now.
 _JOINING = {"RAY_NUM_REDIS_GET_RETRIES": "2"}
+# How HTTP/2, which Ray speaks, begins: both sides send a frame of settings, which may be empty.
+_FRAME_BYTES, _SETTINGS = 9, b"\x04"
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0" * 5
 # Ray replaces a loopback address by one that others can reach, unless it may not form clusters.
 _HERE_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
@@ -213,12 +216,16 @@ def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
 
 
 def _probe(address: str) -> str:
-    """The host of ``host:port``, where somebody listens; Ray itself would try for minutes."""
+    """The host of ``host:port``, where a server of Ray's kind answers; Ray would wait for ever."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in host:
         raise UserError(f"address '{address}' is no host:port, as in 10.0.0.1:6379")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S) as line:
+            line.sendall(_GREETING)
+            # With TLS nobody answers a plain greeting; that somebody listens must do.
+            if os.environ.get("RAY_USE_TLS") != "1" and line.recv(_FRAME_BYTES)[3:4] != _SETTINGS:
+                raise OSError("what listens there is no Ray")
     except (OSError, OverflowError) as error:
         raise ClusterError(
             f"no cluster answers at {address} ({error}); start one with: ray start --head"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -59,6 +60,30 @@ def test_an_address_where_nobody_listens_is_refused() -> None:
         address = f"127.0.0.1:{held.getsockname()[1]}"
         with pytest.raises(ClusterError, match=f"no cluster answers at {address}"):
             open_and_close(address)
+
+
+@needs_ray
+@pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_an_address_of_something_else_is_refused(
+    reply: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clusters, "PROBE_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def answer() -> None:
+            line, _ = server.accept()
+            # The other side may leave in the middle of it.
+            with line, contextlib.suppress(ConnectionError):
+                line.sendall(reply)
+                line.recv(1000)  # the greeting
+                line.recv(1)  # until the other side leaves
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ClusterError, match=f"no cluster answers at {address}"):
+            open_and_close(address)
+        thread.join()
 
 
 def test_the_folder_is_ours_alone_and_gone_after_an_error() -> None:

@@ -86,14 +86,14 @@ def test_the_largest_rate_divides_convergence_from_divergence(
 
 @pytest.mark.parametrize("workers", [2, 3, 7, 50])
 def test_any_number_of_workers_is_one(workers: int) -> None:
-    problem = make_problem(50, 6, noise=0.3, seed=4)
+    problem = make_problem(50, 37, noise=0.3, seed=4)
     one, several = (descend(problem, m, 30, 0.2, local_reduction=True) for m in (1, workers))
     assert several == pytest.approx(one, rel=1e-12, abs=1e-13)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 7, 50])
 def test_without_local_reduction_the_cut_changes_no_bit(workers: int) -> None:
-    problem = make_problem(50, 6, noise=0.3, seed=4)
+    problem = make_problem(50, 37, noise=0.3, seed=4)
     one, several = (descend(problem, m, 30, 0.2, local_reduction=False) for m in (1, workers))
     assert np.array_equal(several, one)
 
