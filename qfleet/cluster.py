@@ -31,7 +31,7 @@ from qfleet.errors import ClusterError, UserError
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 256 * 2**20
 TIMEOUT_S = 120.0
-GRACE_S = 10.0
+GRACE_S = 5.0
 """How long processes that were told to end may take before they are killed."""
 PROBE_S = 5.0
 """How long a cluster's port may take to answer at all."""
