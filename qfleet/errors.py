@@ -71,3 +71,7 @@ class DivergedError(QfleetError):
 
 class ProtocolError(QfleetError):
     """A worker and a parameter server have lost track of each other, or never spoke the same."""
+
+
+class ClusterError(QfleetError):
+    """A cluster that cannot be started, reached or used, or a worker of it that was lost."""

@@ -12,9 +12,12 @@ import tyro
 from qfleet.cli.parsing import parse
 from qfleet.errors import ConfigError, UnknownNameError
 
-HELP = "small experiments to look at: maze"
+HELP = "small experiments to look at: maze, mapreduce"
 
-EXPERIMENTS = {"maze": "Q-learning with a table in a maze: values, greedy path, learning curve"}
+EXPERIMENTS = {
+    "maze": "Q-learning with a table in a maze: values, greedy path, learning curve",
+    "mapreduce": "gradient descent on several workers: what broadcast, map and reduce cost",
+}
 
 _MAZE_DESCRIPTION = """Learn a maze with a table of Q-values and draw what was learnt.
 
@@ -53,11 +56,16 @@ class MazeOptions:
 def run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: qfleet lab EXPERIMENT …   (qfleet lab EXPERIMENT --help tells more)\n")
-        print("\n".join(f"  {name:<8} {what}" for name, what in EXPERIMENTS.items()))
-        print("\nExamples:\n  qfleet lab maze\n  qfleet lab maze --episodes 2000 --seed 1")
+        print("\n".join(f"  {name:<10} {what}" for name, what in EXPERIMENTS.items()))
+        print("\nExamples:\n  qfleet lab maze --episodes 2000\n  qfleet lab mapreduce --compare")
         return 0
     if argv[0] not in EXPERIMENTS:
         raise UnknownNameError("experiment", argv[0], EXPERIMENTS)
+    if argv[0] == "mapreduce":
+        from qfleet.cli import lab_mapreduce
+
+        lab_mapreduce.run(argv[1:])
+        return 0
     _maze(parse(MazeOptions, argv[1:], "lab maze", description=_MAZE_DESCRIPTION))
     return 0
 

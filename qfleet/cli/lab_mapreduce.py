@@ -1,0 +1,196 @@
+"""``qfleet lab mapreduce``. In: the size of a problem and of a cluster; out: what it cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from qfleet.cli.parsing import parse
+from qfleet.cluster import STORE_BYTES, TIMEOUT_S, open_cluster
+from qfleet.errors import ConfigError
+from qfleet.lab.mapreduce import (
+    Problem,
+    Slowness,
+    broadcast_bytes,
+    gradient_bytes,
+    make_problem,
+    shares,
+)
+from qfleet.lab.mapreduce_plot import draw_descent
+from qfleet.lab.mapreduce_ray import KINDS, Descent, descend_on
+from qfleet.telemetry.formatting import finite
+
+DESCRIPTION = """Fit least squares by gradient descent on several workers, and see what it costs.
+
+Every round broadcasts the weights, maps them to a gradient on each worker's share of the data,
+reduces these to one, and updates. Starts a Ray cluster on this machine, or joins one.
+
+Examples:
+  qfleet lab mapreduce
+  qfleet lab mapreduce --workers 2 --samples 20000 --no-local-reduction
+  qfleet lab mapreduce --straggler 20ms --mode async
+  qfleet lab mapreduce --compare
+"""
+
+
+@dataclass(frozen=True)
+class MapReduceOptions:
+    """The problem, who works on it, and where to put the result."""
+
+    workers: int = 4
+    """Processes that hold a share of the data each, m."""
+    samples: int = 100_000
+    """Samples in all, n."""
+    features: int = 50
+    """Numbers per sample, d."""
+    noise: float = 0.1
+    """Standard deviation of what the features do not explain."""
+    steps: int = 100
+    """Rounds; gradients per worker, on average, where there are none."""
+    learning_rate: float = 0.1
+    """Step size of the update."""
+    mode: Literal["sync", "async"] = "sync"
+    """Wait for all gradients of a round, or apply each on arrival."""
+    local_reduction: bool = True
+    """Add gradients up on the worker, so that m·d numbers are sent and not n·d."""
+    straggler: str | None = None
+    """Slow the last worker down: 4x is so many times as long, 50ms so much longer per gradient."""
+    compare: bool = False
+    """Do it with one worker, too, that waits for nobody, and tell the speed-up."""
+    tolerance: float = 1e-3
+    """How far from the closed form the weights may end, as a share of its length."""
+    seed: int = 0
+    """Seed of the data."""
+    address: str | None = None
+    """Join the Ray cluster at host:port (or auto) instead of starting one."""
+    timeout_s: float = TIMEOUT_S
+    """Longest wait for an answer of a worker."""
+    out: Path = Path("runs/lab/mapreduce")
+    """Folder for mapreduce.png and result.json."""
+    json_: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print machine-readable output only."""
+
+
+def run(argv: list[str]) -> None:
+    options = parse(MapReduceOptions, argv, "lab mapreduce", description=DESCRIPTION)
+    straggler = None if options.straggler is None else Slowness.parse(options.straggler)
+    for name in ("tolerance", "timeout_s"):
+        if not getattr(options, name) > 0:
+            raise ConfigError(f"{name} {getattr(options, name)} must be positive")
+    shares(options.samples, options.workers)
+    problem = make_problem(options.samples, options.features, options.noise, options.seed)
+    data_bytes = problem.features.nbytes + problem.targets.nbytes
+    # The data, and where nothing is reduced two rounds' gradients of the same size.
+    store_bytes = max(STORE_BYTES, 4 * data_bytes)
+    alone = None
+    with open_cluster(
+        options.workers, options.address, store_bytes=store_bytes, timeout_s=options.timeout_s
+    ) as cluster:
+        descent = descend_on(
+            cluster,
+            problem,
+            options.workers,
+            options.steps,
+            options.learning_rate,
+            options.mode,
+            local_reduction=options.local_reduction,
+            straggler=straggler,
+        )
+        if options.compare:
+            alone = descend_on(
+                cluster,
+                problem,
+                1,
+                options.steps,
+                options.learning_rate,
+                "sync",
+                local_reduction=options.local_reduction,
+            )
+    report = make_report(options, problem, descent, alone)
+    descents = {f"{options.mode}, {options.workers} workers": descent}
+    if alone is not None:
+        descents["one worker"] = alone
+    report["picture"] = str(draw_descent(problem, descents, options.out / "mapreduce.png"))
+    text = json.dumps(report, allow_nan=False)
+    (options.out / "result.json").write_text(text + "\n", encoding="utf-8")
+    print(text if options.json_ else "\n".join(_lines(report)))
+
+
+def make_report(
+    options: MapReduceOptions, problem: Problem, descent: Descent, alone: Descent | None
+) -> dict[str, Any]:
+    """Everything that was measured, beside what the formulas say; null where it does not apply."""
+    size = {"workers": descent.workers, "dimensions": problem.dimensions}
+    gradients = gradient_bytes(
+        **size, samples=problem.samples, local_reduction=descent.local_reduction
+    )
+    distance = problem.distance(descent.weights[-1])
+    speed_up = None if alone is None else alone.wall_s / descent.wall_s
+    return {
+        "mode": descent.mode,
+        "workers": descent.workers,
+        "samples": problem.samples,
+        "features": problem.dimensions,
+        "steps": options.steps,
+        "learning_rate": options.learning_rate,
+        "local_reduction": descent.local_reduction,
+        "straggler": options.straggler,
+        "seed": options.seed,
+        "losses": [
+            finite(problem.least_loss + problem.excess_loss(weights)) for weights in descent.weights
+        ],
+        "least_loss": problem.least_loss,
+        "distance": finite(distance),
+        "tolerance": options.tolerance,
+        "reached": distance <= options.tolerance,
+        "traffic": asdict(descent.traffic),
+        "formula": {
+            "bytes_sent": options.steps * broadcast_bytes(**size),
+            "bytes_received": options.steps * gradients,
+        },
+        "wall_s": descent.wall_s,
+        "processor_s": descent.processor_s,
+        "time_share": [descent.time_share(k) for k in range(descent.workers)],
+        "straggler_ratio": descent.straggler_ratio,
+        "staleness": {str(age): count for age, count in sorted(descent.staleness.items())},
+        "wall_s_of_one": None if alone is None else alone.wall_s,
+        "speed_up": speed_up,
+        "efficiency": None if speed_up is None else speed_up / descent.workers,
+    }
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    losses = report["losses"]
+    marks = sorted({0, *(len(losses) * k // 5 for k in range(1, 5)), len(losses) - 1})
+    lines = ["round         " + "".join(f"{mark:>12}" for mark in marks)]
+    lines.append("loss          " + "".join(f"{losses[mark]:>12.6g}" for mark in marks))
+    lines.append("")
+    verdict = "reached" if report["reached"] else "NOT reached"
+    distance = f"{report['distance']:.2e} of its length away, tolerance {report['tolerance']:g}"
+    lines.append(f"closed form   {verdict}: {distance}")
+    traffic, formula = report["traffic"], report["formula"]
+    floats = "m·d·8" if report["local_reduction"] else "n·d·8"
+    for way, rule in (("sent", "m·d·8"), ("received", floats)):
+        lines.append(
+            f"{way:<14}{traffic[f'bytes_{way}']:,} bytes in {traffic[f'messages_{way}']:,} "
+            f"messages ({rule} a round make {formula[f'bytes_{way}']:,})"
+        )
+    lines.append(f"wall time     {report['wall_s']:.3f} s")
+    lines.append(f"processors    {report['processor_s']:.3f} s")
+    lines.append("              " + "".join(f"{kind:>15}" for kind in KINDS))
+    for k, share in enumerate(report["time_share"]):
+        lines.append(f"worker {k:<7}" + "".join(f"{share[kind]:>15.0%}" for kind in KINDS))
+    lines.append(f"straggler     {report['straggler_ratio']:.2f} times the median's computing time")
+    ages = ", ".join(f"{age} ×{count}" for age, count in report["staleness"].items())
+    lines.append(f"staleness     {ages}")
+    if report["speed_up"] is not None:
+        lines.append(
+            f"speed-up      {report['speed_up']:.2f} over one worker "
+            f"({report['wall_s_of_one']:.3f} s), {report['efficiency']:.0%} of ideal"
+        )
+    lines.append(f"picture       {report['picture']}")
+    return lines

@@ -1,0 +1,337 @@
+"""Starting or joining a Ray cluster. In: how many workers, perhaps an address; out: a ``Cluster``.
+
+The only place that knows Ray. A cluster of our own listens on loopback alone, asks everyone for a
+token that was made for it, and is gone without trace when its block ends, however it ends. Every
+wait has a deadline, and what goes wrong is one line.
+
+Ray takes some of its settings from the environment when it is first imported: within one process
+start clusters of your own, or join others', but not both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import ipaddress
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from qfleet.errors import ClusterError, UserError
+
+LOOPBACK = "127.0.0.1"
+STORE_BYTES = 256 * 2**20
+TIMEOUT_S = 120.0
+GRACE_S = 5.0
+"""How long processes that were told to end may take before they are killed."""
+PROBE_S = 5.0
+"""How long a cluster's port may take to answer at all."""
+_LONGEST_TMP = 40
+"""Ray's sockets lie in the temporary folder, and a socket's path has some 100 bytes at most."""
+
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    # Workers without a GPU keep the environment as it is; unset, Ray warns of a change to come.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+# Of 20, a second each: nobody is let in later whose token is wrong now.
+_JOINING = {"RAY_NUM_REDIS_GET_RETRIES": "2"}
+# How HTTP/2, which Ray speaks, begins: both sides send a frame of settings, which may be empty.
+_FRAME_BYTES, _SETTINGS = 9, b"\x04"
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0" * 5
+# Ray replaces a loopback address by one that others can reach, unless it may not form clusters.
+_HERE_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+# Ray reads the token once per process, so all clusters that this process starts share it.
+_TOKEN = secrets.token_hex(32)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster in use. References and handles are Ray's own."""
+
+    ray: Any
+    address: str
+    folder: Path | None
+    """Where a cluster of our own keeps its sockets and logs; None of one that was joined."""
+    timeout_s: float
+
+    def require_room(self, workers: int) -> None:
+        """Refuse more workers than there are processors: they would never be placed."""
+        there = int(self.ray.cluster_resources().get("CPU", 0))
+        if there < workers:
+            raise ClusterError(
+                f"cluster {self.address} has {there} processors, too few for {workers} workers; "
+                "ask for fewer workers or add nodes"
+            )
+
+    def spawn(self, kind: type, *args: Any) -> Any:
+        """One instance of ``kind`` in a process of its own; it is not restarted if it dies."""
+        return self.ray.remote(num_cpus=1, max_restarts=0)(kind).remote(*args)
+
+    def stop(self, worker: Any) -> None:
+        self.ray.kill(worker)
+
+    def put(self, value: Any) -> Any:
+        """Store a value once, for any number of workers to read."""
+        return self.ray.put(value)
+
+    def first(self, pending: list[Any], who: str) -> Any:
+        """The first of these references whose value, or failure, is there."""
+        done, _ = self.ray.wait(pending, num_returns=1, timeout=self.timeout_s)
+        if not done:
+            self._complain_of_silence(who)
+        return done[0]
+
+    def get(self, reference: Any, who: str) -> Any:
+        """The value of a reference, or a ClusterError that says what became of ``who``."""
+        failures = self.ray.exceptions
+        try:
+            return self.ray.get(reference, timeout=self.timeout_s)
+        except failures.GetTimeoutError:
+            self._complain_of_silence(who)
+        except failures.RayActorError as error:
+            raise ClusterError(f"{who} died ({_first_line(error)}); run it again") from None
+        except failures.RayTaskError as error:
+            cause = f"{type(error.cause).__name__}: {_first_line(error.cause)}"
+            raise ClusterError(f"{who} failed: {cause}") from error
+        except failures.RayError as error:
+            raise ClusterError(f"{who} was lost: {_first_line(error)}") from error
+
+    def _complain_of_silence(self, who: str) -> NoReturn:
+        raise ClusterError(
+            f"{who} did not answer within {self.timeout_s:g} s; if slowness is all, raise timeout_s"
+        )
+
+
+def open_cluster(
+    workers: int,
+    address: str | None = None,
+    *,
+    store_bytes: int = STORE_BYTES,
+    timeout_s: float = TIMEOUT_S,
+) -> contextlib.AbstractContextManager[Cluster]:
+    """A cluster with room for so many workers: a new one here, or the one at ``address``."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("a cluster needs Ray, which is not installed: pip install 'qfleet[ray]'")
+    if address is None:
+        return _start(workers, store_bytes, timeout_s)
+    return _join(workers, address, timeout_s)
+
+
+@contextlib.contextmanager
+def _start(workers: int, store_bytes: int, timeout_s: float) -> Iterator[Cluster]:
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
+    with _folder() as folder, _environment(_QUIET | _HERE_ONLY | token):
+        import ray
+
+        # Ray brings it along, so it cannot be imported before. It knows a process from a later one
+        # with the same number.
+        psutil = importlib.import_module("psutil")
+
+        _check_unused(ray)
+        this = psutil.Process()
+        others = set(this.children())
+        try:
+            with _sigterm_exits():
+                cluster = _connect(
+                    ray,
+                    timeout_s,
+                    folder=folder,
+                    address="local",
+                    num_cpus=workers,
+                    num_gpus=0,
+                    object_store_memory=store_bytes,
+                    include_dashboard=False,
+                    _node_ip_address=LOOPBACK,
+                    _temp_dir=str(folder),
+                )
+                _check_settings(ray, cluster)
+                # Once more: connecting put a handler of Ray's in its place.
+                with _sigterm_exits():
+                    yield cluster
+        finally:
+            with _undisturbed():
+                started = [child for child in this.children() if child not in others]
+                for child in list(started):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        started += child.children(recursive=True)
+                ray.shutdown()
+                # Workers notice a little later than we do that their node is gone.
+                _, alive = psutil.wait_procs(started, timeout=GRACE_S)
+                for process in alive:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                psutil.wait_procs(alive, timeout=GRACE_S)
+
+
+def _check_settings(ray: Any, cluster: Cluster) -> None:
+    """Ray that was imported by someone else may have missed what we asked of it."""
+    is_here = cluster.address.rpartition(":")[0] == LOOPBACK
+    has_token = ray._raylet.get_authentication_mode() == ray._raylet.AuthenticationMode.TOKEN
+    if not (is_here and has_token):
+        raise ClusterError(
+            f"Ray would serve {cluster.address} without loopback or token: it was imported "
+            "before qfleet could set it up; start the cluster first, or in a process of its own"
+        )
+
+
+def _check_unused(ray: Any) -> None:
+    if ray.is_initialized():
+        raise UserError("this process is in a Ray cluster already; leave it with ray.shutdown()")
+
+
+@contextlib.contextmanager
+def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
+    settings = _QUIET | _JOINING
+    if address != "auto":
+        host = _probe(address)
+        if _is_loopback(host):
+            settings |= _HERE_ONLY
+    with _environment(settings):
+        import ray
+
+        _check_unused(ray)
+        try:
+            with _sigterm_exits():
+                with _silence():
+                    cluster = _connect(ray, timeout_s, folder=None, address=address)
+                cluster.require_room(workers)
+                # Once more: connecting put a handler of Ray's in its place.
+                with _sigterm_exits():
+                    yield cluster
+        finally:
+            with _undisturbed():
+                ray.shutdown()
+
+
+def _probe(address: str) -> str:
+    """The host of ``host:port``, where a server of Ray's kind answers; Ray would wait for ever."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        raise UserError(f"address '{address}' is no host:port, as in 10.0.0.1:6379")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S) as line:
+            line.sendall(_GREETING)
+            # With TLS nobody answers a plain greeting; that somebody listens must do.
+            if os.environ.get("RAY_USE_TLS") != "1" and line.recv(_FRAME_BYTES)[3:4] != _SETTINGS:
+                raise OSError("what listens there is no Ray")
+    except (OSError, OverflowError) as error:
+        raise ClusterError(
+            f"no cluster answers at {address} ({error}); start one with: ray start --head"
+        ) from None
+    return host.strip("[]")
+
+
+def _connect(ray: Any, timeout_s: float, folder: Path | None, **options: Any) -> Cluster:
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
+    try:
+        context = ray.init(**options, **quiet)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        if folder is not None:
+            raise ClusterError(f"cannot start a cluster: {_first_line(error)}") from error
+        raise ClusterError(
+            f"cannot join the cluster at {options['address']}: {_first_line(error)}; "
+            "is it of this Ray version, and RAY_AUTH_TOKEN its token?"
+        ) from error
+    return Cluster(ray, context.address_info["gcs_address"], folder, timeout_s)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder of our own that nobody else may enter, gone afterwards."""
+    usual = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="qfleet-", dir=usual if len(usual) < _LONGEST_TMP else "/tmp")
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Nothing on standard error: Ray's C++ part complains there of what our error will say."""
+    before = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """SIGTERM unwinds the block, so that it is tidied up, and ends with the usual code."""
+    came = []
+
+    def leave(number: int, _frame: object) -> None:
+        came.append(number)
+        raise SystemExit
+
+    with _handling({signal.SIGTERM: leave}):
+        try:
+            yield
+        except SystemExit:
+            if not came:
+                raise
+            # Ray, where it was waiting, has put a code of its own in place of ours.
+            raise SystemExit(128 + came[0]) from None
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C must not leave half a cluster; what is in here has deadlines."""
+    with _handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
+        yield
+
+
+@contextlib.contextmanager
+def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    before = {}
+    for number, handler in handlers.items():
+        # Outside the main thread signals are somebody else's business.
+        with contextlib.suppress(ValueError):
+            before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason")

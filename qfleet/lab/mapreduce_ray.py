@@ -1,0 +1,300 @@
+"""Parallel gradient descent on a cluster. In: a problem and a cluster; out: a ``Descent``.
+
+The server is this process. In ``sync`` it waits for every worker's gradient before it updates; in
+``async`` it applies each as it arrives, as the gradient of that worker's share alone, and sends the
+new weights back at once. Both make as many gradients: ``steps`` per worker on average.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from qfleet.cluster import Cluster
+from qfleet.errors import ConfigError, DivergedError
+from qfleet.lab.mapreduce import (
+    Floats,
+    Problem,
+    Slowness,
+    gradient,
+    map_and_reduce,
+    map_samples,
+    reduce_vectors,
+    shares,
+)
+
+Mode = Literal["sync", "async"]
+COMPUTING, COMMUNICATING, WAITING = KINDS = ("computing", "communicating", "waiting")
+_PINGS = 8
+"""The quickest of so many tells a worker's clock best."""
+
+
+class Answer(NamedTuple):
+    """What a worker sends; times are of its own clock."""
+
+    vectors: Floats
+    started_s: float
+    ended_s: float
+    processor_s: float
+
+
+class Worker:
+    """Lives on the cluster with its share of the data: weights in, gradients out."""
+
+    def __init__(
+        self, features: Floats, targets: Floats, local_reduction: bool, slowness: Slowness
+    ) -> None:
+        self._features, self._targets = features, targets
+        self._map = map_and_reduce if local_reduction else map_samples
+        self._slowness = slowness
+
+    def clock_s(self) -> float:
+        return time.monotonic()
+
+    def answer(self, weights: Floats) -> Answer:
+        started_s, processor_s = time.monotonic(), time.process_time()
+        vectors = self._map(self._features, self._targets, weights)
+        processor_s = time.process_time() - processor_s
+        time.sleep(self._slowness.pause_s(time.monotonic() - started_s))
+        return Answer(vectors, started_s, time.monotonic(), processor_s)
+
+
+class Span(NamedTuple):
+    """What a worker did for a while, in seconds since the first broadcast."""
+
+    kind: str
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Traffic:
+    """Numbers sent and received by the server, as they passed; what wraps them is not counted."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    vectors_received: int = 0
+
+
+@dataclass
+class Descent:
+    """How it went."""
+
+    workers: int
+    mode: Mode
+    local_reduction: bool
+    weights: list[Floats] = field(default_factory=list)
+    """At the start, and after every round; of ``async``, after every m-th update."""
+    times_s: list[float] = field(default_factory=list)
+    """When each of these was there."""
+    spans: list[list[Span]] = field(default_factory=list)
+    """Of each worker."""
+    traffic: Traffic = field(default_factory=Traffic)
+    staleness: Counter[int] = field(default_factory=Counter)
+    """How many gradients were so many updates older than the weights that they changed."""
+    server_processor_s: float = 0.0
+    workers_processor_s: float = 0.0
+
+    @property
+    def wall_s(self) -> float:
+        return self.times_s[-1]
+
+    @property
+    def processor_s(self) -> float:
+        """Of gradients and updates, all processes together; the cluster's own is not in it."""
+        return self.server_processor_s + self.workers_processor_s
+
+    def spent_s(self, worker: int, kind: str) -> float:
+        return sum(span.end_s - span.start_s for span in self.spans[worker] if span.kind == kind)
+
+    def time_share(self, worker: int) -> dict[str, float]:
+        return {kind: self.spent_s(worker, kind) / self.wall_s for kind in KINDS}
+
+    @property
+    def straggler_ratio(self) -> float:
+        """Computing time of the slowest worker over that of the median one."""
+        busy_s = [self.spent_s(worker, COMPUTING) for worker in range(self.workers)]
+        return max(busy_s) / float(np.median(busy_s))
+
+
+def descend_on(
+    cluster: Cluster,
+    problem: Problem,
+    workers: int,
+    steps: int,
+    rate: float,
+    mode: Mode,
+    *,
+    local_reduction: bool = True,
+    straggler: Slowness | None = None,
+) -> Descent:
+    """Descend from 0; the last worker is the straggler. The clock runs from the first broadcast."""
+    if steps < 1:
+        raise ConfigError(f"steps {steps} must be at least 1")
+    if not rate > 0:
+        raise ConfigError(f"learning_rate {rate} must be positive")
+    server = _Server(cluster, problem, workers, rate, mode, local_reduction, straggler)
+    try:
+        server.begin()
+        if mode == "sync":
+            server.run_sync(steps)
+        else:
+            server.run_async(steps)
+        return server.end()
+    finally:
+        for worker in server.workers:
+            cluster.stop(worker)
+
+
+class _Server:
+    """Holds the weights, and the account of where the time went."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        problem: Problem,
+        workers: int,
+        rate: float,
+        mode: Mode,
+        local_reduction: bool,
+        straggler: Slowness | None,
+    ) -> None:
+        self._cluster, self._problem, self._rate = cluster, problem, rate
+        self._shares = shares(problem.samples, workers)
+        self._descent = Descent(workers, mode, local_reduction)
+        self._weights: Floats = np.zeros(problem.dimensions)
+        self.workers = []
+        for k, share in enumerate(self._shares):
+            slowness = straggler if straggler and k == workers - 1 else Slowness()
+            data = problem.features[share], problem.targets[share]
+            self.workers.append(cluster.spawn(Worker, *data, local_reduction, slowness))
+
+    def begin(self) -> None:
+        """Wait until all workers are there, compare clocks, start ours."""
+        names = [self._name(k) for k in range(len(self.workers))]
+        hellos = [worker.clock_s.remote() for worker in self.workers]
+        for hello, name in zip(hellos, names, strict=True):
+            self._cluster.get(hello, name)
+        self._ahead_s = [
+            self._clock_difference(worker, name)
+            for worker, name in zip(self.workers, names, strict=True)
+        ]
+        self._processor_s = time.process_time()
+        self._begun_s = time.monotonic()
+        # From when on a worker has nothing to do.
+        self._free_s = [0.0] * len(self.workers)
+        self._descent.spans = [[] for _ in self.workers]
+        self._note_weights()
+
+    def run_sync(self, steps: int) -> None:
+        for _ in range(steps):
+            sent_s = self._now()
+            broadcast = self._cluster.put(self._weights)
+            pending = {self._send(k, broadcast, sent_s): k for k in range(len(self.workers))}
+            parts: list[Floats] = [self._weights] * len(self.workers)
+            while pending:
+                reference = self._first(pending)
+                k = pending.pop(reference)
+                parts[k] = self._receive(reference, k, sent_s)
+                self._descent.staleness[0] += 1
+            self._update(parts, self._problem.samples)
+            self._note_weights()
+
+    def run_async(self, steps: int) -> None:
+        count = len(self.workers)
+        pending: dict[Any, tuple[int, float, int]] = {}
+
+        def send(k: int, version: int) -> None:
+            sent_s = self._now()
+            pending[self._send(k, self._weights, sent_s)] = (k, sent_s, version)
+
+        for k in range(count):
+            send(k, 0)
+        for version in range(steps * count):
+            reference = self._first(pending)
+            k, sent_s, seen = pending.pop(reference)
+            part = self._receive(reference, k, sent_s)
+            self._descent.staleness[version - seen] += 1
+            share = self._shares[k]
+            self._update([part], share.stop - share.start)
+            if (version + 1) % count == 0:
+                self._note_weights()
+            # All that is still to be done may be on its way already.
+            if version + 1 + len(pending) < steps * count:
+                send(k, version + 1)
+
+    def end(self) -> Descent:
+        self._descent.server_processor_s = time.process_time() - self._processor_s
+        for k, free_s in enumerate(self._free_s):
+            self._add(k, WAITING, free_s, self._descent.wall_s)
+        return self._descent
+
+    def _send(self, k: int, weights: Any, sent_s: float) -> Any:
+        """``weights`` themselves, or where the cluster has them."""
+        self._add(k, WAITING, self._free_s[k], sent_s)
+        self._descent.traffic.messages_sent += 1
+        self._descent.traffic.bytes_sent += self._weights.nbytes
+        return self.workers[k].answer.remote(weights)
+
+    def _first(self, pending: dict[Any, Any]) -> Any:
+        return self._cluster.first(list(pending), f"{len(pending)} of {len(self.workers)} workers")
+
+    def _receive(self, reference: Any, k: int, sent_s: float) -> Floats:
+        answer: Answer = self._cluster.get(reference, self._name(k))
+        received_s = self._now()
+        ahead_s = self._ahead_s[k] + self._begun_s
+        # Clocks are compared to within a fraction of a millisecond: order is what is certain.
+        started_s = min(max(answer.started_s - ahead_s, sent_s), received_s)
+        ended_s = min(max(answer.ended_s - ahead_s, started_s), received_s)
+        self._add(k, COMMUNICATING, sent_s, started_s)
+        self._add(k, COMPUTING, started_s, ended_s)
+        self._add(k, COMMUNICATING, ended_s, received_s)
+        self._free_s[k] = received_s
+        self._descent.workers_processor_s += answer.processor_s
+        traffic = self._descent.traffic
+        traffic.messages_received += 1
+        traffic.bytes_received += answer.vectors.nbytes
+        traffic.vectors_received += int(reduce_vectors(answer.vectors, "count"))
+        return answer.vectors
+
+    def _update(self, parts: list[Floats], samples: int) -> None:
+        # What overflows is told below, in one line.
+        with np.errstate(over="ignore", invalid="ignore"):
+            slope = gradient(parts, samples, local_reduction=self._descent.local_reduction)
+            self._weights = self._weights - self._rate * slope
+        if not np.isfinite(self._weights).all():
+            raise DivergedError(
+                f"the weights are no longer finite: learning_rate {self._rate:g} is too large; "
+                f"of one worker it must stay below {self._problem.largest_rate:.3g}, of several "
+                "that do not wait for each other lower still"
+            )
+
+    def _note_weights(self) -> None:
+        self._descent.weights.append(self._weights)
+        self._descent.times_s.append(self._now() if self._descent.times_s else 0.0)
+
+    def _add(self, k: int, kind: str, start_s: float, end_s: float) -> None:
+        if end_s > start_s:
+            self._descent.spans[k].append(Span(kind, start_s, end_s))
+
+    def _now(self) -> float:
+        return time.monotonic() - self._begun_s
+
+    def _clock_difference(self, worker: Any, name: str) -> float:
+        """Seconds that a worker's clock is ahead of ours: another machine has another clock."""
+        trips = []
+        for _ in range(_PINGS):
+            asked_s = time.monotonic()
+            theirs_s = self._cluster.get(worker.clock_s.remote(), name)
+            answered_s = time.monotonic()
+            trips.append((answered_s - asked_s, theirs_s - (asked_s + answered_s) / 2))
+        return float(min(trips)[1])
+
+    def _name(self, k: int) -> str:
+        return f"worker {k} of {len(self.workers)}"

@@ -1,0 +1,97 @@
+"""``qfleet lab mapreduce`` as a process of its own that joins a cluster, if it is let in."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qfleet.cli import lab, lab_mapreduce
+from qfleet.cluster import Cluster, open_cluster
+from qfleet.errors import ClusterError, ConfigError
+from qfleet.lab.mapreduce_ray import KINDS
+
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'qfleet[ray]'"
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with open_cluster(2) as opened:
+        yield opened
+
+
+def join(cluster: Cluster, token: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = ["lab", "mapreduce", "--address", cluster.address, *words]
+    return subprocess.run(
+        [sys.executable, "-m", "qfleet.cli.main", *command],
+        env={**os.environ, "RAY_AUTH_TOKEN": token},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@needs_ray
+def test_the_report_adds_up(cluster: Cluster, tmp_path: Path) -> None:
+    words = ["--workers", "2", "--samples", "300", "--features", "5", "--steps", "60"]
+    words += ["--straggler", "1ms", "--compare", "--json", "--out", str(tmp_path)]
+    done = join(cluster, os.environ["RAY_AUTH_TOKEN"], *words)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "result.json").read_text())
+    assert report["traffic"]["bytes_received"] == report["formula"]["bytes_received"] == 4800
+    assert report["traffic"]["bytes_sent"] == report["formula"]["bytes_sent"] == 60 * 2 * 5 * 8
+    assert report["losses"] == sorted(report["losses"], reverse=True)
+    assert report["losses"][-1] > report["least_loss"]
+    # 60 rounds at this rate are too few for the tolerance, and it says so.
+    assert report["distance"] > report["tolerance"]
+    assert report["reached"] is False
+    assert report["speed_up"] == report["wall_s_of_one"] / report["wall_s"]
+    assert report["efficiency"] == report["speed_up"] / 2
+    assert [set(share) for share in report["time_share"]] == [set(KINDS)] * 2
+    assert Path(report["picture"]).exists()
+    said = "\n".join(lab_mapreduce._lines(report))
+    assert "closed form   NOT reached" in said
+    assert "4,800 bytes in 120 messages (m·d·8 a round make 4,800)" in said
+
+
+@needs_ray
+def test_a_wrong_token_is_refused(cluster: Cluster) -> None:
+    refused = join(cluster, "wrong")
+    assert refused.returncode == ClusterError.exit_code
+    assert refused.stderr.startswith("qfleet: cannot join the cluster at")
+    assert refused.stderr.count("\n") == 1
+    assert refused.stdout == ""
+
+
+@needs_ray
+def test_more_workers_than_processors_are_refused(cluster: Cluster) -> None:
+    crowded = join(cluster, os.environ["RAY_AUTH_TOKEN"], "--workers", "3")
+    assert crowded.returncode == ClusterError.exit_code
+    assert "has 2 processors, too few for 3 workers" in crowded.stderr
+    assert crowded.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--workers 0", "workers 0"),
+        ("--workers 5 --samples 4 --features 2", "workers 5 must not exceed samples 4"),
+        ("--straggler slow", "straggler 'slow'"),
+        ("--tolerance 0", "tolerance 0"),
+        ("--timeout-s -1", "timeout_s -1"),
+        ("--samples 3 --features 9", "samples 3"),
+    ],
+)
+def test_bad_numbers_are_refused_before_a_cluster_starts(words: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        lab.run(["mapreduce", *words.split()])

@@ -1,0 +1,195 @@
+"""Clusters are refused in one line, and leave nothing behind however they end."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from qfleet import cluster as clusters
+from qfleet.cli import main
+from qfleet.cluster import open_cluster
+from qfleet.errors import ClusterError, UserError
+
+DEADLINE_S = 120.0
+
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'qfleet[ray]'"
+)
+
+
+def open_and_close(address: str) -> None:
+    with open_cluster(1, address):
+        raise AssertionError("there is no such cluster")
+
+
+def test_without_ray_it_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+
+    def find_spec(name: str, *rest: str) -> object:
+        return None if name == "ray" else find(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    assert main.main(["lab", "mapreduce"]) == UserError.exit_code
+    assert capsys.readouterr().err.strip().endswith("pip install 'qfleet[ray]'")
+
+
+@needs_ray
+@pytest.mark.parametrize("address", ["somewhere", "ray://127.0.0.1:1", "127.0.0.1:port", ""])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(UserError, match="is no host:port"):
+        open_and_close(address)
+
+
+@needs_ray
+def test_an_address_where_nobody_listens_is_refused() -> None:
+    with socket.socket() as held:
+        # Bound but not listening: nobody else can come to answer there.
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        with pytest.raises(ClusterError, match=f"no cluster answers at {address}"):
+            open_and_close(address)
+
+
+@needs_ray
+@pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_an_address_of_something_else_is_refused(
+    reply: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clusters, "PROBE_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def answer() -> None:
+            line, _ = server.accept()
+            # The other side may leave in the middle of it.
+            with line, contextlib.suppress(ConnectionError):
+                line.sendall(reply)
+                line.recv(1000)  # the greeting
+                line.recv(1)  # until the other side leaves
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ClusterError, match=f"no cluster answers at {address}"):
+            open_and_close(address)
+        thread.join()
+
+
+def test_the_folder_is_ours_alone_and_gone_after_an_error() -> None:
+    seen: list[Path] = []
+
+    def use() -> None:
+        with clusters._folder() as folder:
+            (folder / "left").write_text("over")
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            seen.append(folder)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        use()
+    assert not seen[0].exists()
+
+
+def test_a_long_temporary_folder_leaves_room_for_sockets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    monkeypatch.setattr(clusters.tempfile, "gettempdir", lambda: str(long))
+    with clusters._folder() as folder:
+        assert len(str(folder)) < 60
+
+
+def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QFLEET_A", "before")
+    monkeypatch.delenv("QFLEET_B", raising=False)
+    with clusters._environment({"QFLEET_A": "within", "QFLEET_B": "within"}):
+        assert os.environ["QFLEET_A"] == os.environ["QFLEET_B"] == "within"
+    assert os.environ["QFLEET_A"] == "before"
+    assert "QFLEET_B" not in os.environ
+
+
+def test_signals_are_left_alone_outside_the_main_thread() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    passed = []
+
+    def enter() -> None:
+        with clusters._undisturbed():
+            passed.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert passed == [before]
+
+
+PROGRAM = """
+import os, time
+from qfleet.cluster import open_cluster
+class Sleeper:
+    def sleep(self):
+        time.sleep(600)
+    def name(self):
+        return os.getpid()
+with open_cluster(1) as cluster:
+    import psutil
+    sleeper = cluster.spawn(Sleeper)
+    pids = [cluster.get(sleeper.name.remote(), "sleeper")]
+    pids += [process.pid for process in psutil.Process().children(recursive=True)]
+    print(cluster.folder, *pids, flush=True)
+    cluster.get(sleeper.sleep.remote(), "sleeper")
+"""
+
+
+def ours(pids: list[int]) -> list[int]:
+    """Those that still run; a zombie has ended."""
+    alive = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            alive.append(pid)
+    return alive
+
+
+@needs_ray
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lists processes by /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    running = subprocess.Popen(
+        [sys.executable, str(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    guard = threading.Timer(DEADLINE_S, running.kill)
+    guard.start()
+    try:
+        assert running.stdout is not None
+        folder, *pids = running.stdout.readline().split()
+        assert Path(folder).is_dir()
+        assert ours([int(pid) for pid in pids])
+        running.send_signal(number)
+        _, error = running.communicate(timeout=DEADLINE_S)
+    finally:
+        guard.cancel()
+        running.kill()
+    code = {signal.SIGINT: -signal.SIGINT, signal.SIGTERM: 143}[number]
+    assert running.returncode == code, error
+    assert not Path(folder).exists()
+    assert ours([int(pid) for pid in pids]) == []
