@@ -66,7 +66,7 @@ def report(name: str, game: str, agents: int, row: dict[str, Any]) -> None:
     )
     line += f"   greedy return {returns.mean():.1f}"
     if agents > 1:
-        low, high = bootstrap_ci(returns)
+        low, high = bootstrap_ci(returns, np.mean)
         line += f" [{low:.1f}, {high:.1f}] of {agents}"
     peer_s = PEER_S.get((game, agents))
     if peer_s is not None and row["steps"] >= 0.99 * PEER_STEPS:

@@ -263,11 +263,11 @@ class Run:
 
     def _narrow(self, agents: list[int]) -> None:
         """Go on with these agents alone."""
-        begun_s = time.monotonic()
         self.parts = tournament.narrowed(self.parts, agents, self._trace)
         self._going_on = None
         self._tell([f"agents {', '.join(map(str, agents))} go on", *self.parts.notes])
-        self._aside_s += time.monotonic() - begun_s
+        # The stages of these agents are measured in the end, and held against their own pace.
+        self._learning_since = None
 
     def _due(self, what: str, interval: int) -> bool:
         """Has the clock passed another multiple of ``interval`` since this was last due?"""
