@@ -54,6 +54,7 @@ def make_result(
         peak_rss_bytes=peak_rss_bytes(),
         peak_device_bytes=peak_device_bytes(parts.device),
         agents=agents,
+        fleet=None,
     )
 
 

@@ -98,6 +98,8 @@ class Actor:
         self._episodes: list[Episode] = []
         self.env_steps = 0
         """Steps taken so far; the clock counts them when their block enters the memory."""
+        self.elsewhere_env_steps = 0
+        """Steps of other workers of the same run, as far as they are known here."""
 
     def collect(self, rows: int, version: int) -> Block:
         """Step every env ``rows`` times; ``version`` is that of the weights in use."""
@@ -212,7 +214,7 @@ class Actor:
         """ε now, or the mean of the ladder's."""
         if self._ladder is not None:
             return float(self._ladder.mean())
-        return schedules.epsilon(self._config, self.env_steps)
+        return schedules.epsilon(self._config, self.env_steps + self.elsewhere_env_steps)
 
     def take_episodes(self) -> list[Episode]:
         """Episodes finished since the last call."""

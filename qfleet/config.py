@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import types
 import typing
 from dataclasses import dataclass
@@ -184,7 +183,7 @@ class Config:
     """Stop after this many evaluations without a new best; 0: never."""
 
     # --- run --------------------------------------------------------------------------------
-    engine: Literal["auto", "serial", "pipeline", "device"] = "auto"
+    engine: Literal["auto", "serial", "pipeline", "device", "parameter-server", "actors"] = "auto"
     """Who advances the loop and where each part lives; auto measures and says what it chose."""
     env_groups: int = 0
     """Pipeline: groups of envs that step in turn, one while another is inferred; 0 picks."""
@@ -228,6 +227,54 @@ class Config:
     track: Literal["none", "wandb", "mlflow"] = "none"
     """Also report to an experiment tracker, if it is installed."""
 
+    # --- many processes ---------------------------------------------------------------------
+    workers: int = 4
+    """Parameter server, actors: processes that step environments, --envs each."""
+    servers: int = 1
+    """Parameter server: processes that share the weights; actors: that share the replay memory."""
+    address: str = ""
+    """Ray cluster to join, as host:port; empty: one of our own on this machine, for this run."""
+    update: Literal["sync", "async", "ssp", "hybrid", "easgd", "local-sgd", "admm"] = "async"
+    """Parameter server: how workers' gradients become weights (docs/parameter-server.md)."""
+    backup_workers: int = 0
+    """Sync: so many of the slowest are not waited for in each round."""
+    balance: bool = False
+    """Sync: workers that turn out slower collect and learn from less in each round."""
+    staleness: int = 4
+    """Ssp: gradients that a worker may be ahead of the slowest."""
+    hybrid_workers: int = 0
+    """Hybrid: gradients that make an update; 0: half as many as there are workers."""
+    hybrid_window_s: float = 0.5
+    """Hybrid: an update is made at the latest so long after its first gradient."""
+    local_steps: int = 10
+    """Easgd, local-sgd, admm: a worker's own updates between two exchanges."""
+    easgd_alpha: float = 0.0
+    """Easgd: share of the way that worker and centre move towards each other; 0: 0.9 / workers."""
+    outer_learning_rate: float = 0.7
+    """Local-sgd: step size of the servers."""
+    outer_momentum: float = 0.9
+    """Local-sgd: Nesterov momentum of the servers."""
+    admm_rho: float = 0.1
+    """Admm: how strongly workers are pulled towards their consensus."""
+    max_gradient_age: int = 0
+    """Servers drop a gradient of weights more than so many updates old; 0: none."""
+    loss_outlier_sigmas: float = 0.0
+    """Servers drop a gradient whose loss is so many σ above the newest ones' mean; 0: none."""
+    gradient_compression: Literal["none", "fp16", "bf16", "top-k"] = "none"
+    """How gradients travel; top-k sends the largest and keeps the rest for later."""
+    top_k_share: float = 0.01
+    """Top-k: share of a gradient's entries that is sent."""
+    weight_compression: Literal["none", "fp16", "bf16"] = "none"
+    """How weights travel from servers to workers."""
+    snapshot_s: float = 10.0
+    """Seconds between snapshots of the servers; one that dies goes on from its last."""
+    worker_timeout_s: float = 60.0
+    """A worker that was not heard of for so long is replaced."""
+    step_latency_s: float = 0.0
+    """Every step of the environments takes so much longer: for lessons and measurements."""
+    straggler: float = 1.0
+    """Parameter server, actors: the latency of worker 0 is so many times as long."""
+
     # --- tolerance --------------------------------------------------------------------------
     max_fault_rate: float = 0.01
     """Stop when more than this share of all transitions or updates was bad (NaN, Inf)."""
@@ -261,219 +308,24 @@ class Config:
 
     def validate(self) -> Config:
         """Raise ConfigError at the first value that cannot work; return self."""
+        # Here, because the rules need what is defined below.
+        from qfleet.validation import check_rules
+
         check_fields({name: getattr(self, name) for name in FIELDS})
-        for name, kind in FIELDS.items():
-            if kind is float:
-                value = getattr(self, name)
-                _require(math.isfinite(value), name, value, "must be a finite number")
-        for name in _POSITIVE:
-            _require(getattr(self, name) > 0, name, getattr(self, name), "must be positive")
-        for name in _NON_NEGATIVE:
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
-        for name in _FRACTIONS:
-            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must lie in [0, 1]")
-        _require(self.tau > 0, "tau", self.tau, "must be above 0; 1 copies the network")
-        _require(self.v_min < self.v_max, "v_min", self.v_min, f"must be below v_max {self.v_max}")
-        _require(self.n_atoms >= 2, "n_atoms", self.n_atoms, "must be at least 2")
-        _require(self.munchausen_clip <= 0, "munchausen_clip", self.munchausen_clip, "is at most 0")
-        _require(bool(self.net_arch), "net_arch", self.net_arch, "needs at least one layer")
-        _require(all(w > 0 for w in self.net_arch), "net_arch", self.net_arch, "must be positive")
-        _require(
-            self.exploration_final_eps <= self.exploration_initial_eps,
-            "exploration_final_eps",
-            self.exploration_final_eps,
-            f"must not exceed exploration_initial_eps {self.exploration_initial_eps}",
-        )
-        if self.replay:
-            _require(
-                self.buffer_size >= (self.n_steps + 2) * self.envs + self.batch_size,
-                "buffer_size",
-                self.buffer_size,
-                f"is too small for {self.envs} envs and batches of {self.batch_size}",
-            )
-        else:
-            self._validate_rollouts()
-        _require(
-            self.engine not in ("serial", "device") or self.env_groups <= 1,
-            "env_groups",
-            self.env_groups,
-            f"is for --engine pipeline; {self.engine} steps all envs together",
-        )
-        _require(
-            self.engine != "device" or not self.lockstep,
-            "lockstep",
-            self.lockstep,
-            "is for --engine pipeline; device collects and learns in turn anyway",
-        )
-        _require(
-            self.engine != "device" or self.inference_device == "auto",
-            "inference_device",
-            self.inference_device,
-            "is for --engine pipeline; device does everything on --device",
-        )
-        if self.population != 1:
-            self._validate_population()
-        _require(
-            self._json_object("vary") == {} or self.population != 1,
-            "vary",
-            self.vary,
-            "is for --population",
-        )
-        for name in ("pbt_interval", "halving_interval"):
-            value = getattr(self, name)
-            _require(
-                self.population > 1 or value == 0, name, value, "needs agents: set --population"
-            )
-        _require(
-            not self.lockstep or self.env_groups <= 1,
-            "env_groups",
-            self.env_groups,
-            "does not go with lockstep, where one group steps at a time",
-        )
-        _require(
-            self.env_groups <= max(self.envs, 1) or self.envs == 0,
-            "env_groups",
-            self.env_groups,
-            f"is more than there are envs ({self.envs})",
-        )
-        _require(
-            self.learning_starts < self.steps,
-            "learning_starts",
-            self.learning_starts,
-            f"leaves no step to learn from before steps {self.steps}; lower it or raise steps",
-        )
-        _require(
-            self.patience == 0 or self.eval_freq > 0,
-            "patience",
-            self.patience,
-            "needs evaluations: set eval_freq",
-        )
-        _require(
-            self.lr_plateau_patience == 0 or self.eval_freq > 0,
-            "lr_plateau_patience",
-            self.lr_plateau_patience,
-            "needs evaluations: set eval_freq",
-        )
-        _require(
-            self.exploration_ladder is False or 0 < self.exploration_final_eps < 1,
-            "exploration_final_eps",
-            self.exploration_final_eps,
-            "is the base of the ladder and must lie strictly between 0 and 1 (Ape-X: 0.4)",
-        )
-        _require(
-            not (self.noisy and self.exploration_ladder),
-            "exploration_ladder",
-            self.exploration_ladder,
-            "does not go with noisy, which explores without ε; switch one of them off",
-        )
-        self._json_object("env_kwargs")
+        check_rules(self)
         return self
 
-    def _json_object(self, name: str) -> dict[str, Any]:
+    def json_object(self, name: str) -> dict[str, Any]:
+        """A field that holds a JSON object as text."""
         text = getattr(self, name)
         try:
             value = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{name} {text!r} is not JSON: {error}") from None
-        _require(isinstance(value, dict), name, text, "must be a JSON object")
+        if not isinstance(value, dict):
+            raise ConfigError(f"{name} {text!r} must be a JSON object")
         fields: dict[str, Any] = value
         return fields
-
-    def _validate_population(self) -> None:
-        """What cannot work for many agents at once."""
-        _require(self.population > 0, "population", self.population, "must be positive")
-        for name, allowed, why in _IN_POPULATIONS:
-            value = getattr(self, name)
-            _require(value in allowed, name, value, f"does not go with a population: {why}")
-        _require(
-            self.pbt_interval == 0 or self.halving_interval == 0,
-            "halving_interval",
-            self.halving_interval,
-            f"does not go with pbt_interval {self.pbt_interval}: agents either take over from each "
-            "other or stop; set one of them to 0",
-        )
-        _require(
-            0 < self.pbt_share <= 0.5, "pbt_share", self.pbt_share, "must lie above 0, at most 0.5"
-        )
-        _require(self.pbt_factor > 1, "pbt_factor", self.pbt_factor, "must be above 1")
-
-    def _validate_rollouts(self) -> None:
-        """What cannot work without replay."""
-        for name, allowed, why in _WITHOUT_REPLAY:
-            value = getattr(self, name)
-            _require(value == allowed, name, value, f"does not go without replay: {why}")
-        samples, steps = self.gradient_steps * self.batch_size, self.train_freq
-        _require(
-            samples % steps == 0,
-            "gradient_steps",
-            self.gradient_steps,
-            f"× batch_size {self.batch_size} = {samples} is no multiple of train_freq {steps}, so "
-            f"not every step of a rollout counts alike; take gradient_steps × batch_size = {steps} "
-            "times the epochs",
-        )
-        if self.envs == 0:
-            return  # a number that suits is found when the run is planned
-        _require(
-            steps % self.envs == 0 and steps >= 2 * self.envs,
-            "train_freq",
-            steps,
-            f"does not give each of {self.envs} envs two steps or more, all as many; make it a "
-            f"multiple of {self.envs}, at least {2 * self.envs}",
-        )
-        rows = steps // self.envs
-        _require(
-            self.block_rows == 0 or rows % self.block_rows == 0,
-            "block_rows",
-            self.block_rows,
-            f"does not divide a rollout of {rows} rows; leave it 0",
-        )
-
-
-_IN_POPULATIONS = (
-    ("engine", ("auto", "device"), "its environments are one batch; use --engine device"),
-    ("replay", (False,), "its agents learn from rollouts; use --algo pqn"),
-    ("noisy", (False,), "its agents explore by ε; switch it off"),
-    ("lr_plateau_patience", (0,), "agents do not reach a plateau together; use 0"),
-    ("exploration_ladder", (False,), "vary exploration_final_eps instead"),
-)
-"""Field, the values it may have, why and what to do."""
-_WITHOUT_REPLAY = (
-    ("head", "q", "λ-returns are of expected values; use head q"),
-    ("double", False, "there is no target network; switch it off"),
-    ("munchausen", False, "its policy is the target network's; switch it off"),
-    ("prioritized_replay", False, "every step counts alike; switch it off"),
-    ("n_steps", 1, "td_lambda says how far returns look; use 1"),
-    ("replay_dir", "", "there is nothing to keep in files; leave it out"),
-    ("replay_device", "auto", "a rollout lives beside the learner; leave it out"),
-    ("replay_compression", "none", "rollouts are small; use none"),
-    ("replay_slack", 0, "a rollout that is not learnt from at once is lost; use 0"),
-)
-"""Field, its only value, why and what to do."""
-# fmt: off
-_POSITIVE = (
-    "frame_skip", "n_steps", "n_quantiles", "iqn_samples", "iqn_act_samples",
-    "iqn_embedding", "munchausen_tau", "batch_size", "buffer_size", "train_freq",
-    "gradient_steps", "target_update_interval", "steps", "learning_rate", "n_eval_episodes",
-    "log_interval", "checkpoint_freq", "keep_checkpoints", "max_env_restarts", "env_timeout_s",
-    "max_abs_q", "prioritized_replay_eps", "lr_plateau_factor",
-)
-_NON_NEGATIVE = (
-    "envs", "env_groups", "block_rows", "replay_slack", "max_episode_steps", "frame_stack",
-    "noop_max", "lr_plateau_patience", "optimizer_eps",
-    "max_grad_norm", "learning_starts", "eval_freq", "patience", "threads", "noisy_sigma", "seed",
-    "prioritized_replay_alpha", "pbt_interval", "halving_interval",
-)
-_FRACTIONS = (
-    "sticky_actions", "gamma", "munchausen_alpha", "prioritized_replay_beta0", "tau",
-    "exploration_fraction", "exploration_initial_eps", "exploration_final_eps", "eval_eps",
-    "max_fault_rate", "lr_plateau_factor", "td_lambda",
-)
-# fmt: on
-
-
-def _require(ok: bool, name: str, value: object, why: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name} {value!r} {why}")
 
 
 FIELDS: dict[str, Any] = typing.get_type_hints(Config)

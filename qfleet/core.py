@@ -135,6 +135,13 @@ class Clock:
     env_steps: int = 0
     updates: int = 0
     frame_skip: int = 1
+    elsewhere_env_steps: int = 0
+    """Steps of other workers of the same run, as far as they are known here."""
+
+    @property
+    def progress(self) -> int:
+        """Env steps of the whole run: what schedules are a function of."""
+        return self.env_steps + self.elsewhere_env_steps
 
     @property
     def frames(self) -> int:

@@ -147,9 +147,8 @@ class Learner:
 
     def _read_schedules(self) -> None:
         """Bring what depends on the clock up to now."""
-        env_steps = self._clock.env_steps
         rate = self._read_rate()
-        beta = schedules.importance_exponent(self._config, env_steps)
+        beta = schedules.importance_exponent(self._config, self._clock.progress)
         move = self._target_move_due()
         if self._unasked:
             # Kernel arguments, not copies from host memory that could change before they happen.
@@ -163,7 +162,7 @@ class Learner:
 
     def _read_rate(self) -> float:
         """The run's learning rate now; where a tensor holds the agents', it is brought up to it."""
-        rate = schedules.learning_rate(self._config, self._clock.env_steps) * self.lr_scale
+        rate = schedules.learning_rate(self._config, self._clock.progress) * self.lr_scale
         if isinstance(self._learning_rate, Tensor):
             self._learning_rate.fill_(rate)
             if self.relative_rates is not None:
@@ -175,7 +174,7 @@ class Learner:
 
         k moves towards the same weights by τ are one move by 1 − (1 − τ)^k.
         """
-        due = self._clock.env_steps // self._config.target_update_interval - self._target_updates
+        due = self._clock.progress // self._config.target_update_interval - self._target_updates
         self._target_updates += max(due, 0)
         return 1.0 - (1.0 - self._config.tau) ** max(due, 0)
 

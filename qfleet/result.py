@@ -38,6 +38,8 @@ class Result:
     peak_device_bytes: int | None
     agents: list[dict[str, Any]] | None
     """Of a population: number, seed, varied values and returns of each agent; else null."""
+    fleet: dict[str, Any] | None
+    """What many processes did and cost (docs/parameter-server.md); null where there was one."""
 
 
 def peak_rss_bytes() -> int:

@@ -1,0 +1,217 @@
+"""What cannot work, said before anything starts. In: a Config; out: nothing, or a ConfigError.
+
+Types are checked by ``config.check_fields``; here are ranges, and fields that do not go together.
+"""
+
+from __future__ import annotations
+
+import math
+
+from qfleet.config import FIELDS, Config
+from qfleet.errors import ConfigError
+
+_IN_POPULATIONS = (
+    ("engine", ("auto", "device"), "its environments are one batch; use --engine device"),
+    ("replay", (False,), "its agents learn from rollouts; use --algo pqn"),
+    ("noisy", (False,), "its agents explore by ε; switch it off"),
+    ("lr_plateau_patience", (0,), "agents do not reach a plateau together; use 0"),
+    ("exploration_ladder", (False,), "vary exploration_final_eps instead"),
+)
+"""Field, the values it may have, why and what to do."""
+_WITHOUT_REPLAY = (
+    ("head", "q", "λ-returns are of expected values; use head q"),
+    ("double", False, "there is no target network; switch it off"),
+    ("munchausen", False, "its policy is the target network's; switch it off"),
+    ("prioritized_replay", False, "every step counts alike; switch it off"),
+    ("n_steps", 1, "td_lambda says how far returns look; use 1"),
+    ("replay_dir", "", "there is nothing to keep in files; leave it out"),
+    ("replay_device", "auto", "a rollout lives beside the learner; leave it out"),
+    ("replay_compression", "none", "rollouts are small; use none"),
+    ("replay_slack", 0, "a rollout that is not learnt from at once is lost; use 0"),
+)
+"""Field, its only value, why and what to do."""
+# fmt: off
+_POSITIVE = (
+    "frame_skip", "n_steps", "n_quantiles", "iqn_samples", "iqn_act_samples",
+    "iqn_embedding", "munchausen_tau", "batch_size", "buffer_size", "train_freq",
+    "gradient_steps", "target_update_interval", "steps", "learning_rate", "n_eval_episodes",
+    "log_interval", "checkpoint_freq", "keep_checkpoints", "max_env_restarts", "env_timeout_s",
+    "max_abs_q", "prioritized_replay_eps", "lr_plateau_factor",
+)
+_NON_NEGATIVE = (
+    "envs", "env_groups", "block_rows", "replay_slack", "max_episode_steps", "frame_stack",
+    "noop_max", "lr_plateau_patience", "optimizer_eps",
+    "max_grad_norm", "learning_starts", "eval_freq", "patience", "threads", "noisy_sigma", "seed",
+    "prioritized_replay_alpha", "pbt_interval", "halving_interval",
+)
+_FRACTIONS = (
+    "sticky_actions", "gamma", "munchausen_alpha", "prioritized_replay_beta0", "tau",
+    "exploration_fraction", "exploration_initial_eps", "exploration_final_eps", "eval_eps",
+    "max_fault_rate", "lr_plateau_factor", "td_lambda",
+)
+# fmt: on
+
+
+def check_rules(config: Config) -> None:
+    """Raise ConfigError at the first value that cannot work."""
+    for name, kind in FIELDS.items():
+        if kind is float:
+            value = getattr(config, name)
+            _require(math.isfinite(value), name, value, "must be a finite number")
+    for name in _POSITIVE:
+        _require(getattr(config, name) > 0, name, getattr(config, name), "must be positive")
+    for name in _NON_NEGATIVE:
+        _require(getattr(config, name) >= 0, name, getattr(config, name), "must not be negative")
+    for name in _FRACTIONS:
+        _require(0 <= getattr(config, name) <= 1, name, getattr(config, name), "must lie in [0, 1]")
+    _require(config.tau > 0, "tau", config.tau, "must be above 0; 1 copies the network")
+    _require(
+        config.v_min < config.v_max, "v_min", config.v_min, f"must be below v_max {config.v_max}"
+    )
+    _require(config.n_atoms >= 2, "n_atoms", config.n_atoms, "must be at least 2")
+    _require(config.munchausen_clip <= 0, "munchausen_clip", config.munchausen_clip, "is at most 0")
+    _require(bool(config.net_arch), "net_arch", config.net_arch, "needs at least one layer")
+    _require(all(w > 0 for w in config.net_arch), "net_arch", config.net_arch, "must be positive")
+    _require(
+        config.exploration_final_eps <= config.exploration_initial_eps,
+        "exploration_final_eps",
+        config.exploration_final_eps,
+        f"must not exceed exploration_initial_eps {config.exploration_initial_eps}",
+    )
+    if config.replay:
+        _require(
+            config.buffer_size >= (config.n_steps + 2) * config.envs + config.batch_size,
+            "buffer_size",
+            config.buffer_size,
+            f"is too small for {config.envs} envs and batches of {config.batch_size}",
+        )
+    else:
+        _check_rollouts(config)
+    _require(
+        config.engine not in ("serial", "device") or config.env_groups <= 1,
+        "env_groups",
+        config.env_groups,
+        f"is for --engine pipeline; {config.engine} steps all envs together",
+    )
+    _require(
+        config.engine != "device" or not config.lockstep,
+        "lockstep",
+        config.lockstep,
+        "is for --engine pipeline; device collects and learns in turn anyway",
+    )
+    _require(
+        config.engine != "device" or config.inference_device == "auto",
+        "inference_device",
+        config.inference_device,
+        "is for --engine pipeline; device does everything on --device",
+    )
+    if config.population != 1:
+        _check_population(config)
+    _require(
+        config.json_object("vary") == {} or config.population != 1,
+        "vary",
+        config.vary,
+        "is for --population",
+    )
+    for name in ("pbt_interval", "halving_interval"):
+        value = getattr(config, name)
+        _require(config.population > 1 or value == 0, name, value, "needs agents: set --population")
+    _require(
+        not config.lockstep or config.env_groups <= 1,
+        "env_groups",
+        config.env_groups,
+        "does not go with lockstep, where one group steps at a time",
+    )
+    _require(
+        config.env_groups <= max(config.envs, 1) or config.envs == 0,
+        "env_groups",
+        config.env_groups,
+        f"is more than there are envs ({config.envs})",
+    )
+    _require(
+        config.learning_starts < config.steps,
+        "learning_starts",
+        config.learning_starts,
+        f"leaves no step to learn from before steps {config.steps}; lower it or raise steps",
+    )
+    _require(
+        config.patience == 0 or config.eval_freq > 0,
+        "patience",
+        config.patience,
+        "needs evaluations: set eval_freq",
+    )
+    _require(
+        config.lr_plateau_patience == 0 or config.eval_freq > 0,
+        "lr_plateau_patience",
+        config.lr_plateau_patience,
+        "needs evaluations: set eval_freq",
+    )
+    _require(
+        config.exploration_ladder is False or 0 < config.exploration_final_eps < 1,
+        "exploration_final_eps",
+        config.exploration_final_eps,
+        "is the base of the ladder and must lie strictly between 0 and 1 (Ape-X: 0.4)",
+    )
+    _require(
+        not (config.noisy and config.exploration_ladder),
+        "exploration_ladder",
+        config.exploration_ladder,
+        "does not go with noisy, which explores without ε; switch one of them off",
+    )
+    config.json_object("env_kwargs")
+
+
+def _check_population(config: Config) -> None:
+    """What cannot work for many agents at once."""
+    _require(config.population > 0, "population", config.population, "must be positive")
+    for name, allowed, why in _IN_POPULATIONS:
+        value = getattr(config, name)
+        _require(value in allowed, name, value, f"does not go with a population: {why}")
+    _require(
+        config.pbt_interval == 0 or config.halving_interval == 0,
+        "halving_interval",
+        config.halving_interval,
+        f"does not go with pbt_interval {config.pbt_interval}: agents either take over from each "
+        "other or stop; set one of them to 0",
+    )
+    _require(
+        0 < config.pbt_share <= 0.5, "pbt_share", config.pbt_share, "must lie above 0, at most 0.5"
+    )
+    _require(config.pbt_factor > 1, "pbt_factor", config.pbt_factor, "must be above 1")
+
+
+def _check_rollouts(config: Config) -> None:
+    """What cannot work without replay."""
+    for name, allowed, why in _WITHOUT_REPLAY:
+        value = getattr(config, name)
+        _require(value == allowed, name, value, f"does not go without replay: {why}")
+    samples, steps = config.gradient_steps * config.batch_size, config.train_freq
+    _require(
+        samples % steps == 0,
+        "gradient_steps",
+        config.gradient_steps,
+        f"× batch_size {config.batch_size} = {samples} is no multiple of train_freq {steps}, so "
+        f"not every step of a rollout counts alike; take gradient_steps × batch_size = {steps} "
+        "times the epochs",
+    )
+    if config.envs == 0:
+        return  # a number that suits is found when the run is planned
+    _require(
+        steps % config.envs == 0 and steps >= 2 * config.envs,
+        "train_freq",
+        steps,
+        f"does not give each of {config.envs} envs two steps or more, all as many; make it a "
+        f"multiple of {config.envs}, at least {2 * config.envs}",
+    )
+    rows = steps // config.envs
+    _require(
+        config.block_rows == 0 or rows % config.block_rows == 0,
+        "block_rows",
+        config.block_rows,
+        f"does not divide a rollout of {rows} rows; leave it 0",
+    )
+
+
+def _require(ok: bool, name: str, value: object, why: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} {value!r} {why}")
