@@ -157,10 +157,12 @@ def build(
     restarted_at: int = 0,
     trace: Trace | None = None,
     members: Sequence[int] | None = None,
+    remote: Callable[[FlatWeights, Timers], Updater] | None = None,
 ) -> Parts:
     """All parts of a run; ``restarted_at`` (env steps) gives restarted envs new episodes.
 
-    ``members``: which agents of a population; None: all.
+    ``members``: which agents of a population; None: all. ``remote`` makes the updater of a worker,
+    whose weights are on servers; None: the one that the configuration asks for.
     """
     members = range(config.population) if members is None else members
     seeds = Seeds.of(config.seed)
@@ -195,7 +197,9 @@ def build(
             else online,
             memory=memory,
             objective=make_objective(config, place.device, seeds.objective),
-            make_updater=lambda weights: make_updater(config, weights, place.unasked),
+            make_updater=lambda weights: remote(weights, timers[0])
+            if remote
+            else make_updater(config, weights, place.unasked),
             clock=clock,
             timers=timers[0],
             device=place.device,
