@@ -16,6 +16,7 @@ _IN_POPULATIONS = (
     ("noisy", (False,), "its agents explore by ε; switch it off"),
     ("lr_plateau_patience", (0,), "agents do not reach a plateau together; use 0"),
     ("exploration_ladder", (False,), "vary exploration_final_eps instead"),
+    ("step_latency_s", (0.0,), "its environments are tensors and step on the device; use 0"),
 )
 """Field, the values it may have, why and what to do."""
 _WITHOUT_REPLAY = (
@@ -42,7 +43,7 @@ _NON_NEGATIVE = (
     "envs", "env_groups", "block_rows", "replay_slack", "max_episode_steps", "frame_stack",
     "noop_max", "lr_plateau_patience", "optimizer_eps",
     "max_grad_norm", "learning_starts", "eval_freq", "patience", "threads", "noisy_sigma", "seed",
-    "prioritized_replay_alpha", "pbt_interval", "halving_interval",
+    "prioritized_replay_alpha", "pbt_interval", "halving_interval", "step_latency_s",
 )
 _FRACTIONS = (
     "sticky_actions", "gamma", "munchausen_alpha", "prioritized_replay_beta0", "tau",
@@ -104,6 +105,19 @@ def check_rules(config: Config) -> None:
         "inference_device",
         config.inference_device,
         "is for --engine pipeline; device does everything on --device",
+    )
+    _require(
+        config.engine != "device" or config.step_latency_s == 0,
+        "step_latency_s",
+        config.step_latency_s,
+        "is for environments on the host; --engine device has none, so use another or leave it 0",
+    )
+    _require(config.straggler >= 1, "straggler", config.straggler, "must be at least 1")
+    _require(
+        config.straggler == 1 or config.step_latency_s > 0,
+        "straggler",
+        config.straggler,
+        "multiplies step_latency_s, which is 0: set that too",
     )
     if config.population != 1:
         _check_population(config)
