@@ -22,7 +22,7 @@ from qfleet.parameter_server.compression import Codec, Sent, bytes_of, decode
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.server import Answer
 from qfleet.parameter_server.shard import Exchange, Push, Stamp
-from qfleet.parameter_server.wire import Wire, from_wire, to_wire
+from qfleet.parameter_server.wire import from_wire, to_wire
 from qfleet.telemetry.timers import Timers
 
 PATIENCE_S = 1.0
@@ -30,6 +30,7 @@ PATIENCE_S = 1.0
 TRIES = 3
 """How often a message is sent whose answer does not come."""
 KEPT_CALLS = 256
+FLOAT_BYTES = 4
 _ELSEWHERE: Any = None
 """Stands in a message for the vector, which travels beside it."""
 
@@ -218,7 +219,7 @@ class Servers:
     def _finished(
         self, number: int, method: str, call: Any, arguments: Callable[[int], tuple[Any, ...]]
     ) -> Any:
-        """The answer; a message that is not answered is sent again, and counts once all the same."""
+        """The answer. A message that is not answered is sent again, and counts once."""
         for _ in range(TRIES - 1):
             try:
                 return self._lines[number].finish(call)
@@ -233,11 +234,13 @@ class Servers:
         traffic.messages += 1
         if sent is not None:
             traffic.bytes_sent += bytes_of(sent)
-            traffic.plain_bytes_sent += 4 * (sent.numel() if isinstance(sent, Tensor) else sent.size)
+            traffic.plain_bytes_sent += 4 * (
+                sent.numel() if isinstance(sent, Tensor) else sent.size
+            )
         weights = answer.weights if isinstance(answer, Answer) else None
         if weights is not None:
             traffic.bytes_received += weights.values.nbytes
-            traffic.plain_bytes_received += 4 * weights.size
+            traffic.plain_bytes_received += FLOAT_BYTES * weights.size
 
     def _count(self, answers: dict[int, Answer]) -> None:
         for number, answer in answers.items():

@@ -239,5 +239,3 @@ def cut_state(state: StateDict, size: int, part: slice) -> StateDict:
         name: (value[part] if value.dim() == 1 and len(value) == size else value).clone()
         for name, value in state.items()
     }
-
-

@@ -44,6 +44,4 @@ def from_wire(wire: Wire) -> Sent:
         return values
     if wire.is_bfloat16:
         values = values.view(torch.bfloat16)
-    return Packed(
-        wire.size, values, None if wire.places is None else torch.from_numpy(wire.places)
-    )
+    return Packed(wire.size, values, None if wire.places is None else torch.from_numpy(wire.places))
