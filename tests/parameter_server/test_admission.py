@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_cases import Client, assert_states_equal, make_push, make_shard, noise, weights_of
@@ -229,6 +230,21 @@ def test_before_the_window_is_full_nothing_is_an_outlier() -> None:
     client = Client(shard, 0)
     for loss in (1.0, 1.1, 1e9):
         assert client.push([1.0], loss=loss).outcome == "applied"
+
+
+def test_a_gradient_that_is_far_too_large_is_dropped_whatever_its_loss() -> None:
+    """Fault 5: one worker's gradients are a million times too large."""
+    guard = Outliers(Async(), window=4, sigmas=3.0)
+    shard = make_shard(guard, [0.0])
+    client = Client(shard, 0)
+    for gradient in (1.0, 1.1, 0.9, 1.0):
+        assert client.push([gradient], loss=1.0).outcome == "applied"
+    before = client.weights.clone()
+    assert client.push([1e6], loss=1.0).reason == "outlier"
+    client.pull()
+    assert torch.equal(client.weights, before)
+    assert client.push([1.05], loss=1.0).outcome == "applied"
+    assert (guard.dropped, shard.counters.dropped["outlier"]) == (1, 1)
 
 
 def test_equal_losses_and_pushes_without_one_are_no_outliers() -> None:
