@@ -9,6 +9,10 @@ from typing import Any
 from qfleet.telemetry.trace import Lane
 
 STAGES = ("env", "act", "copy", "learn", "communicate", "idle")
+COMPUTING, COMMUNICATING, WAITING = "computing", "communicating", "waiting"
+KINDS = (COMPUTING, COMMUNICATING, WAITING)
+KIND_OF = dict.fromkeys(STAGES, COMPUTING) | {"communicate": COMMUNICATING, "idle": WAITING}
+"""What a stage is where many work together: messages are under way, or others are waited for."""
 
 
 class Span:
