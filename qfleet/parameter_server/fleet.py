@@ -206,6 +206,7 @@ class Fleet:
         for number, server in enumerate(self._servers):
             who = f"server {number}"
             server.snapshot = self._cluster.get(server.handle.snapshot.remote(), who)
+        self._account_servers()
         for number in range(self._config.workers):
             self._workers[number] = _WorkerState(self._spawn_worker(number))
         for number in self._workers:
@@ -232,7 +233,13 @@ class Fleet:
             self._workers[number].restarts if number in self._workers else 0
         )
         return self._cluster.spawn(
-            RemoteWorker, self._config, number, handles, restarted_at, self._traced
+            RemoteWorker,
+            self._config,
+            number,
+            handles,
+            restarted_at,
+            self._traced,
+            at_once=2,  # so that it can say that it is there while it works
         )
 
     # --- supervising --------------------------------------------------------------------------
@@ -301,7 +308,7 @@ class Fleet:
         told = Told(
             done - own, own + grant, self._slice_s, self._lr_scale(), self._share(number), renewed
         )
-        self._crew.called(number, worker.handle.work.remote(told))
+        self._crew.called(number, worker.handle.work.remote(told), worker.handle.ping.remote)
 
     def _share(self, number: int) -> float:
         """A worker's pace in its own working time, as a share of the quickest one's."""
@@ -372,6 +379,7 @@ class Fleet:
         server.handle = self._spawn_server(weights, None, server.restores, server.snapshot)
         server.restores += 1
         server.version = server.snapshot["version"]
+        server.account = {}
 
     def _snapshots(self) -> list[StateDict]:
         """One of every server, now; those that died go on from their last."""
@@ -382,6 +390,7 @@ class Fleet:
                 server.version, server.losses = server.snapshot["version"], 0
             except MemberLost:
                 self._replace_server(number)
+        self._account_servers()
         return [server.snapshot for server in self._servers]
 
     def _remember(self, snapshots: list[StateDict]) -> None:
@@ -421,6 +430,15 @@ class Fleet:
     def _reports(self) -> list[Report]:
         with self._lock:
             return [w.report for w in self._workers.values() if w.report is not None]
+
+    def pids(self) -> dict[str, int]:
+        """Processes that were heard of, by name: ``worker 0``, ``server 1`` …"""
+        with self._lock:
+            workers = {n: w.report.pid for n, w in self._workers.items() if w.report is not None}
+        servers = {n: s.account["pid"] for n, s in enumerate(self._servers) if s.account}
+        return {f"worker {n}": pid for n, pid in workers.items()} | {
+            f"server {n}": pid for n, pid in servers.items()
+        }
 
     def lanes(self) -> Iterator[tuple[str, list[SpanRecord]]]:
         """What every worker did when, where a trace is wanted."""
