@@ -75,8 +75,11 @@ class AutogradGradient:
         else:
             self._weights.grad = self._join(*gradients)  # a copy less than into the old one
         detached = mean.detach()  # the graph behind the loss must not outlive this call
-        more = functools.partial(self._objective.numbers, _detached(predicted))
-        return Graded(lambda: detached / self._agents, priority, prediction, more)
+        graded = Graded(lambda: detached / self._agents, priority, prediction)
+        if self._objective.head != "actor-critic":
+            return graded  # and nothing keeps the network's output
+        numbers = functools.partial(self._objective.numbers, predicted.output.detach())
+        return graded._replace(numbers=numbers)
 
     def _output(self, obs: Tensor) -> Prediction:
         return self._objective.predict(obs, self._network)
@@ -168,10 +171,6 @@ class FusedGradient:
 
     def compilables(self) -> list[Compilable]:
         return []
-
-
-def _detached(prediction: Prediction) -> Prediction:
-    return prediction._replace(output=prediction.output.detach())
 
 
 def make_gradient(

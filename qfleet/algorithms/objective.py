@@ -172,11 +172,9 @@ class Objective:
         expected = output.detach().mean(dim=1)
         return Loss(per_sample, (target.mean(dim=1) - expected).abs(), expected)
 
-    def numbers(self, prediction: Prediction) -> dict[str, Tensor]:
-        """What else is worth showing of a batch, by name; nobody waits for it here."""
-        if self.head != "actor-critic":
-            return {}
-        logits, _ = split_policy(prediction.output)
+    def numbers(self, output: Tensor) -> dict[str, Tensor]:
+        """What else is worth showing of an actor-critic's output, by name."""
+        logits, _ = split_policy(output)
         return {"entropy": losses.entropy(logits).mean()}
 
     def _fractions(self, obs: Tensor) -> Tensor | None:

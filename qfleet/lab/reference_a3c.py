@@ -2,8 +2,8 @@
 
 It is what the ``serial`` engine is held against (tests/equivalence), and what a student may read
 after ``reference_pqn.py``. It shares with the rest of qfleet only the configuration's field names,
-random numbers and the network module; returns are found by recursion from their definition, the
-loss is written with torch's own distributions, and torch's own Adam takes the steps.
+random numbers and the network module; returns are found by recursion from their definition
+and torch's own Adam takes the steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import gymnasium
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import Categorical
 
 from qfleet.build import Seeds
 from qfleet.config import Config
@@ -84,12 +83,14 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
         places = [(i, t) for i, own in enumerate(rows) for t in range(len(own) - 1)]
         places = [(i, t) for i, t in places if not rows[i][t].is_reset]
         output = network(torch.from_numpy(np.stack([rows[i][t].obs for i, t in places])))
-        policy, value = Categorical(logits=output[:, :-1]), output[:, -1]
+        log_policy, value = output[:, :-1].log_softmax(1), output[:, -1]
         goal = torch.tensor([goals[i][t] for i, t in places])
         taken = torch.tensor([rows[i][t].action for i, t in places])
         advantage = (goal - value).detach()
-        loss = config.value_weight * (goal - value) ** 2 - advantage * policy.log_prob(taken)
-        loss = loss - config.entropy_weight * policy.entropy()
+        log_taken = log_policy.gather(1, taken[:, None])[:, 0]
+        entropy = -(log_policy.exp() * log_policy).sum(1)
+        loss = config.value_weight * (goal - value) ** 2 - advantage * log_taken
+        loss = loss - config.entropy_weight * entropy
         adam.param_groups[0]["lr"] = config.learning_rate * (1.0 - now / config.steps)
         adam.zero_grad()
         (loss.sum() / config.batch_size).backward()
