@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qfleet.algorithms.table import algorithm_switches
+from qfleet.algorithms.table import ALIASES, algorithm_switches
 from qfleet.config import Config, check_fields
 from qfleet.errors import UnknownNameError
 from qfleet.presets import recipes
@@ -18,6 +18,8 @@ from qfleet.presets import recipes
 PRESETS: dict[str, Callable[[], Config]] = {
     "cartpole": recipes.cartpole,
     "cartpole-pqn": recipes.cartpole_pqn,
+    "cartpole-n-step-q": recipes.cartpole_n_step_q,
+    "cartpole-a3c": recipes.cartpole_a3c,
     "cartpole-sb3-zoo": recipes.cartpole_sb3_zoo,
     "cartpole-cleanrl": recipes.cartpole_cleanrl,
     "acrobot": recipes.acrobot,
@@ -43,6 +45,8 @@ _SUITS = [
 ]
 _SUITS_ROW = {
     ("cartpole", "pqn"): "cartpole-pqn",
+    ("cartpole", "n-step-q"): "cartpole-n-step-q",
+    ("cartpole", "a3c"): "cartpole-a3c",
     ("minatar-dqn", "pqn"): "minatar-pqn",
     ("atari-dqn", "pqn"): "atari-pqn",
     ("atari-dqn", "rainbow"): "atari-rainbow",
@@ -54,7 +58,8 @@ def preset_for(env: str, algo: str | None) -> str | None:
     """The preset that suits an environment, if one does."""
     for pattern, name in _SUITS:
         if re.fullmatch(pattern, env):
-            return _SUITS_ROW.get((name, (algo or "").lower()), name)
+            row = (algo or "").lower()
+            return _SUITS_ROW.get((name, ALIASES.get(row, row)), name)
     return None
 
 
