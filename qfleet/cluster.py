@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from qfleet.errors import ClusterError, UserError
+from qfleet.errors import ClusterError, MemberLost, UserError
 
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 256 * 2**20
@@ -75,9 +75,14 @@ class Cluster:
                 "ask for fewer workers or add nodes"
             )
 
-    def spawn(self, kind: type, *args: Any) -> Any:
-        """One instance of ``kind`` in a process of its own; it is not restarted if it dies."""
-        return self.ray.remote(num_cpus=1, max_restarts=0)(kind).remote(*args)
+    def spawn(self, kind: type, *args: Any, processors: int = 1, at_once: int = 1) -> Any:
+        """One instance of ``kind`` in a process of its own; it is not restarted if it dies.
+
+        It takes so many of the cluster's ``processors``, and answers so many calls ``at_once``, in
+        threads.
+        """
+        options = {"num_cpus": processors, "max_restarts": 0, "max_concurrency": at_once}
+        return self.ray.remote(**options)(kind).remote(*args)
 
     def stop(self, worker: Any) -> None:
         self.ray.kill(worker)
@@ -93,6 +98,14 @@ class Cluster:
             self._complain_of_silence(who)
         return done[0]
 
+    def ready(self, pending: list[Any], wait_s: float) -> list[Any]:
+        """Those whose value, or failure, is there; one at least, or after ``wait_s`` none."""
+        if not pending:
+            return []
+        done, rest = self.ray.wait(pending, num_returns=1, timeout=wait_s)
+        also, _ = self.ray.wait(rest, num_returns=len(rest), timeout=0) if rest else ([], [])
+        return [*done, *also]
+
     def get(self, reference: Any, who: str) -> Any:
         """The value of a reference, or a ClusterError that says what became of ``who``."""
         failures = self.ray.exceptions
@@ -101,7 +114,7 @@ class Cluster:
         except failures.GetTimeoutError:
             self._complain_of_silence(who)
         except failures.RayActorError as error:
-            raise ClusterError(f"{who} died ({_first_line(error)}); run it again") from None
+            raise MemberLost(f"{who} died ({_first_line(error)}); run it again") from None
         except failures.RayTaskError as error:
             cause = f"{type(error.cause).__name__}: {_first_line(error.cause)}"
             raise ClusterError(f"{who} failed: {cause}") from error
@@ -112,6 +125,13 @@ class Cluster:
         raise ClusterError(
             f"{who} did not answer within {self.timeout_s:g} s; if slowness is all, raise timeout_s"
         )
+
+
+def from_inside(timeout_s: float = TIMEOUT_S) -> Cluster:
+    """The cluster that this process, which it has spawned, is part of."""
+    import ray
+
+    return Cluster(ray, ray.get_runtime_context().gcs_address, None, timeout_s)
 
 
 def open_cluster(

@@ -75,3 +75,7 @@ class ProtocolError(QfleetError):
 
 class ClusterError(QfleetError):
     """A cluster that cannot be started, reached or used, or a worker of it that was lost."""
+
+
+class MemberLost(ClusterError):
+    """A process of the cluster died, or the call of it that was under way did."""

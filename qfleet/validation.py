@@ -19,6 +19,20 @@ _IN_POPULATIONS = (
     ("step_latency_s", (0.0,), "its environments are tensors and step on the device; use 0"),
 )
 """Field, the values it may have, why and what to do."""
+_WITH_WORKERS = (
+    ("population", (1,), "a population is one batch; use --engine device"),
+    ("env_groups", (0, 1), "a worker steps its envs together; leave it out"),
+    ("lockstep", (False,), "workers collect and learn in turn anyway; leave it out"),
+    ("inference_device", ("auto",), "a worker does everything on --device; leave it out"),
+)
+"""Field, the values it may have, why and what to do."""
+_OF_UPDATES = (
+    ("backup_workers", "sync"),
+    ("balance", "sync"),
+    ("hybrid_workers", "hybrid"),
+    ("easgd_alpha", "easgd"),
+)
+"""Fields that mean something for one way to update only."""
 _WITHOUT_REPLAY = (
     ("head", "q", "λ-returns are of expected values; use head q"),
     ("double", False, "there is no target network; switch it off"),
@@ -37,7 +51,9 @@ _POSITIVE = (
     "iqn_embedding", "munchausen_tau", "batch_size", "buffer_size", "train_freq",
     "gradient_steps", "target_update_interval", "steps", "learning_rate", "n_eval_episodes",
     "log_interval", "checkpoint_freq", "keep_checkpoints", "max_env_restarts", "env_timeout_s",
-    "max_abs_q", "prioritized_replay_eps", "lr_plateau_factor",
+    "max_abs_q", "prioritized_replay_eps", "lr_plateau_factor", "workers", "servers",
+    "local_steps", "hybrid_window_s", "outer_learning_rate", "admm_rho", "snapshot_s",
+    "worker_timeout_s",
 )
 _NON_NEGATIVE = (
     "envs", "env_groups", "block_rows", "replay_slack", "max_episode_steps", "frame_stack",
@@ -48,7 +64,7 @@ _NON_NEGATIVE = (
 _FRACTIONS = (
     "sticky_actions", "gamma", "munchausen_alpha", "prioritized_replay_beta0", "tau",
     "exploration_fraction", "exploration_initial_eps", "exploration_final_eps", "eval_eps",
-    "max_fault_rate", "lr_plateau_factor", "td_lambda",
+    "max_fault_rate", "lr_plateau_factor", "td_lambda", "easgd_alpha", "outer_momentum",
 )
 # fmt: on
 
@@ -119,6 +135,8 @@ def check_rules(config: Config) -> None:
         config.straggler,
         "multiplies step_latency_s, which is 0: set that too",
     )
+    if config.engine == "parameter-server":
+        _check_workers(config)
     if config.population != 1:
         _check_population(config)
     _require(
@@ -173,6 +191,52 @@ def check_rules(config: Config) -> None:
         "does not go with noisy, which explores without ε; switch one of them off",
     )
     config.json_object("env_kwargs")
+
+
+def _check_workers(config: Config) -> None:
+    """What cannot work in many processes."""
+    for name, allowed, why in _WITH_WORKERS:
+        value = getattr(config, name)
+        _require(value in allowed, name, value, f"does not go with {config.engine}: {why}")
+    for name, update in _OF_UPDATES:
+        value, plain = getattr(config, name), Config.__dataclass_fields__[name].default
+        _require(
+            config.update == update or value == plain,
+            name,
+            value,
+            f"is for --update {update}, not {config.update}",
+        )
+    _require(
+        config.backup_workers < config.workers,
+        "backup_workers",
+        config.backup_workers,
+        f"leaves nobody of {config.workers} workers to wait for",
+    )
+    _require(
+        config.hybrid_workers <= config.workers,
+        "hybrid_workers",
+        config.hybrid_workers,
+        f"is more than there are workers ({config.workers})",
+    )
+    _require(
+        0 < config.top_k_share <= 1,
+        "top_k_share",
+        config.top_k_share,
+        "must be above 0, at most 1",
+    )
+    _require(
+        config.update in ("sync", "async", "ssp", "hybrid")
+        or config.gradient_compression != "top-k",
+        "gradient_compression",
+        config.gradient_compression,
+        f"is for gradients; workers of {config.update} send weights: use fp16 or bf16",
+    )
+    _require(
+        config.learning_starts < config.steps // config.workers or config.learning_starts == 0,
+        "learning_starts",
+        config.learning_starts,
+        f"leaves {config.workers} workers too little of {config.steps} steps; lower it",
+    )
 
 
 def _check_population(config: Config) -> None:

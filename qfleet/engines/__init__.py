@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from qfleet.engines.device import run_device
+from qfleet.engines.parameter_server import run_parameter_server
 from qfleet.engines.pipeline import run_pipeline
 from qfleet.engines.serial import run_serial
 
-ENGINES = {"serial": run_serial, "pipeline": run_pipeline, "device": run_device}
+ENGINES = {
+    "serial": run_serial,
+    "pipeline": run_pipeline,
+    "device": run_device,
+    "parameter-server": run_parameter_server,
+}
