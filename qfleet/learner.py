@@ -301,6 +301,10 @@ class Learner:
     def _target_of(self, outlook: Outlook, *columns: Tensor) -> Tensor:
         return self._objective.target(Samples(*columns), outlook, self.online, self._target_network)
 
+    def set_batch_size(self, samples: int) -> None:
+        """So many samples per update from now on; never more than were configured."""
+        self._batch_size = samples
+
     def adopt_weights(self) -> None:
         """The online weights came from elsewhere: the target network begins with them too."""
         self._target_weights.data.copy_(self.weights.data)

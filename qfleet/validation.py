@@ -232,10 +232,10 @@ def _check_workers(config: Config) -> None:
         f"is for gradients; workers of {config.update} send weights: use fp16 or bf16",
     )
     _require(
-        config.learning_starts < config.steps // config.workers or config.learning_starts == 0,
-        "learning_starts",
-        config.learning_starts,
-        f"leaves {config.workers} workers too little of {config.steps} steps; lower it",
+        config.replay or not config.balance,
+        "balance",
+        config.balance,
+        "needs replay: a rollout is learnt from whole; leave it out",
     )
 
 

@@ -31,7 +31,7 @@ from qfleet.parameter_server.wire import from_wire
 from qfleet.parameter_server.worker import RemoteWorker, Report, Told
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import FleetAccount, ServerAccount, WorkerAccount
-from qfleet.telemetry.timers import STAGES, Timers
+from qfleet.telemetry.timers import COMPUTING, KIND_OF, STAGES, Timers
 from qfleet.telemetry.trace import SpanRecord
 
 SLICE_S_PER_WORKER = 0.05
@@ -298,8 +298,19 @@ class Fleet:
             if worker.renewals.get(shard, 0) != server.restores
         )
         worker.renewals = {shard: s.restores for shard, s in enumerate(self._servers)}
-        told = Told(done - own, own + grant, self._slice_s, self._lr_scale(), renewed)
+        told = Told(
+            done - own, own + grant, self._slice_s, self._lr_scale(), self._share(number), renewed
+        )
         self._crew.called(number, worker.handle.work.remote(told))
+
+    def _share(self, number: int) -> float:
+        """A worker's pace in its own working time, as a share of the quickest one's."""
+        if not self._config.balance:
+            return 1.0
+        paces = {n: _pace(w.report) for n, w in self._workers.items() if w.report is not None}
+        if number not in paces or len(paces) < len(self._workers):
+            return 1.0
+        return paces[number] / max(paces.values())
 
     def _leave(self, number: int) -> None:
         for server in self._servers:
@@ -513,3 +524,9 @@ def _shifted(report: Report, now_s: float) -> list[SpanRecord]:
     """A report's spans on this process's clock; the way here counts as no time."""
     shift_s = now_s - report.clock_s
     return [(stage, start + shift_s, end + shift_s) for stage, start, end in report.spans]
+
+
+def _pace(report: Report) -> float:
+    """Env steps per second of collecting and learning, without messages and waits."""
+    spent = sum(report.seconds[stage] for stage in STAGES if KIND_OF[stage] == COMPUTING)
+    return report.env_steps / max(spent, 1e-9)

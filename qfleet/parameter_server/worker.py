@@ -37,6 +37,8 @@ class Told(NamedTuple):
     slice_s: float
     """Stop after so long."""
     lr_scale: float = 1.0
+    share: float = 1.0
+    """Of what a round asks of the quickest worker: of its steps and of its samples."""
     renewed: tuple[tuple[int, Any], ...] = ()
     """Servers that stand in for others since the last slice, and their lines."""
 
@@ -105,10 +107,14 @@ class Worker:
             self._updater = make_remote_updater(config, weights, self._servers)
             return self._updater
 
-        own = worker_config(config, number)
-        self._parts: Parts = build(own, self._faults, restarted_at, self._trace, remote=remote)
+        self._own = worker_config(config, number)
+        self._parts: Parts = build(
+            self._own, self._faults, restarted_at, self._trace, remote=remote
+        )
         self._processor_s = time.process_time()
         self._has_joined = False
+        self._share = 1.0
+        self._updater.share = float(config.batch_size)
         self._lost: tuple[int, ...] = ()
 
     def work(self, told: Told) -> Report:
@@ -118,6 +124,8 @@ class Worker:
         assert isinstance(parts.collector, Inline)
         parts.collector.set_elsewhere(told.elsewhere_env_steps)
         parts.learner.lr_scale = told.lr_scale
+        if told.share != self._share:
+            self._take_share(told.share)
         until_s = self._clock() + told.slice_s
         self._lost = ()
         try:
@@ -129,6 +137,17 @@ class Worker:
         except ServersLost as error:
             self._lost = error.numbers
         return self._report()
+
+    def _take_share(self, share: float) -> None:
+        """Collect and learn from less in each round, if others are quicker."""
+        self._share = share
+        parts, envs = self._parts, self._own.envs
+        train_freq = max(1, round(share * self._own.train_freq / envs)) * envs
+        samples = max(1, round(share * self._own.batch_size))
+        parts.config = self._own.replace(train_freq=train_freq)
+        parts.limiter.set_train_freq(train_freq)
+        parts.learner.set_batch_size(samples)
+        self._updater.share = float(samples)
 
     def _join(self, told: Told) -> None:
         for number, line in told.renewed:

@@ -239,6 +239,7 @@ def test_a_gradient_that_is_far_too_large_is_dropped_whatever_its_loss() -> None
     client = Client(shard, 0)
     for gradient in (1.0, 1.1, 0.9, 1.0):
         assert client.push([gradient], loss=1.0).outcome == "applied"
+    client.pull()
     before = client.weights.clone()
     assert client.push([1e6], loss=1.0).reason == "outlier"
     client.pull()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -180,6 +181,28 @@ def test_shares_of_a_worker() -> None:
     assert (first.learning_starts, first.buffer_size, first.engine) == (50, 250, "serial")
     assert first.seed == config.seed != other.seed
     assert (first.step_latency_s, other.step_latency_s) == (1.5, 0.5)
+
+
+def test_a_slower_worker_takes_its_share() -> None:
+    """Half the share: updates come after half the steps, of half the samples, and weigh half."""
+    config = make_config(workers=2, update="async", balance=False, train_freq=8, batch_size=16)
+    seen: list[tuple[int, float]] = []
+
+    class Watched(DirectLine):
+        def start(self, method: str, *arguments: Any) -> Any:
+            if method == "push":
+                seen.append((worker._parts.clock.env_steps, arguments[0].weight))
+            return super().start(method, *arguments)
+
+    worker = Worker(config, 0, [Watched(make_servers(config)[0])])
+    worker.work(Told(0, 240, LONG_S))
+    worker.work(Told(0, 480, LONG_S, share=0.5))
+    whole = [at for at, weight in seen if weight == 16.0]
+    half = [at for at, weight in seen if weight == 8.0]
+    assert len(whole) + len(half) == len(seen)
+    assert [b - a for a, b in itertools.pairwise(sorted(set(whole)))] == [8] * (len(set(whole)) - 1)
+    assert [b - a for a, b in itertools.pairwise(sorted(set(half)))] == [4] * (len(set(half)) - 1)
+    assert min(half) > max(whole)
 
 
 class Dying(DirectLine):
