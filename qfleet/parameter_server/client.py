@@ -117,6 +117,10 @@ class Servers:
         """Take part everywhere, again where need be, and fetch the newest weights."""
         self._take(self._enter(set(range(len(self._lines)))), into)
 
+    def ping(self) -> None:
+        """An empty message to everybody, for the account of what messages cost."""
+        self._ask("ping", lambda _: ())
+
     def push(
         self, vector: Tensor, learning_rate: float, loss: float | None, weight: float, into: Tensor
     ) -> None:
@@ -211,11 +215,10 @@ class Servers:
         waited_s = max((getattr(a, "waited_s", 0.0) for a in answers.values()), default=0.0)
         self._timers.add("communicate", began_s, ended_s - waited_s)
         self._timers.add("idle", ended_s - waited_s, ended_s)
-        for n in numbers:
-            self._weigh(sent[n] if sent is not None else None, answers.get(n))
-        if sent is not None:
-            moved = sum(bytes_of(sent[n]) for n in numbers)
-            self.traffic.calls.append((moved, ended_s - began_s - waited_s))
+        moved = sum(
+            self._weigh(sent[n] if sent is not None else None, answers.get(n)) for n in numbers
+        )
+        self.traffic.calls.append((moved, ended_s - began_s - waited_s))
         if lost:
             if sent is not None:
                 self.traffic.outcomes["lost"] += len(lost)
@@ -235,8 +238,10 @@ class Servers:
                 call = self._lines[number].start(method, *arguments(number))
         return self._lines[number].finish(call)
 
-    def _weigh(self, sent: Sent | None, answer: Any) -> None:
+    def _weigh(self, sent: Sent | None, answer: Any) -> int:
+        """Count a message and its answer; bytes of the vectors in them."""
         traffic = self.traffic
+        before = traffic.bytes_sent + traffic.bytes_received
         traffic.messages += 1
         if sent is not None:
             traffic.bytes_sent += bytes_of(sent)
@@ -247,6 +252,7 @@ class Servers:
         if weights is not None:
             traffic.bytes_received += weights.values.nbytes
             traffic.plain_bytes_received += FLOAT_BYTES * weights.size
+        return traffic.bytes_sent + traffic.bytes_received - before
 
     def _count(self, answers: dict[int, Answer]) -> None:
         for number, answer in answers.items():

@@ -64,7 +64,6 @@ class _WorkerState:
     renewals: dict[int, int] = field(default_factory=dict)
     """By server: how often it had been started anew when this worker was last told."""
     spans: list[SpanRecord] = field(default_factory=list)
-    began_s: float | None = None
 
     def total(self, what: str) -> int:
         return self.earlier[what] + (getattr(self.report, what) if self.report else 0)
@@ -209,6 +208,11 @@ class Fleet:
         self._account_servers()
         for number in range(self._config.workers):
             self._workers[number] = _WorkerState(self._spawn_worker(number))
+        # All of them before anybody begins: else the first would make rounds on its own, and the
+        # others would collect while it learns, and the other way round, from then on.
+        joining = [s.handle.join.remote(n) for s in self._servers for n in self._workers]
+        for call in joining:
+            self._cluster.get(call, "a server")
         for number in self._workers:
             self._set_to_work(number)
 
@@ -331,7 +335,6 @@ class Fleet:
             worker.spans += _shifted(report, time.perf_counter())
             self._episodes += [Episode(*episode) for episode in report.episodes]
             self._newest_s = time.monotonic()
-            worker.began_s = worker.began_s or self._newest_s
             if self._steady is None and all(w.report for w in self._workers.values()):
                 self._steady = (self._newest_s, self._env_steps())
         for kind, (count, messages) in report.faults.items():
@@ -501,7 +504,7 @@ class Fleet:
 
     def _worker_account(self, number: int, worker: _WorkerState) -> WorkerAccount | None:
         report = worker.report
-        if report is None or worker.began_s is None:
+        if report is None:
             return None
         traffic = report.traffic
         return WorkerAccount(
@@ -509,7 +512,7 @@ class Fleet:
             host=report.host,
             env_steps=worker.total("env_steps"),
             updates=worker.total("updates"),
-            wall_s=self._newest_s - worker.began_s,
+            wall_s=report.wall_s,
             processor_s=report.processor_s,
             seconds=report.seconds,
             bytes_sent=traffic["bytes_sent"],

@@ -118,6 +118,9 @@ class Server:
         with self._changed:
             return self._shard.add_worker(worker)
 
+    def ping(self) -> None:
+        """Nothing: what a message costs that carries nothing."""
+
     def pull(self, known: Stamp | None) -> Answer:
         with self._changed:
             return self._with_weights(None, known, 0.0)
