@@ -2,7 +2,7 @@
 
     python benchmarks/parameter_server.py --rows throughput       pushes beside bare calls of Ray
     python benchmarks/parameter_server.py --rows efficiency       1 to 16 workers, a step takes 5 ms
-    python benchmarks/parameter_server.py --rows straggler        sync, ssp, hybrid, async; one is slow
+    python benchmarks/parameter_server.py --rows straggler        sync, ssp, hybrid, async; one slow
     python benchmarks/parameter_server.py --rows solve --seeds 5  CartPole to 475 by every update
     python benchmarks/parameter_server.py --rows a3c --seeds 5    the same by A3C
     python benchmarks/parameter_server.py --rows kills            two minutes of SIGKILL
