@@ -33,7 +33,7 @@ from qfleet.cli import lab_speedup
 from qfleet.cluster import Cluster, open_cluster
 from qfleet.config import Config
 from qfleet.parameter_server.client import RemoteLine, Servers
-from qfleet.parameter_server.server import Server
+from qfleet.parameter_server.server import RemoteServer, calls_at_once
 from qfleet.run import Run
 from qfleet.telemetry.timers import Timers
 
@@ -92,7 +92,7 @@ def _seconds(
 ) -> dict[str, float]:
     """Of one call of each kind, in the median of rounds in which they take turns."""
     gradient, into = torch.randn(size), torch.zeros(size)
-    server = cluster.spawn(Server, config, into.numpy(), at_once=8)
+    server = cluster.spawn(RemoteServer, config, into.numpy(), at_once=calls_at_once(config))
     servers = Servers(0, size, [RemoteLine(cluster, server, 0)], Timers())
     servers.join(into)
     bare, stepping = (cluster.spawn(kind, size) for kind in (Bare, Stepping))

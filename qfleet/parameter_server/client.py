@@ -20,9 +20,9 @@ from qfleet.cluster import Cluster
 from qfleet.errors import ClusterError, MemberLost
 from qfleet.parameter_server.compression import Codec, Sent, bytes_of, decode
 from qfleet.parameter_server.layout import cut
-from qfleet.parameter_server.server import Answer
+from qfleet.parameter_server.server import Answer, answer_from_plain
 from qfleet.parameter_server.shard import OTHER_EPOCH, Exchange, Push, Stamp
-from qfleet.parameter_server.wire import from_wire, to_wire
+from qfleet.parameter_server.wire import bytes_of_wire, from_wire, plain, to_wire
 from qfleet.telemetry.timers import Timers
 
 PATIENCE_S = 1.0
@@ -50,10 +50,10 @@ class RemoteLine:
         self._cluster, self._handle, self._who = cluster, handle, f"server {number}"
 
     def start(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._handle, method).remote(*arguments)
+        return self._handle.ask.remote(plain((method, *arguments)))
 
     def finish(self, started: Any) -> Any:
-        return self._cluster.get(started, self._who)
+        return answer_from_plain(self._cluster.get(started, self._who))
 
 
 class DirectLine:
@@ -250,7 +250,7 @@ class Servers:
             )
         weights = answer.weights if isinstance(answer, Answer) else None
         if weights is not None:
-            traffic.bytes_received += weights.values.nbytes
+            traffic.bytes_received += bytes_of_wire(weights)
             traffic.plain_bytes_received += FLOAT_BYTES * weights.size
         return traffic.bytes_sent + traffic.bytes_received - before
 

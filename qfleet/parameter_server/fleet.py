@@ -26,7 +26,7 @@ from qfleet.crew import Crew
 from qfleet.errors import CheckpointError, ClusterError, MemberLost, QfleetError
 from qfleet.parameter_server.compression import decode
 from qfleet.parameter_server.layout import cut
-from qfleet.parameter_server.server import Server, cut_state, join_states
+from qfleet.parameter_server.server import RemoteServer, calls_at_once, cut_state, join_states
 from qfleet.parameter_server.wire import from_wire
 from qfleet.parameter_server.worker import RemoteWorker, Report, Told
 from qfleet.telemetry.faults import FaultLog
@@ -45,8 +45,6 @@ END_S = 15.0
 """How long workers may take to finish when the run is over."""
 MOST_LOSSES = 10
 """Times in a row that a worker or a server may die before it was heard of."""
-SPARE_CALLS = 8
-"""Calls that a server answers beside those of workers that wait."""
 
 
 @dataclass
@@ -220,14 +218,14 @@ class Fleet:
         self, weights: Any, optimiser: StateDict | None, epoch: int, snapshot: StateDict | None
     ) -> Any:
         return self._cluster.spawn(
-            Server,
+            RemoteServer,
             self._config,
             weights,
             optimiser,
             epoch,
             snapshot,
             processors=0,
-            at_once=self._config.workers + SPARE_CALLS,
+            at_once=calls_at_once(self._config),
         )
 
     def _spawn_worker(self, number: int) -> Any:

@@ -32,11 +32,13 @@ from qfleet.parameter_server.admission import (
 from qfleet.parameter_server.compression import Cast
 from qfleet.parameter_server.schemes import Nesterov
 from qfleet.parameter_server.shard import Exchange, Push, Receipt, Shard, Stamp, Welcome
-from qfleet.parameter_server.wire import Wire, from_wire, to_wire
+from qfleet.parameter_server.wire import Wire, from_wire, plain, to_wire, wire_from_plain
 from qfleet.updaters.optimisers import SGD, FlatOptimiser, make_optimiser
 
 TICK_S = 0.02
 """How often a waiting call looks at the clock, for time windows."""
+SPARE_CALLS = 8
+"""Calls that a server answers beside those of workers that wait."""
 OUTLIER_WINDOW = 100
 """Newest losses and norms that a gradient is judged by."""
 CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -74,6 +76,15 @@ def make_admission(config: Config) -> Admission:
     if config.max_gradient_age:
         admission = AgeLimit(admission, config.max_gradient_age)
     return admission
+
+
+def calls_at_once(config: Config) -> int:
+    """Calls that a server answers side by side: one, unless somebody may have to wait in his.
+
+    Threads that take turns cost a push a tenth of its time.
+    """
+    nobody_waits = config.update in ("async", "easgd")
+    return 1 if nobody_waits else config.workers + SPARE_CALLS
 
 
 def make_shard_optimiser(config: Config, weights: Tensor) -> FlatOptimiser:
@@ -206,6 +217,39 @@ class Server:
         return Answer(
             receipt, False, stamp, None if weights is None else to_wire(weights), waited_s
         )
+
+
+class RemoteServer(Server):
+    """A server in a process of its own: messages come and go as plain tuples (``wire.plain``)."""
+
+    def ask(self, message: tuple[Any, ...]) -> Any:
+        """A call of another method, as one argument: each costs Ray some time of its own."""
+        method, *arguments = message
+        if method == "push":
+            (worker, sequence, based_on, *rest), gradient, patience_s = arguments
+            push = Push(worker, sequence, Stamp(*based_on), *rest)
+            return plain(self.push(push, wire_from_plain(gradient), patience_s))
+        if method == "wait":
+            worker, known, patience_s = arguments
+            return plain(self.wait(worker, known and Stamp(*known), patience_s))
+        if method == "exchange":
+            exchange, weights = arguments
+            return plain(self.exchange(Exchange(*exchange), wire_from_plain(weights)))
+        if method == "join":
+            return plain(self.join(*arguments))
+        assert method == "ping", f"workers do not call {method}"
+        return self.ping()
+
+
+def answer_from_plain(value: Any) -> Any:
+    """What ``RemoteServer`` meant: an ``Answer``, a ``Welcome``, or nothing."""
+    if value is None or len(value) == len(Welcome._fields):
+        return value and Welcome(*value)
+    receipt, waits, stamp, weights, *rest = value
+    if receipt is not None:
+        at, *how = receipt
+        receipt = Receipt(Stamp(*at), *how)
+    return Answer(receipt, waits, Stamp(*stamp), wire_from_plain(weights), *rest)
 
 
 def _as_arrays(state: StateDict) -> StateDict:

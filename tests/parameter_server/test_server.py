@@ -10,11 +10,17 @@ import pytest
 import torch
 
 from qfleet.config import Config
-from qfleet.parameter_server.compression import Cast, TopK
+from qfleet.parameter_server.compression import Cast, TopK, decode
 from qfleet.parameter_server.layout import cut
-from qfleet.parameter_server.server import Server, cut_state, join_states
-from qfleet.parameter_server.shard import Exchange, Push, Stamp
-from qfleet.parameter_server.wire import from_wire, to_wire
+from qfleet.parameter_server.server import (
+    RemoteServer,
+    Server,
+    answer_from_plain,
+    cut_state,
+    join_states,
+)
+from qfleet.parameter_server.shard import Exchange, Push, Receipt, Stamp, Welcome
+from qfleet.parameter_server.wire import from_wire, plain, to_wire
 
 NOBODY: Any = None
 LONG_S = 600.0
@@ -45,7 +51,7 @@ def test_a_barrier_keeps_a_call_until_the_last_one_comes() -> None:
     first.join()
     for answer in answers.values():
         assert (answer.waits, answer.stamp) == (False, Stamp(0, 1))
-        assert answer.weights.values.tolist() == [-2.0] * 3
+        assert answer.weights.tolist() == [-2.0] * 3
 
 
 def test_patience_ends_and_the_gradient_stays() -> None:
@@ -56,7 +62,7 @@ def test_patience_ends_and_the_gradient_stays() -> None:
     assert server.wait(0, None, 0.0).waits
     server.leave(1)
     free = server.wait(0, None, 0.0)
-    assert (free.waits, free.weights.values.tolist()) == (False, [-1.0] * 3)
+    assert (free.waits, free.weights.tolist()) == (False, [-1.0] * 3)
 
 
 def test_a_window_ends_while_somebody_waits() -> None:
@@ -113,7 +119,7 @@ def test_repeating_a_message_changes_nothing() -> None:
     first, again = (server.push(message, gradient, 0.0) for _ in range(2))
     assert first.receipt == again.receipt
     assert again.weights is not None
-    assert again.weights.values.tolist() == [-1.0] * 3
+    assert again.weights.tolist() == [-1.0] * 3
     account = server.account()
     assert (account["received"], account["applied"], account["repeated"]) == (2, 1, 1)
 
@@ -127,6 +133,33 @@ def test_packed_vectors_cross_the_wire(codec: Any) -> None:
     assert torch.equal(crossed.values, packed.values)
     assert (crossed.places is None) == (packed.places is None)
     assert crossed.places is None or torch.equal(crossed.places, packed.places)
+
+
+def test_messages_travel_without_classes_of_ours() -> None:
+    """What Ray sees are tuples, numbers and arrays; what comes out is what went in."""
+
+    def is_plain(value: Any) -> bool:
+        if type(value) is tuple:
+            return all(is_plain(part) for part in value)
+        return value is None or type(value) in (bool, int, float, str, np.ndarray)
+
+    config = Config(
+        engine="parameter-server", optimizer="sgd", workers=1, weight_compression="bf16"
+    )
+    server = RemoteServer(config, np.zeros(3, dtype=np.float32))
+    joined = server.ask(("join", 0))
+    assert answer_from_plain(joined) == Welcome(0, 0)
+    gradient = to_wire(TopK(0.4).encode(torch.tensor([1.0, 3.0, 2.0])))
+    message = Push(0, 0, Stamp(0, 0), NOBODY, learning_rate=1.0)
+    said = server.ask(plain(("push", message, gradient, 0.0)))
+    assert is_plain(said)
+    assert is_plain(joined)
+    answer = answer_from_plain(said)
+    assert answer.receipt == Receipt(Stamp(0, 1), "applied")
+    assert decode(from_wire(answer.weights)).tolist() == [0.0, -3.0, -2.0]
+    known = server.ask(("wait", 0, plain(answer.stamp), 0.0))
+    assert answer_from_plain(known).weights is None
+    assert answer_from_plain(server.ask(("ping",))) is None
 
 
 def test_optimisers_of_shards_are_cut_and_joined() -> None:
