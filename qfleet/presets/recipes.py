@@ -68,6 +68,8 @@ def cartpole_n_step_q() -> Config:
         target_update_interval=500,
         exploration_fraction=0.2,
         exploration_final_eps=0.05,
+        layer_norm=True,
+        net_arch=(128, 128),
         eval_freq=5000,
     )
 
@@ -83,6 +85,8 @@ def cartpole_a3c() -> Config:
         batch_size=128,
         learning_rate=2e-3,
         value_weight=0.05,
+        layer_norm=True,
+        net_arch=(128, 128),
         eval_freq=5000,
     )
 
