@@ -54,12 +54,14 @@ def make_result(
         peak_rss_bytes=peak_rss_bytes(),
         peak_device_bytes=peak_device_bytes(parts.device),
         agents=agents,
-        fleet=None,
+        fleet=None if parts.account is None else parts.account.as_dict(),
     )
 
 
 def _communication(parts: Parts) -> dict[str, int | None]:
-    """What crossed to the accelerator and back, where actions are chosen there."""
+    """What crossed to other processes, or to the accelerator where actions are chosen there."""
+    if parts.account is not None:
+        return parts.account.communication()
     traffic = parts.traffic
     if traffic is None:
         return dict.fromkeys(("bytes_sent", "bytes_received", "messages"))

@@ -32,6 +32,9 @@ from qfleet.accelerator.tuning import (
 from qfleet.acting import HostInference
 from qfleet.actor import Actor
 from qfleet.algorithms.objective import Objective
+from qfleet.apex.account import Account
+from qfleet.apex.broadcast import Broadcast
+from qfleet.apex.fleet import Fleet
 from qfleet.collectors import Ahead, Inline
 from qfleet.config import Config
 from qfleet.core import Batch, Block, Clock, EnvSpec, Memory, Updater, VectorEnv
@@ -107,8 +110,8 @@ class Parts:
     """One per thread; the first is the learner's."""
     faults: FaultLog
     seeds: Seeds
-    collector: Inline | Ahead | TensorActor = dataclasses.field(init=False)
-    channel: SameWeights | Mailbox | DeviceMailbox = dataclasses.field(init=False)
+    collector: Inline | Ahead | TensorActor | Fleet = dataclasses.field(init=False)
+    channel: SameWeights | Mailbox | DeviceMailbox | Broadcast = dataclasses.field(init=False)
     traffic: Traffic | None = None
     """What crossed to the device, where actions are chosen there."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -127,6 +130,8 @@ class Parts:
     """Numbers of the agents that train here, one a row; agent 0 where there is no population."""
     evaluator: TensorEvaluator | None = None
     """Plays evaluations on the device, where the environments are tensors."""
+    account: Account | None = None
+    """Of what many processes did and cost, where there are many."""
 
     def close(self) -> None:
         self.collector.close()
@@ -162,6 +167,10 @@ def build(
 
     ``members``: which agents of a population; None: all.
     """
+    if config.engine == "actors":
+        from qfleet.apex.building import build_actors  # it needs what is defined here
+
+        return build_actors(config, faults, restarted_at, trace)
     members = range(config.population) if members is None else members
     seeds = Seeds.of(config.seed)
     env_seed = seeds.envs if not restarted_at else mix_seeds(seeds.envs, restarted_at)

@@ -89,7 +89,14 @@ class Cluster:
 
     def put(self, value: Any) -> Any:
         """Store a value once, for any number of workers to read."""
-        return self.ray.put(value)
+        try:
+            return self.ray.put(value)
+        except self.ray.exceptions.RayError as error:
+            raise ClusterError(f"the object store is full: {_first_line(error)}") from error
+
+    def store_bytes(self) -> int:
+        """What the object stores of all its machines hold together."""
+        return int(self.ray.cluster_resources().get("object_store_memory", 0))
 
     def first(self, pending: list[Any], who: str) -> Any:
         """The first of these references whose value, or failure, is there."""

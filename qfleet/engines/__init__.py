@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from qfleet.engines.actors import run_actors
 from qfleet.engines.device import run_device
 from qfleet.engines.pipeline import run_pipeline
 from qfleet.engines.serial import run_serial
 
-ENGINES = {"serial": run_serial, "pipeline": run_pipeline, "device": run_device}
+ENGINES = {
+    "serial": run_serial,
+    "pipeline": run_pipeline,
+    "device": run_device,
+    "actors": run_actors,
+}
