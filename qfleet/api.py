@@ -38,7 +38,7 @@ RUNS = Path("runs")
 FREE_ON_RESUME = {
     "steps", "device", "threads", "log_interval", "checkpoint_freq", "keep_checkpoints",
     "tensorboard", "track", "replay_dir", "max_fault_rate", "max_env_restarts", "env_timeout_s",
-    "max_abs_q", "target_return", "patience",
+    "max_abs_q", "target_return", "patience", "address", "worker_timeout_s",
 }  # fmt: skip
 
 

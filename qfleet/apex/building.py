@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 
 import torch
 
@@ -53,7 +54,7 @@ def build_actors(
     probe.close()
     place = Placement.of(config, spec, in_background=False)
     _check_rings(config, spec)
-    set_threads(config.threads, spec)
+    _set_threads(config, spec)
     clock = Clock(frame_skip=spec.frame_skip)
     account = Account(config.workers, config.servers)
     timers = Timers(trace.lane("learner") if trace else None)
@@ -120,6 +121,14 @@ def build_actors(
         )
         made.pop_all()
     return parts
+
+
+def _set_threads(config: Config, spec: EnvSpec) -> None:
+    """The learner takes the cores that the actors leave: two on one core would wait in turns."""
+    left = (os.cpu_count() or 1) - (0 if config.address else config.workers)
+    set_threads(config.threads, spec)
+    if not config.threads:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), left)))
 
 
 def _open(config: Config, needed_bytes: int) -> contextlib.AbstractContextManager[Cluster]:

@@ -55,6 +55,18 @@ def cartpole_pqn() -> Config:
     )
 
 
+def cartpole_apex() -> Config:
+    """qfleet's own, for --engine actors: `cartpole` with the ladder and prioritised replay."""
+    return cartpole().replace(
+        engine="actors",
+        workers=2,
+        double=True,
+        prioritized_replay=True,
+        exploration_ladder=True,
+        exploration_final_eps=0.4,
+    )
+
+
 def cartpole_sb3_zoo() -> Config:
     """rl-baselines3-zoo, hyperparams/dqn.yml, CartPole-v1."""
     return Config(
