@@ -6,6 +6,7 @@ In: the parts of a run and what its clockwork knows. Out: a ``Result``, and scal
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from qfleet import schedules
 from qfleet.build import Parts
@@ -54,14 +55,31 @@ def make_result(
         peak_rss_bytes=peak_rss_bytes(),
         peak_device_bytes=peak_device_bytes(parts.device),
         agents=agents,
-        fleet=None if parts.account is None else parts.account.as_dict(),
+        fleet=_fleet(parts),
     )
 
 
+def _fleet(parts: Parts) -> dict[str, Any] | None:
+    if parts.account is not None:
+        return parts.account.as_dict()
+    account = None if parts.fleet is None else parts.fleet.account()
+    if parts.fleet is None or account is None:
+        return None
+    return {**account.as_dict(), "env_steps_per_s": parts.fleet.env_steps_per_s()}
+
+
 def _communication(parts: Parts) -> dict[str, int | None]:
-    """What crossed to other processes, or to the accelerator where actions are chosen there."""
+    """What crossed to the accelerator and back, or between processes."""
     if parts.account is not None:
         return parts.account.communication()
+    account = None if parts.fleet is None else parts.fleet.account()
+    if account is not None:
+        workers = account.workers
+        return {
+            "bytes_sent": sum(worker.bytes_sent for worker in workers),
+            "bytes_received": sum(worker.bytes_received for worker in workers),
+            "messages": sum(worker.messages for worker in workers),
+        }
     traffic = parts.traffic
     if traffic is None:
         return dict.fromkeys(("bytes_sent", "bytes_received", "messages"))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from qfleet.actor import Actor
 from qfleet.algorithms.objective import Objective
 from qfleet.apex.account import Account
 from qfleet.apex.broadcast import Broadcast
-from qfleet.apex.fleet import Fleet
+from qfleet.apex.fleet import ActorFleet
 from qfleet.collectors import Ahead, Inline
 from qfleet.config import Config
 from qfleet.core import Batch, Block, Clock, EnvSpec, Memory, Updater, VectorEnv
@@ -65,6 +66,9 @@ from qfleet.updaters.fused import FusedUpdater, has_kernels
 from qfleet.updaters.local import LocalUpdater
 from qfleet.updaters.optimisers import make_optimiser
 from qfleet.weights import DeviceMailbox, FlatWeights, Mailbox, SameWeights
+
+if TYPE_CHECKING:
+    from qfleet.parameter_server.fleet import Fleet
 
 BLOCKS_AHEAD = 4
 """Blocks an actor in a thread fills in turn: one under way, the others on their way to the ring."""
@@ -110,7 +114,7 @@ class Parts:
     """One per thread; the first is the learner's."""
     faults: FaultLog
     seeds: Seeds
-    collector: Inline | Ahead | TensorActor | Fleet = dataclasses.field(init=False)
+    collector: Inline | Ahead | TensorActor | Fleet | ActorFleet = dataclasses.field(init=False)
     channel: SameWeights | Mailbox | DeviceMailbox | Broadcast = dataclasses.field(init=False)
     traffic: Traffic | None = None
     """What crossed to the device, where actions are chosen there."""
@@ -131,7 +135,13 @@ class Parts:
     evaluator: TensorEvaluator | None = None
     """Plays evaluations on the device, where the environments are tensors."""
     account: Account | None = None
-    """Of what many processes did and cost, where there are many."""
+    """Of what actors and replay shards in processes did and cost."""
+    fleet: Fleet | None = None
+    """Workers and servers, where they do the work; it is the collector too."""
+
+    def read_metrics(self) -> dict[str, float]:
+        """Numbers of the newest update, or of the workers' newest ones."""
+        return self.learner.read_metrics() if self.fleet is None else self.fleet.metrics()
 
     def close(self) -> None:
         self.collector.close()
@@ -162,15 +172,22 @@ def build(
     restarted_at: int = 0,
     trace: Trace | None = None,
     members: Sequence[int] | None = None,
+    remote: Callable[[FlatWeights, Timers], Updater] | None = None,
 ) -> Parts:
     """All parts of a run; ``restarted_at`` (env steps) gives restarted envs new episodes.
 
-    ``members``: which agents of a population; None: all.
+    ``members``: which agents of a population; None: all. ``remote`` makes the updater of a worker,
+    whose weights are on servers; None: the one that the configuration asks for.
     """
     if config.engine == "actors":
         from qfleet.apex.building import build_actors  # it needs what is defined here
 
         return build_actors(config, faults, restarted_at, trace)
+    if config.engine == "parameter-server":
+        # Here, because workers build their parts by this very function.
+        from qfleet.parameter_server.parts import build_supervisor
+
+        return build_supervisor(config, faults, restarted_at, trace)
     members = range(config.population) if members is None else members
     seeds = Seeds.of(config.seed)
     env_seed = seeds.envs if not restarted_at else mix_seeds(seeds.envs, restarted_at)
@@ -204,7 +221,11 @@ def build(
             else online,
             memory=memory,
             objective=make_objective(config, place.device, seeds.objective),
-            make_updater=lambda weights: make_updater(config, weights, place.unasked),
+            make_updater=lambda weights: (
+                remote(weights, timers[0])
+                if remote
+                else make_updater(config, weights, place.unasked)
+            ),
             clock=clock,
             timers=timers[0],
             device=place.device,

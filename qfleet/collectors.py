@@ -42,6 +42,10 @@ class Inline:
     def exploration_rate(self) -> float:
         return self._actor.exploration_rate()
 
+    def set_elsewhere(self, env_steps: int) -> None:
+        """So many steps were made by other workers of the run."""
+        self._actor.elsewhere_env_steps = env_steps
+
     def state_dict(self) -> StateDict:
         return self._actor.state_dict()
 

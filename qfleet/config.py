@@ -258,8 +258,8 @@ class Config:
     """Admm: how strongly workers are pulled towards their consensus."""
     max_gradient_age: int = 0
     """Servers drop a gradient of weights more than so many updates old; 0: none."""
-    loss_outlier_sigmas: float = 0.0
-    """Servers drop a gradient whose loss is so many σ above the newest ones' mean; 0: none."""
+    outlier_sigmas: float = 0.0
+    """Servers drop a gradient whose loss or norm is so many σ above the newest ones; 0: none."""
     gradient_compression: Literal["none", "fp16", "bf16", "top-k"] = "none"
     """How gradients travel; top-k sends the largest and keeps the rest for later."""
     top_k_share: float = 0.01

@@ -9,7 +9,7 @@ a version of them back to the actors. Engines only decide where each of these li
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -244,8 +244,12 @@ class Memory(Protocol):
 class Updater(Protocol):
     """How gradients become new weights. It owns the optimiser."""
 
-    def apply(self, learning_rate: float | Tensor) -> Mapping[str, Tensor | float]:
+    def apply(
+        self, learning_rate: float | Tensor, loss: Callable[[], Tensor] | None = None
+    ) -> Mapping[str, Tensor | float]:
         """Turn the gradient in the flat weights' buffer into new weights; return metrics.
+
+        ``loss`` tells the loss that the gradient is of, for those who judge it.
 
         A non-finite gradient changes nothing at all and sets metric ``skipped`` to 1.
         """

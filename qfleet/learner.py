@@ -240,7 +240,7 @@ class Learner:
         on_host = self._memory.device.type != self._device.type
         # A memory on the host makes the host wait for the gradient: launch the optimiser before.
         remembered = None if on_host else self._beside.start(remember)
-        applied = self._updater.apply(self._learning_rate)
+        applied = self._updater.apply(self._learning_rate, graded.loss)
         self._skipped += applied["skipped"]
         self._newest = (graded, target, applied["grad_norm"])
         return self._beside.start(remember) if remembered is None else remembered
@@ -300,6 +300,14 @@ class Learner:
 
     def _target_of(self, outlook: Outlook, *columns: Tensor) -> Tensor:
         return self._objective.target(Samples(*columns), outlook, self.online, self._target_network)
+
+    def set_batch_size(self, samples: int) -> None:
+        """So many samples per update from now on; never more than were configured."""
+        self._batch_size = samples
+
+    def adopt_weights(self) -> None:
+        """The online weights came from elsewhere: the target network begins with them too."""
+        self._target_weights.data.copy_(self.weights.data)
 
     # --- recording --------------------------------------------------------------------------
 

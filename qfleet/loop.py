@@ -22,13 +22,26 @@ class RateLimiter:
 
     def __init__(self, config: Config, clock: Clock, memory: Memory) -> None:
         self._config, self._clock, self._memory = config, clock, memory
+        self._train_freq = config.train_freq
+        self._since = (config.learning_starts, 0)
+        """Env steps and updates from which on the ratio is counted."""
 
     def updates_owed(self) -> int:
-        learnable = self._clock.env_steps - self._config.learning_starts
+        env_steps, updates = self._since
+        learnable = self._clock.env_steps - env_steps
         if learnable <= 0:
             return 0
-        bursts = learnable // self._config.train_freq
-        return bursts * self._config.gradient_steps - self._clock.updates
+        bursts = learnable // self._train_freq
+        return bursts * self._config.gradient_steps - (self._clock.updates - updates)
+
+    def set_train_freq(self, train_freq: int) -> None:
+        """Another number of steps between bursts from now on; what is owed stays owed."""
+        if train_freq == self._train_freq:
+            return
+        if self._clock.env_steps > self._config.learning_starts:
+            owed = self.updates_owed()
+            self._since = (self._clock.env_steps, self._clock.updates - owed)
+        self._train_freq = train_freq
 
     def may_collect(self) -> bool:
         return self.updates_owed() <= self._config.replay_slack or not self._memory.can_sample()

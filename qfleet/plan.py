@@ -102,6 +102,7 @@ def _choose_engine(config: Config) -> tuple[str, str]:
 def _leaves_all_to_the_device(config: Config) -> bool:
     """Whether nothing was asked for that another engine has and the device engine has not."""
     on_host = config.replay_dir or config.replay_compression != "none" or config.lockstep
+    on_host = on_host or config.step_latency_s > 0
     elsewhere = config.inference_device != "auto" or config.replay_device != "auto"
     other = config.device != "auto" and not has_streams(_learner_device(config))
     return not (on_host or elsewhere or other or config.env_groups > 1)

@@ -27,6 +27,7 @@ from qfleet.errors import CheckpointError, EnvironmentFault, QfleetError
 from qfleet.evaluation import Evaluation
 from qfleet.examiner import Examiner
 from qfleet.judge import Judge
+from qfleet.parameter_server.fleet import Fleet
 from qfleet.plan import settle
 from qfleet.result import Result
 from qfleet.signals import Signals
@@ -35,10 +36,11 @@ from qfleet.standings import Standings
 from qfleet.storage.checkpoint import Checkpoint, load_policy, save_checkpoint
 from qfleet.storage.rundir import RunLock, atomic_write_text
 from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.fleet_plots import draw_fleet
 from qfleet.telemetry.progress import Progress
 from qfleet.telemetry.timeline import draw_timeline
 from qfleet.telemetry.timers import Timers
-from qfleet.telemetry.trace import Trace, write_chrome_trace
+from qfleet.telemetry.trace import Trace, merge_lanes, write_chrome_trace
 from qfleet.telemetry.writers import Writers, drop_metrics_beyond
 from qfleet.watch import Watch
 
@@ -173,11 +175,24 @@ class Run:
             self._faults.flush()
             self._writers.close()
         result = self._write_result()
+        if self.parts.fleet is not None:
+            self._show_fleet(self.parts.fleet)
         if self._trace is not None:
             write_chrome_trace(self._trace, self.folder / "trace.json")
             draw_timeline(self._trace, self.folder / "plots" / "timeline.png")
         self._call("on_end", result)
         return result
+
+    def _show_fleet(self, fleet: Fleet) -> None:
+        """What workers and servers did, on the terminal and as pictures."""
+        account = fleet.account()
+        if account is None:
+            return
+        self._tell(account.lines())
+        draw_fleet(account, self.folder / "plots")
+        if self._trace is not None:
+            lanes = dict(fleet.lanes())
+            merge_lanes(self._trace, lanes, dict.fromkeys(lanes, 0.0))
 
     def close(self) -> None:
         self.parts.close()
@@ -305,7 +320,7 @@ class Run:
         now = time.monotonic()
         then, steps_then = self._logged
         self._logged = (now, clock.env_steps)
-        metrics = self.parts.learner.read_metrics()
+        metrics = self.parts.read_metrics()
         steps = self._standings.steps_of_all(clock.env_steps)
         steps -= self._standings.steps_of_all(steps_then)
         scalars: dict[str, float | None] = {

@@ -16,8 +16,23 @@ _IN_POPULATIONS = (
     ("noisy", (False,), "its agents explore by ε; switch it off"),
     ("lr_plateau_patience", (0,), "agents do not reach a plateau together; use 0"),
     ("exploration_ladder", (False,), "vary exploration_final_eps instead"),
+    ("step_latency_s", (0.0,), "its environments are tensors and step on the device; use 0"),
 )
 """Field, the values it may have, why and what to do."""
+_WITH_WORKERS = (
+    ("population", (1,), "a population is one batch; use --engine device"),
+    ("env_groups", (0, 1), "a worker steps its envs together; leave it out"),
+    ("lockstep", (False,), "workers collect and learn in turn anyway; leave it out"),
+    ("inference_device", ("auto",), "a worker does everything on --device; leave it out"),
+)
+"""Field, the values it may have, why and what to do."""
+_OF_UPDATES = (
+    ("backup_workers", "sync"),
+    ("balance", "sync"),
+    ("hybrid_workers", "hybrid"),
+    ("easgd_alpha", "easgd"),
+)
+"""Fields that mean something for one way to update only."""
 _WITHOUT_REPLAY = (
     ("head", "q", "λ-returns are of expected values; use head q"),
     ("double", False, "there is no target network; switch it off"),
@@ -34,7 +49,7 @@ _WITH_ACTORS = (
     ("replay", (True,), "actors fill a replay memory; choose an algorithm with replay"),
     ("env_groups", (0, 1), "an actor steps all its envs together; use 1"),
     ("lockstep", (False,), "actors do not wait for each other; leave it out"),
-    ("inference_device", ("auto", "cpu"), "actors choose on the CPU; leave it out"),
+    ("inference_device", ("auto",), "actors choose on their CPUs; leave it out"),
     ("replay_device", ("auto", "cpu"), "shards are in processes of their own; leave it out"),
     ("replay_dir", ("",), "shards keep replay in RAM; leave it out"),
 )
@@ -45,18 +60,20 @@ _POSITIVE = (
     "iqn_embedding", "munchausen_tau", "batch_size", "buffer_size", "train_freq",
     "gradient_steps", "target_update_interval", "steps", "learning_rate", "n_eval_episodes",
     "log_interval", "checkpoint_freq", "keep_checkpoints", "max_env_restarts", "env_timeout_s",
-    "max_abs_q", "prioritized_replay_eps", "lr_plateau_factor",
+    "max_abs_q", "prioritized_replay_eps", "lr_plateau_factor", "workers", "servers",
+    "local_steps", "hybrid_window_s", "outer_learning_rate", "admm_rho", "snapshot_s",
+    "worker_timeout_s",
 )
 _NON_NEGATIVE = (
     "envs", "env_groups", "block_rows", "replay_slack", "max_episode_steps", "frame_stack",
     "noop_max", "lr_plateau_patience", "optimizer_eps",
     "max_grad_norm", "learning_starts", "eval_freq", "patience", "threads", "noisy_sigma", "seed",
-    "prioritized_replay_alpha", "pbt_interval", "halving_interval",
+    "prioritized_replay_alpha", "pbt_interval", "halving_interval", "step_latency_s",
 )
 _FRACTIONS = (
     "sticky_actions", "gamma", "munchausen_alpha", "prioritized_replay_beta0", "tau",
     "exploration_fraction", "exploration_initial_eps", "exploration_final_eps", "eval_eps",
-    "max_fault_rate", "lr_plateau_factor", "td_lambda",
+    "max_fault_rate", "lr_plateau_factor", "td_lambda", "easgd_alpha", "outer_momentum",
 )
 # fmt: on
 
@@ -114,6 +131,21 @@ def check_rules(config: Config) -> None:
         config.inference_device,
         "is for --engine pipeline; device does everything on --device",
     )
+    _require(
+        config.engine != "device" or config.step_latency_s == 0,
+        "step_latency_s",
+        config.step_latency_s,
+        "is for environments on the host; --engine device has none, so use another or leave it 0",
+    )
+    _require(config.straggler >= 1, "straggler", config.straggler, "must be at least 1")
+    _require(
+        config.straggler == 1 or config.step_latency_s > 0,
+        "straggler",
+        config.straggler,
+        "multiplies step_latency_s, which is 0: set that too",
+    )
+    if config.engine == "parameter-server":
+        _check_workers(config)
     if config.engine == "actors":
         _check_actors(config)
     if config.population != 1:
@@ -172,6 +204,52 @@ def check_rules(config: Config) -> None:
     config.json_object("env_kwargs")
 
 
+def _check_workers(config: Config) -> None:
+    """What cannot work in many processes."""
+    for name, allowed, why in _WITH_WORKERS:
+        value = getattr(config, name)
+        _require(value in allowed, name, value, f"does not go with {config.engine}: {why}")
+    for name, update in _OF_UPDATES:
+        value, plain = getattr(config, name), Config.__dataclass_fields__[name].default
+        _require(
+            config.update == update or value == plain,
+            name,
+            value,
+            f"is for --update {update}, not {config.update}",
+        )
+    _require(
+        config.backup_workers < config.workers,
+        "backup_workers",
+        config.backup_workers,
+        f"leaves nobody of {config.workers} workers to wait for",
+    )
+    _require(
+        config.hybrid_workers <= config.workers,
+        "hybrid_workers",
+        config.hybrid_workers,
+        f"is more than there are workers ({config.workers})",
+    )
+    _require(
+        0 < config.top_k_share <= 1,
+        "top_k_share",
+        config.top_k_share,
+        "must be above 0, at most 1",
+    )
+    _require(
+        config.update in ("sync", "async", "ssp", "hybrid")
+        or config.gradient_compression != "top-k",
+        "gradient_compression",
+        config.gradient_compression,
+        f"is for gradients; workers of {config.update} send weights: use fp16 or bf16",
+    )
+    _require(
+        config.replay or not config.balance,
+        "balance",
+        config.balance,
+        "needs replay: a rollout is learnt from whole; leave it out",
+    )
+
+
 def _check_population(config: Config) -> None:
     """What cannot work for many agents at once."""
     _require(config.population > 0, "population", config.population, "must be positive")
@@ -196,15 +274,11 @@ def _check_actors(config: Config) -> None:
     for name, allowed, why in _WITH_ACTORS:
         value = getattr(config, name)
         _require(value in allowed, name, value, f"does not go with --engine actors: {why}")
-    _require(config.workers > 0, "workers", config.workers, "must be positive")
     _require(
-        0 < config.servers <= config.workers,
+        config.servers <= config.workers,
         "servers",
         config.servers,
-        f"must lie between 1 and the number of actors ({config.workers}), of which each has one",
-    )
-    _require(
-        config.worker_timeout_s > 0, "worker_timeout_s", config.worker_timeout_s, "must be positive"
+        f"shards are more than there are actors to fill them (workers {config.workers})",
     )
 
 

@@ -144,6 +144,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"exploration_ladder": True, "exploration_final_eps": 0.0},
         "exploration_final_eps 0.0 is the base of the ladder",
     ),
+    ({"step_latency_s": -0.1}, "step_latency_s -0.1 must not be negative"),
+    (
+        {"engine": "device", "step_latency_s": 0.1},
+        "step_latency_s 0.1 is for environments on the host; --engine device has none",
+    ),
+    ({"straggler": 0.5, "step_latency_s": 0.1}, "straggler 0.5 must be at least 1"),
+    ({"straggler": 4.0}, "straggler 4.0 multiplies step_latency_s, which is 0"),
     ({"env_kwargs": "{"}, "env_kwargs '{' is not JSON"),
     ({"env_kwargs": "[1]"}, "env_kwargs '[1]' must be a JSON object"),
 ]

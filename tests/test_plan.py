@@ -75,6 +75,8 @@ def shape(config: Config) -> tuple[str, int, int, int]:
         # Envs in processes: blocks of 64 env steps.
         ({"engine": "pipeline", "envs": 4, "vectorize": "async"}, ("pipeline", 4, 1, 16)),
         ({"engine": "pipeline", "envs": 1, "vectorize": "async"}, ("pipeline", 1, 1, 64)),
+        # Nor does who waits for slow ones hold the interpreter.
+        ({"engine": "pipeline", "envs": 4, "step_latency_s": 0.1}, ("pipeline", 4, 1, 16)),
         (
             {"engine": "pipeline", "envs": 4, "vectorize": "async", "train_freq": 256},
             ("pipeline", 4, 1, 16),
@@ -308,6 +310,7 @@ def test_blocks_of_the_device_engine_bring_enough_updates(
         {"replay_compression": "lz4"},
         {"replay_device": "cpu"},
         {"inference_device": "cpu"},
+        {"step_latency_s": 0.1},
     ],
 )
 def test_what_the_device_engine_does_not_have_is_left_to_others(fields: dict[str, Any]) -> None:

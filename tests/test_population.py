@@ -95,6 +95,10 @@ def test_a_range_is_drawn_from_the_runs_seed_within_its_bounds() -> None:
         ({"vary": '{"exploration_final_eps": [1.1]}'}, "exploration_final_eps 1.1"),
         ({"population": 0}, "population 0 must be positive"),
         ({"engine": "serial"}, "engine 'serial' does not go with a population"),
+        (
+            {"engine": "auto", "step_latency_s": 0.1},
+            "step_latency_s 0.1 does not go with a population",
+        ),
         ({"population": 1, "pbt_interval": 64}, "pbt_interval 64 needs agents: set --population"),
         ({"population": 1, "halving_interval": 64}, "halving_interval 64 needs agents"),
         ({"pbt_interval": 64, "halving_interval": 64}, "does not go with pbt_interval 64"),

@@ -10,7 +10,7 @@ import torch
 
 from qfleet.apex.account import Account
 from qfleet.apex.broadcast import Broadcast
-from qfleet.apex.fleet import Fleet
+from qfleet.apex.fleet import ActorFleet
 from qfleet.apex.remote_actor import RemoteActor, actor_seed
 from qfleet.apex.replay import LETTERS_PER_ACTOR, PREFETCHED, ShardedReplay
 from qfleet.apex.shard import ReplayShard
@@ -49,7 +49,7 @@ def build_actors(
     """All parts of a run; ``restarted_at`` (env steps) gives restarted envs new episodes."""
     seeds = Seeds.of(config.seed)
     # What is wrong with the environment is said here, before there is a cluster.
-    probe = make_envs(config, 1, seeds.envs, training=True, on_fault=faults)
+    probe = make_envs(config, 1, seeds.envs, training=False, on_fault=faults)
     spec = probe.spec
     probe.close()
     place = Placement.of(config, spec, in_background=False)
@@ -106,7 +106,7 @@ def build_actors(
             account=account,
         )
         parts.channel = channel
-        parts.collector = Fleet(
+        parts.collector = ActorFleet(
             cluster,
             config,
             spec,

@@ -49,7 +49,7 @@ class _Done(NamedTuple):
     letter: Any
 
 
-class Fleet:
+class ActorFleet:
     def __init__(
         self,
         cluster: Cluster,

@@ -19,7 +19,7 @@ from qfleet.apex.messages import Order, Report
 from qfleet.apex.priorities import FirstPriorities
 from qfleet.build import Seeds, make_network, make_objective, set_threads
 from qfleet.config import Config
-from qfleet.envs import make_envs
+from qfleet.envs import latency_of, make_envs
 from qfleet.envs.seeding import mix_seeds
 from qfleet.loop import rows_per_block
 from qfleet.telemetry.timers import Timers
@@ -54,7 +54,11 @@ class RemoteActor:
         self._timers = Timers()
         env_seed = actor_seed(seeds.envs, number, life, restarted_at)
         self._envs = make_envs(
-            config, config.envs, env_seed, training=True, on_fault=self._note_fault
+            config.replace(step_latency_s=latency_of(config, number)),
+            config.envs,
+            env_seed,
+            training=True,
+            on_fault=self._note_fault,
         )
         spec = self._spec = self._envs.spec
         set_threads(1, spec)  # the other cores have actors of their own

@@ -21,8 +21,9 @@ from qfleet.lab.mapreduce import (
     shares,
 )
 from qfleet.lab.mapreduce_plot import draw_descent
-from qfleet.lab.mapreduce_ray import KINDS, Descent, descend_on
+from qfleet.lab.mapreduce_ray import Descent, descend_on
 from qfleet.telemetry.formatting import finite
+from qfleet.telemetry.timers import KINDS
 
 DESCRIPTION = """Fit least squares by gradient descent on several workers, and see what it costs.
 

@@ -9,12 +9,15 @@ from collections.abc import Callable
 
 from qfleet.build import Parts
 from qfleet.loop import collect, learn
+from qfleet.parameter_server.fleet import Fleet
 
 
 def run_serial(parts: Parts, keep_going: Callable[[], bool]) -> None:
     """Advance the loop until ``keep_going`` says no; it is asked when no update is owed."""
+    collector = parts.collector
+    assert not isinstance(collector, Fleet), "a fleet's workers collect"
     collecting = collect(
-        parts.collector, parts.memory, parts.channel, parts.config, parts.clock, parts.timers[0]
+        collector, parts.memory, parts.channel, parts.config, parts.clock, parts.timers[0]
     )
     learning = learn(parts.learner, parts.limiter, parts.channel, parts.clock)
     while True:

@@ -8,6 +8,7 @@ processes  N guarded ones, in processes that are replaced when they die or hang
 worker     what runs inside such a process
 native     Gymnasium's own vector environments
 atari      ale-py's C++ pool
+latency    any of these, slowed down
 device     environments as tensors: MinAtar's games, some classics, the user's own
 seeding    one seed to many
 state      the exact state of an environment, for resumes
@@ -21,6 +22,7 @@ from qfleet.envs.device.names import is_tensor_env, make_tensor_env
 from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.device.vector import TensorEnvs
 from qfleet.envs.guard import OnFault
+from qfleet.envs.latency import DelayedEnvs, latency_of
 from qfleet.envs.registry import ale_game, close_names, env_kwargs, import_modules, make_single
 from qfleet.envs.registry import has_vector_entry_point as _has_vector_entry_point
 from qfleet.errors import ConfigError
@@ -29,6 +31,7 @@ __all__ = [
     "OnFault",
     "ale_game",
     "close_names",
+    "latency_of",
     "make_envs",
     "make_single",
     "make_tensors",
@@ -45,9 +48,18 @@ def make_envs(
 ) -> VectorEnv:
     """``num_envs`` environments as ``config`` describes them.
 
-    ``training`` False (evaluation) leaves episodic life out. ``on_fault`` hears of every fault that
-    was survived; those that cannot be are an EnvironmentFault.
+    ``training`` False (evaluation) leaves episodic life and latency out. ``on_fault`` hears of
+    every fault that was survived; those that cannot be are an EnvironmentFault.
     """
+    envs = _make_quick(config, num_envs, seed, training, on_fault)
+    if training and config.step_latency_s > 0:
+        return DelayedEnvs(envs, config.step_latency_s)
+    return envs
+
+
+def _make_quick(
+    config: Config, num_envs: int, seed: int, training: bool, on_fault: OnFault
+) -> VectorEnv:
     import_modules(config)
     if is_tensor_env(config.env):
         return TensorEnvs(make_tensors(config), num_envs, seed)
@@ -98,8 +110,9 @@ def make_tensors(config: Config) -> TensorEnv:
 
 
 def steps_in_background(config: Config) -> bool:
-    """Whether these envs step outside this process's Python, in threads or processes."""
-    return ale_game(config.env) is not None or config.vectorize == "async"
+    """Whether these envs step, or wait, outside this process's Python."""
+    is_elsewhere = ale_game(config.env) is not None or config.vectorize == "async"
+    return is_elsewhere or config.step_latency_s > 0
 
 
 def _refuse_atari_fields(config: Config) -> None:

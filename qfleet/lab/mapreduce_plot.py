@@ -7,14 +7,13 @@ from typing import Any
 
 from qfleet.errors import ConfigError
 from qfleet.lab.mapreduce import Problem
-from qfleet.lab.mapreduce_ray import COMMUNICATING, COMPUTING, KINDS, WAITING, Descent
+from qfleet.lab.mapreduce_ray import Descent
 from qfleet.telemetry.plots import FORMATS, PALETTE, TEXT_COLOUR, _clean
+from qfleet.telemetry.timeline import BAR_HEIGHT, KIND_COLOURS, LANE_INCHES
+from qfleet.telemetry.timers import KINDS, WAITING
 
-COLOURS = {COMPUTING: PALETTE[2], COMMUNICATING: PALETTE[5], WAITING: "#E2E2E2"}
 SHOWN_ROUNDS = 6
 """So few that single spans can be seen."""
-BAR_HEIGHT = 0.72
-LANE_INCHES = 0.42
 
 
 def draw_descent(problem: Problem, descents: dict[str, Descent], path: Path) -> Path:
@@ -60,7 +59,7 @@ def _draw_timeline(axes: Any, descent: Descent) -> None:
                 for start_s, stop_s in zip(starts_s, ends_s, strict=True)
             ],
             (k - BAR_HEIGHT / 2, BAR_HEIGHT),
-            facecolors=[COLOURS[span.kind] for span in inside],
+            facecolors=[KIND_COLOURS[span.kind] for span in inside],
             linewidths=0,
         )
         labels.append(f"worker {k}  {descent.time_share(k)[WAITING]:.0%} waiting")
@@ -78,7 +77,7 @@ def _draw_timeline(axes: Any, descent: Descent) -> None:
     title = f"{descent.mode}: {last - first} rounds from the middle; {barrier}"
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=10)
     axes.legend(
-        handles=[Patch(color=COLOURS[kind], label=kind) for kind in KINDS],
+        handles=[Patch(color=KIND_COLOURS[kind], label=kind) for kind in KINDS],
         frameon=False,
         loc="center left",
         bbox_to_anchor=(1.0, 0.5),

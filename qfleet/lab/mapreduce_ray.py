@@ -26,9 +26,9 @@ from qfleet.lab.mapreduce import (
     reduce_vectors,
     shares,
 )
+from qfleet.telemetry.timers import COMMUNICATING, COMPUTING, KINDS, WAITING
 
 Mode = Literal["sync", "async"]
-COMPUTING, COMMUNICATING, WAITING = KINDS = ("computing", "communicating", "waiting")
 _PINGS = 8
 """The quickest of so many tells a worker's clock best."""
 

@@ -8,7 +8,7 @@ sync               ``Sync``              all present make an update; with b back
 async              ``Async``             each makes its own on arrival
 bounded staleness  ``BoundedStaleness``  nobody is more than s clocks ahead of the slowest
 hybrid             ``Hybrid``            the k first, or those within a time window, make an update
-guards (Gorila)    ``AgeLimit``, ``LossOutliers``: around any of these
+guards (Gorila)    ``AgeLimit``, ``Outliers``: around any of these
 
 A worker whose gradient cannot be used (not finite, dropped by a guard) has arrived all the same:
 the others do not wait for it, and it waits for them.
@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from qfleet.core import StateDict
@@ -29,7 +30,7 @@ from qfleet.errors import ConfigError
 
 LATE = "late"
 TOO_OLD = "too-old"
-LOSS_OUTLIER = "loss-outlier"
+OUTLIER = "outlier"
 
 
 @dataclass(frozen=True)
@@ -345,47 +346,58 @@ class AgeLimit(_Guard):
         return self._inner.arrive(arrival, moment)
 
 
-class LossOutliers(_Guard):
-    """Drops a gradient whose loss lies beyond mean + ``sigmas`` · σ of the newest (1507.04296).
+class Outliers(_Guard):
+    """Drops a gradient whose loss or norm lies beyond mean + ``sigmas`` · σ of the newest ones'.
 
-    Nothing is dropped before ``window`` losses are known, nor while all of them are equal. A loss
-    that was too large enters the window as the limit: one outlier does not hide the next, and a
-    level that stays is let in after a while.
+    Gorila (1507.04296) judges losses; the norm finds a worker whose gradients alone went wrong.
+    Nothing is dropped before ``window`` of a kind are known, nor while all of them are equal. What
+    was too large enters the window as the limit: one outlier does not hide the next, and a level
+    that stays is let in after a while.
     """
 
     def __init__(self, inner: Admission, window: int, sigmas: float) -> None:
         super().__init__(inner)
         if window < 2:
-            raise ConfigError(f"a window of {window} losses has no spread; use 2 or more")
+            raise ConfigError(f"a window of {window} has no spread; use 2 or more")
         if not sigmas > 0:
             raise ConfigError(f"sigmas {sigmas:g} drops what is usual; use above 0")
         self._sigmas = sigmas
-        self._losses: deque[float] = deque(maxlen=window)
+        self._newest: dict[str, deque[float]] = {
+            kind: deque(maxlen=window) for kind in ("losses", "norms")
+        }
 
     def arrive(self, arrival: Arrival, moment: Moment) -> Decision:
-        loss = arrival.loss
-        if arrival.gradient is None or loss is None:
+        gradient = arrival.gradient
+        if gradient is None:
             return self._inner.arrive(arrival, moment)
-        limit = self._limit()
-        # A loss that is not finite says nothing of the others, so it stays outside the window.
-        if math.isfinite(loss):
-            self._losses.append(min(loss, limit))
-        if not loss <= limit or math.isinf(loss):
-            return self._drop(arrival, moment, LOSS_OUTLIER)
+        usual = self._is_usual("norms", float(torch.linalg.vector_norm(gradient)))
+        if arrival.loss is not None:
+            usual = self._is_usual("losses", arrival.loss) and usual
+        if not usual:
+            return self._drop(arrival, moment, OUTLIER)
         return self._inner.arrive(arrival, moment)
 
-    def _limit(self) -> float:
-        losses = self._losses
-        if len(losses) < (losses.maxlen or 0):
+    def _is_usual(self, kind: str, value: float) -> bool:
+        newest = self._newest[kind]
+        limit = self._limit(newest)
+        # One that is not finite says nothing of the others, so it stays outside the window.
+        if math.isfinite(value):
+            newest.append(min(value, limit))
+        return value <= limit and not math.isinf(value)
+
+    def _limit(self, newest: deque[float]) -> float:
+        if len(newest) < (newest.maxlen or 0):
             return math.inf
-        mean = math.fsum(losses) / len(losses)
-        spread = math.sqrt(math.fsum((loss - mean) ** 2 for loss in losses) / len(losses))
+        mean = math.fsum(newest) / len(newest)
+        spread = math.sqrt(math.fsum((value - mean) ** 2 for value in newest) / len(newest))
         return mean + self._sigmas * spread if spread > 0 else math.inf
 
     def state_dict(self) -> StateDict:
-        return {**super().state_dict(), "losses": list(self._losses)}
+        newest = {kind: list(values) for kind, values in self._newest.items()}
+        return {**super().state_dict(), **newest}
 
     def load_state_dict(self, state: StateDict) -> None:
         super().load_state_dict(state)
-        self._losses.clear()
-        self._losses.extend(state["losses"])
+        for kind, values in self._newest.items():
+            values.clear()
+            values.extend(state[kind])

@@ -1,4 +1,8 @@
-"""A picture of a trace. In: a ``Trace``; out: an image with a row per lane and a bar per span."""
+"""A picture of a trace. In: a ``Trace``; out: an image with a row per lane and a bar per span.
+
+``draw_timeline`` shows the stages of this process's threads; ``draw_workers`` shows which of many
+workers compute, communicate and wait.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from numpy.typing import NDArray
 from qfleet.errors import ConfigError
 from qfleet.telemetry.plots import FORMATS, PALETTE, TEXT_COLOUR, _clean
 from qfleet.telemetry.progress import STAGE_COLOURS
-from qfleet.telemetry.timers import STAGES
+from qfleet.telemetry.timers import COMMUNICATING, COMPUTING, KIND_OF, KINDS, STAGES, WAITING
 from qfleet.telemetry.trace import Lane, Trace
 
 WINDOW_SPANS = 60
@@ -34,8 +38,10 @@ HUES = {
     "blue": PALETTE[0],
 }
 COLOURS = {stage: HUES[name] for stage, name in STAGE_COLOURS.items()} | {"idle": "#E2E2E2"}
+KIND_COLOURS = {COMPUTING: PALETTE[2], COMMUNICATING: PALETTE[5], WAITING: COLOURS["idle"]}
 OTHER_COLOUR = PALETTE[1]
 """For spans that are of none of the stages."""
+RESTS = ("idle", WAITING)
 
 
 class _Row:
@@ -49,7 +55,27 @@ class _Row:
         self.start_s, self.end_s = times_s[:, 0], times_s[:, 1]
 
     def busy_s(self) -> float:
-        return float((self.end_s - self.start_s)[self.stage != "idle"].sum())
+        return float((self.end_s - self.start_s)[~np.isin(self.stage, RESTS)].sum())
+
+    def waiting_s(self) -> float:
+        return float((self.end_s - self.start_s)[np.isin(self.stage, RESTS)].sum())
+
+    def join_kinds(self) -> None:
+        """Make kinds of the stages, and one span of neighbours of a kind.
+
+        What lies between two spans of a kind is of that kind too, unless it is longer than both
+        together: then nobody knows what it was.
+        """
+        if not len(self.stage):
+            return
+        self.stage = np.array([KIND_OF.get(stage, stage) for stage in self.stage], dtype=np.str_)
+        spans_s = self.end_s - self.start_s
+        gaps_s = self.start_s[1:] - self.end_s[:-1]
+        is_new = (self.stage[1:] != self.stage[:-1]) | (gaps_s > spans_s[1:] + spans_s[:-1])
+        firsts = np.concatenate([[0], np.flatnonzero(is_new) + 1])
+        lasts = np.concatenate([firsts[1:] - 1, [len(self.stage) - 1]])
+        self.stage, self.start_s = self.stage[firsts], self.start_s[firsts]
+        self.end_s = self.end_s[lasts]
 
     def cut(self, begin_s: float, end_s: float) -> None:
         """Keep what lies inside the window; its begin becomes time 0."""
@@ -78,11 +104,25 @@ def draw_timeline(trace: Trace, path: Path, seconds: float | None = None) -> Pat
     Without ``seconds``: about ``WINDOW_SPANS`` spans of the busiest lane, up to its last one, so
     that single spans can be seen and what happens after the work is done is not shown.
     """
+    return _draw([_Row(lane) for lane in trace.lanes], path, seconds, of_workers=False)
+
+
+def draw_workers(trace: Trace, path: Path, seconds: float | None = None) -> Path:
+    """The same with a worker per lane: who computes, communicates and waits, whatever the stage.
+
+    At a barrier all wait for the slowest; without one nobody does.
+    """
+    rows = [_Row(lane) for lane in trace.lanes]
+    for row in rows:
+        row.join_kinds()
+    return _draw(rows, path, seconds, of_workers=True)
+
+
+def _draw(rows: list[_Row], path: Path, seconds: float | None, *, of_workers: bool) -> Path:
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"timeline file '{path}' must end in {', '.join(FORMATS)}")
     if seconds is not None and not 0 < seconds < float("inf"):
         raise ConfigError(f"timeline of {seconds} seconds must be longer than 0 and finite")
-    rows = [_Row(lane) for lane in trace.lanes]
     filled = [row for row in rows if len(row.start_s)]
     if not filled:
         raise ConfigError(f"no span has been recorded for timeline '{path}'; trace a longer run")
@@ -97,7 +137,8 @@ def draw_timeline(trace: Trace, path: Path, seconds: float | None = None) -> Pat
     for row in rows:
         row.cut(begin_s, end_s)
     present = {str(stage) for row in rows for stage in np.unique(row.stage)}
-    stages = [stage for stage in STAGES if stage in present] + sorted(present - set(STAGES))
+    known = KINDS if of_workers else STAGES
+    stages = [stage for stage in known if stage in present] + sorted(present - set(known))
 
     with mpl.rc_context({"font.size": 10.5, "text.color": TEXT_COLOUR, "svg.hashsalt": "qfleet"}):
         height_inches = 1.6 + LANE_INCHES * len(rows)
@@ -117,14 +158,15 @@ def draw_timeline(trace: Trace, path: Path, seconds: float | None = None) -> Pat
         note = " (many spans in a row: the height of a colour is its share of the time)"
         axes.set_xlabel("ms" + note * is_dense, color=TEXT_COLOUR)
         axes.set_ylim(len(rows) - 0.5, -0.5)  # the first lane on top
-        axes.set_yticks(
-            range(len(rows)), [f"{row.name}  {row.busy_s() / length_s:.0%} busy" for row in rows]
-        )
+        if of_workers:
+            labels = [f"{row.name}  {row.waiting_s() / length_s:.0%} waiting" for row in rows]
+        else:
+            labels = [f"{row.name}  {row.busy_s() / length_s:.0%} busy" for row in rows]
+        axes.set_yticks(range(len(rows)), labels)
         axes.tick_params(axis="y", length=0)
         length = f"{length_s * 1e3:,.0f}" if length_s >= 0.1 else f"{length_s * 1e3:.3g}"
-        axes.set_title(
-            f"every thread for {length} ms", loc="left", fontsize=12, fontweight="bold", pad=10
-        )
+        title = f"every {'worker' if of_workers else 'thread'} for {length} ms"
+        axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=10)
         axes.legend(
             handles=[Patch(color=_colour(stage), label=stage) for stage in stages],
             frameon=False,
@@ -183,4 +225,4 @@ def _draw_columns(axes: Any, row: _Row, number: int, stages: list[str], length_s
 
 
 def _colour(stage: str) -> str:
-    return COLOURS.get(stage, OTHER_COLOUR)
+    return (COLOURS | KIND_COLOURS).get(stage, OTHER_COLOUR)

@@ -9,6 +9,10 @@ from typing import Any
 from qfleet.telemetry.trace import Lane
 
 STAGES = ("env", "act", "copy", "learn", "communicate", "idle")
+COMPUTING, COMMUNICATING, WAITING = "computing", "communicating", "waiting"
+KINDS = (COMPUTING, COMMUNICATING, WAITING)
+KIND_OF = dict.fromkeys(STAGES, COMPUTING) | {"communicate": COMMUNICATING, "idle": WAITING}
+"""What a stage is where many work together: messages are under way, or others are waited for."""
 
 
 class Span:
@@ -47,6 +51,7 @@ class Timers:
     """Seconds per stage. Each thread keeps its own: spans of one object must not overlap."""
 
     def __init__(self, trace_lane: Lane | None = None) -> None:
+        self._lane = trace_lane
         self.threads = 1
         """How many threads spent these seconds."""
         self.seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
@@ -56,6 +61,12 @@ class Timers:
             else TracedSpan(self.seconds, stage, trace_lane)
             for stage in STAGES
         }
+
+    def add(self, stage: str, start_s: float, end_s: float) -> None:
+        """A span that was measured elsewhere, in seconds of ``perf_counter``."""
+        self.seconds[stage] += end_s - start_s
+        if self._lane is not None and end_s > start_s:
+            self._lane.add(stage, start_s, end_s)
 
     @classmethod
     def merged(cls, several: Iterable[Timers]) -> Timers:

@@ -6,6 +6,7 @@ chrome://tracing and ui.perfetto.dev.
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
@@ -69,6 +70,28 @@ class Trace:
     @property
     def dropped(self) -> int:
         return sum(lane.dropped for lane in self.lanes)
+
+
+def merge_lanes(
+    trace: Trace,
+    spans: Mapping[str, Iterable[SpanRecord]],
+    offsets_s: Mapping[str, float],
+) -> None:
+    """Add spans of other processes, by lane; ``offsets_s`` on their clocks make times on ours.
+
+    Each lane's spans are in order. All lanes are filled side by side, so that a trace that becomes
+    full shows all of them up to one moment.
+    """
+
+    def moved(name: str) -> Iterator[tuple[float, float, str, str]]:
+        offset_s = offsets_s[name]
+        for stage, start_s, end_s in spans[name]:
+            yield start_s + offset_s, end_s + offset_s, stage, name
+
+    for name in spans:
+        trace.lane(name)  # in the order given, and even where there is no span
+    for start_s, end_s, stage, name in heapq.merge(*map(moved, spans)):
+        trace.lane(name).add(stage, start_s, end_s)
 
 
 def write_chrome_trace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -30,7 +30,10 @@ class FusedUpdater:
         max_norm = max_grad_norm if max_grad_norm > 0 else math.inf
         self._fused = FusedRAdam(first, second, ours.steps.view(-1), eps, max_norm)
 
-    def apply(self, learning_rate: float | Tensor) -> Mapping[str, Tensor | float]:
+    def apply(
+        self, learning_rate: float | Tensor, loss: Callable[[], Tensor] | None = None
+    ) -> Mapping[str, Tensor | float]:
+        del loss
         assert isinstance(learning_rate, Tensor), "recorded kernels read the rate from a tensor"
         data, grad = (w.view(-1, w.shape[-1]) for w in (self._weights.data, self._weights.grad))
         self._fused.step(data, grad, learning_rate)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,7 +23,10 @@ class LocalUpdater:
         self._max_norm = max_grad_norm if max_grad_norm > 0 else math.inf
         self._apply_unasked = Compilable(self._without_asking)
 
-    def apply(self, learning_rate: float | Tensor) -> Mapping[str, Tensor | float]:
+    def apply(
+        self, learning_rate: float | Tensor, loss: Callable[[], Tensor] | None = None
+    ) -> Mapping[str, Tensor | float]:
+        del loss
         grad = self._weights.grad
         if grad.device.type != "cpu" or isinstance(learning_rate, Tensor):
             norm, found_bad = self._apply_unasked(learning_rate)

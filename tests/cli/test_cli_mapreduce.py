@@ -15,7 +15,7 @@ import pytest
 from qfleet.cli import lab, lab_mapreduce
 from qfleet.cluster import Cluster, open_cluster
 from qfleet.errors import ClusterError, ConfigError
-from qfleet.lab.mapreduce_ray import KINDS
+from qfleet.telemetry.timers import KINDS
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'qfleet[ray]'"

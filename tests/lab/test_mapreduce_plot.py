@@ -9,8 +9,10 @@ import pytest
 
 from qfleet.errors import ConfigError
 from qfleet.lab.mapreduce import descend, make_problem
-from qfleet.lab.mapreduce_plot import COLOURS, draw_descent
-from qfleet.lab.mapreduce_ray import COMMUNICATING, COMPUTING, WAITING, Descent, Mode, Span
+from qfleet.lab.mapreduce_plot import draw_descent
+from qfleet.lab.mapreduce_ray import Descent, Mode, Span
+from qfleet.telemetry.timeline import KIND_COLOURS
+from qfleet.telemetry.timers import COMMUNICATING, COMPUTING, WAITING
 
 PROBLEM = make_problem(60, 3, noise=0.1, seed=0)
 
@@ -49,7 +51,9 @@ def test_the_picture_has_bars_and_the_loss(mode: Mode, tmp_path: Path) -> None:
     descents = {"two": by_hand(mode), "one": by_hand("sync", rate=0.1)}
     pixels = pixels_of(draw_descent(PROBLEM, descents, tmp_path / "deep" / "picture.png"))
     above, below = np.array_split(pixels, 2)
-    area = {kind: int((above == int(colour[1:], 16)).sum()) for kind, colour in COLOURS.items()}
+    area = {
+        kind: int((above == int(colour[1:], 16)).sum()) for kind, colour in KIND_COLOURS.items()
+    }
     # 8, 4 and 8 of 20 s; lines hide a little, the legend adds a little.
     assert area[COMPUTING] / area[COMMUNICATING] == pytest.approx(2.0, rel=0.1)
     assert area[WAITING] / area[COMMUNICATING] == pytest.approx(2.0, rel=0.1)

@@ -23,7 +23,8 @@ from qfleet.lab.mapreduce import (
     gradient_bytes,
     make_problem,
 )
-from qfleet.lab.mapreduce_ray import COMPUTING, Descent, descend_on
+from qfleet.lab.mapreduce_ray import Descent, descend_on
+from qfleet.telemetry.timers import COMPUTING
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'qfleet[ray]'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_cases import Client, assert_states_equal, make_push, make_shard, noise, weights_of
@@ -16,7 +17,7 @@ from qfleet.parameter_server.admission import (
     Async,
     BoundedStaleness,
     Hybrid,
-    LossOutliers,
+    Outliers,
     Sync,
 )
 from qfleet.parameter_server.shard import Receipt, Shard, Stamp
@@ -209,13 +210,13 @@ def test_gradients_beyond_the_age_limit_are_dropped() -> None:
 
 
 def test_an_outlier_in_loss_is_dropped_by_mean_and_spread() -> None:
-    guard = LossOutliers(Async(), window=4, sigmas=3.0)
+    guard = Outliers(Async(), window=4, sigmas=3.0)
     shard = make_shard(guard, [0.0])
     client = Client(shard, 0)
     losses = [1.0, 3.0, 1.0, 3.0]  # mean 2, σ 1: the limit is 5
     for loss in losses:
         assert client.push([1.0], loss=loss).outcome == "applied"
-    assert client.push([1.0], loss=5.01) == Receipt(Stamp(0, 4), "dropped", "loss-outlier")
+    assert client.push([1.0], loss=5.01) == Receipt(Stamp(0, 4), "dropped", "outlier")
     # It stands in the window as 5: of 3, 1, 3, 5 the mean is 3, σ is √2, the limit 7.24.
     assert client.push([1.0], loss=7.25).outcome == "dropped"
     # Of 1, 3, 5, 7.24: mean 4.06, σ 2.32, the limit 11.02.
@@ -225,14 +226,30 @@ def test_an_outlier_in_loss_is_dropped_by_mean_and_spread() -> None:
 
 
 def test_before_the_window_is_full_nothing_is_an_outlier() -> None:
-    shard = make_shard(LossOutliers(Async(), window=4, sigmas=3.0), [0.0])
+    shard = make_shard(Outliers(Async(), window=4, sigmas=3.0), [0.0])
     client = Client(shard, 0)
     for loss in (1.0, 1.1, 1e9):
         assert client.push([1.0], loss=loss).outcome == "applied"
 
 
+def test_a_gradient_that_is_far_too_large_is_dropped_whatever_its_loss() -> None:
+    """Fault 5: one worker's gradients are a million times too large."""
+    guard = Outliers(Async(), window=4, sigmas=3.0)
+    shard = make_shard(guard, [0.0])
+    client = Client(shard, 0)
+    for gradient in (1.0, 1.1, 0.9, 1.0):
+        assert client.push([gradient], loss=1.0).outcome == "applied"
+    client.pull()
+    before = client.weights.clone()
+    assert client.push([1e6], loss=1.0).reason == "outlier"
+    client.pull()
+    assert torch.equal(client.weights, before)
+    assert client.push([1.05], loss=1.0).outcome == "applied"
+    assert (guard.dropped, shard.counters.dropped["outlier"]) == (1, 1)
+
+
 def test_equal_losses_and_pushes_without_one_are_no_outliers() -> None:
-    shard = make_shard(LossOutliers(Async(), window=2, sigmas=3.0), [0.0])
+    shard = make_shard(Outliers(Async(), window=2, sigmas=3.0), [0.0])
     client = Client(shard, 0)
     for loss in (1.0, 1.0, 1.0 + 1e-9, None):
         assert client.push([1.0], loss=loss).outcome == "applied"
@@ -240,13 +257,13 @@ def test_equal_losses_and_pushes_without_one_are_no_outliers() -> None:
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_is_an_outlier_and_spoils_no_window(loss: float) -> None:
-    shard = make_shard(LossOutliers(Async(), window=2, sigmas=3.0), [0.0])
+    shard = make_shard(Outliers(Async(), window=2, sigmas=3.0), [0.0])
     client = Client(shard, 0)
     for known in (1.0, 2.0):
         client.push([1.0], loss=known)
-    assert client.push([1.0], loss=loss).reason == "loss-outlier"
+    assert client.push([1.0], loss=loss).reason == "outlier"
     assert client.push([1.0], loss=1.5).outcome == "applied"
-    assert client.push([1.0], loss=50.0).reason == "loss-outlier"
+    assert client.push([1.0], loss=50.0).reason == "outlier"
 
 
 def test_who_is_dropped_has_arrived_at_the_barrier() -> None:
@@ -283,8 +300,8 @@ def test_who_leaves_while_waiting_and_returns_is_not_asked_twice(admission: Admi
         lambda: Hybrid(0),
         lambda: Hybrid(window_s=-1.0),
         lambda: BoundedStaleness(-1),
-        lambda: LossOutliers(Async(), window=1, sigmas=3.0),
-        lambda: LossOutliers(Async(), window=9, sigmas=0.0),
+        lambda: Outliers(Async(), window=1, sigmas=3.0),
+        lambda: Outliers(Async(), window=9, sigmas=0.0),
         lambda: AgeLimit(Async(), limit=-1),
     ],
 )

@@ -28,7 +28,7 @@ from qfleet.parameter_server.admission import (
     Async,
     BoundedStaleness,
     Hybrid,
-    LossOutliers,
+    Outliers,
     Sync,
 )
 from qfleet.parameter_server.compression import Cast, TopK, decode
@@ -286,7 +286,7 @@ POLICIES = {
     "backup": lambda: Sync(backup=1),
     "ssp": lambda: BoundedStaleness(1),
     "first": lambda: Hybrid(2),
-    "guards": lambda: AgeLimit(LossOutliers(Hybrid(2), window=4, sigmas=2.0), limit=1),
+    "guards": lambda: AgeLimit(Outliers(Hybrid(2), window=4, sigmas=2.0), limit=1),
 }
 
 

@@ -10,8 +10,16 @@ from matplotlib.figure import Figure
 
 from qfleet.errors import ConfigError
 from qfleet.telemetry.progress import STAGE_COLOURS
-from qfleet.telemetry.timeline import BAR_HEIGHT, COLOURS, MAX_BARS, OTHER_COLOUR, draw_timeline
-from qfleet.telemetry.timers import STAGES
+from qfleet.telemetry.timeline import (
+    BAR_HEIGHT,
+    COLOURS,
+    KIND_COLOURS,
+    MAX_BARS,
+    OTHER_COLOUR,
+    draw_timeline,
+    draw_workers,
+)
+from qfleet.telemetry.timers import KINDS, STAGES
 from qfleet.telemetry.trace import Trace
 
 
@@ -192,3 +200,66 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write timeline"):
         draw_timeline(trace, tmp_path / "file" / "t.png")
     assert not (tmp_path / "t.png").exists()
+
+
+# --- many workers -------------------------------------------------------------------------------
+
+
+def rounds(count: int, barrier: bool) -> Trace:
+    """Worker 0 computes 8 ms a round and worker 1 for 2; at a barrier worker 1 waits 6 ms."""
+    trace = Trace()
+    slow, quick = trace.lane("worker 0"), trace.lane("worker 1")
+    for number in range(count):
+        now_s = number * 0.010
+        slow.add("env", now_s, now_s + 0.006)
+        slow.add("learn", now_s + 0.007, now_s + 0.008)  # a ms of Python in between
+        slow.add("communicate", now_s + 0.008, now_s + 0.010)
+    quick_s = 0.010 if barrier else 0.004
+    for number in range(count):
+        now_s = number * quick_s
+        quick.add("env", now_s, now_s + 0.001)
+        quick.add("act", now_s + 0.001, now_s + 0.002)
+        quick.add("communicate", now_s + 0.002, now_s + 0.004)
+        if barrier:
+            quick.add("idle", now_s + 0.004, now_s + 0.010)
+    return trace
+
+
+def labels(axes: Axes) -> list[str]:
+    return [label.get_text() for label in axes.get_yticklabels()]
+
+
+def test_workers_compute_communicate_and_wait(tmp_path: Path, drawn: list[Axes]) -> None:
+    draw_workers(rounds(2, barrier=True), tmp_path / "t.png")
+    (axes,) = drawn
+    assert bars_ms(axes, 0) == [(0, 8), (8, 10), (10, 18), (18, 20)]
+    assert bars_ms(axes, 1) == [(0, 2), (2, 4), (4, 10), (10, 12), (12, 14), (14, 20)]
+    colours = [to_hex(c).upper() for c in axes.collections[1].get_facecolor()]
+    assert colours == [KIND_COLOURS[kind] for kind in KINDS] * 2
+    assert legend(axes) == list(KINDS)
+    assert labels(axes) == ["worker 0  0% waiting", "worker 1  60% waiting"]
+    assert axes.get_title(loc="left").startswith("every worker for")
+
+
+def test_without_a_barrier_nobody_waits(tmp_path: Path, drawn: list[Axes]) -> None:
+    draw_workers(rounds(5, barrier=False), tmp_path / "t.png")
+    assert labels(drawn[0]) == ["worker 0  0% waiting", "worker 1  0% waiting"]
+    assert legend(drawn[0]) == ["computing", "communicating"]
+
+
+def test_a_long_gap_is_nobodys(tmp_path: Path, drawn: list[Axes]) -> None:
+    trace = Trace()
+    lane = trace.lane("worker 0")
+    lane.add("env", 0.000, 0.001)
+    lane.add("learn", 0.0029, 0.004)  # shorter than both together
+    lane.add("env", 0.0062, 0.0072)  # longer
+    lane.add("gemm", 0.0072, 0.0081)
+    trace.lane("worker 1")
+    draw_workers(trace, tmp_path / "t.png")
+    assert bars_ms(drawn[0]) == [(0, 4), (6.2, 7.2), (7.2, 8.1)]
+    assert legend(drawn[0]) == ["computing", "gemm"]
+
+
+def test_kinds_have_colours_of_their_own() -> None:
+    assert set(KIND_COLOURS) == set(KINDS)
+    assert len({*KIND_COLOURS.values(), OTHER_COLOUR}) == len(KINDS) + 1

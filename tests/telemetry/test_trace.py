@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from qfleet.errors import ConfigError
-from qfleet.telemetry.trace import PID, Trace, write_chrome_trace
+from qfleet.telemetry.trace import PID, Trace, merge_lanes, write_chrome_trace
 
 
 def events(path: Path) -> list[dict[str, Any]]:
@@ -121,3 +121,27 @@ def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write trace '.*trace\.json'"):
         write_chrome_trace(Trace(), tmp_path / "file" / "trace.json")
+
+
+def test_spans_of_other_processes_come_onto_our_clock() -> None:
+    trace = Trace()
+    trace.lane("driver").add("learn", 100.0, 101.0)
+    spans = {
+        "worker 1": [("env", 5.0, 6.0), ("idle", 6.0, 7.5)],
+        "worker 0": [("env", 1000.0, 1002.0)],
+        "worker 2": [],
+    }
+    merge_lanes(trace, spans, {"worker 1": 95.0, "worker 0": -900.0, "worker 2": 0.0})
+    assert [lane.name for lane in trace.lanes] == ["driver", "worker 1", "worker 0", "worker 2"]
+    assert trace.lane("worker 1").spans() == [("env", 100.0, 101.0), ("idle", 101.0, 102.5)]
+    assert trace.lane("worker 0").spans() == [("env", 100.0, 102.0)]
+    assert trace.lane("worker 2").spans() == []
+
+
+def test_a_full_trace_shows_all_workers_up_to_one_moment() -> None:
+    trace = Trace(limit=4)
+    spans = {name: [("env", t, t + 1.0) for t in (0.0, 1.0, 2.0)] for name in ("a", "b")}
+    merge_lanes(trace, spans, {"a": 0.0, "b": 0.5})
+    assert [span[1] for span in trace.lane("a").spans()] == [0.0, 1.0]
+    assert [span[1] for span in trace.lane("b").spans()] == [0.5, 1.5]
+    assert trace.dropped == 2

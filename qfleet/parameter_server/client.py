@@ -1,0 +1,271 @@
+"""A worker's side of the servers. In: whole vectors; out: the same, cut, sent and put together.
+
+``Servers`` speaks to all shards at once through *lines*: calls that are started, then waited for.
+It knows which weights of each shard it has, numbers its messages, sends a message again whose
+answer did not come, and counts what travelled. A server that died is told by ``ServersLost``, when
+all others have answered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from qfleet.cluster import Cluster
+from qfleet.errors import ClusterError, MemberLost
+from qfleet.parameter_server.compression import Codec, Sent, bytes_of, decode
+from qfleet.parameter_server.layout import cut
+from qfleet.parameter_server.server import Answer
+from qfleet.parameter_server.shard import Exchange, Push, Stamp
+from qfleet.parameter_server.wire import from_wire, to_wire
+from qfleet.telemetry.timers import Timers
+
+PATIENCE_S = 1.0
+"""How long a server may keep a call whose worker has to wait."""
+TRIES = 3
+"""How often a message is sent whose answer does not come."""
+KEPT_CALLS = 256
+FLOAT_BYTES = 4
+_ELSEWHERE: Any = None
+"""Stands in a message for the vector, which travels beside it."""
+
+
+class Line(Protocol):
+    """One server, as a worker calls it."""
+
+    def start(self, method: str, *arguments: Any) -> Any: ...
+
+    def finish(self, started: Any) -> Any:
+        """Wait for the answer; ``MemberLost`` if the server died."""
+        ...
+
+
+class RemoteLine:
+    def __init__(self, cluster: Cluster, handle: Any, number: int) -> None:
+        self._cluster, self._handle, self._who = cluster, handle, f"server {number}"
+
+    def start(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._handle, method).remote(*arguments)
+
+    def finish(self, started: Any) -> Any:
+        return self._cluster.get(started, self._who)
+
+
+class DirectLine:
+    """A server in this process, for tests; its calls are made on the spot."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def start(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._server, method)(*arguments)
+
+    def finish(self, started: Any) -> Any:
+        return started
+
+
+class ServersLost(MemberLost):
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = tuple(numbers)
+        super().__init__(f"server {', '.join(map(str, numbers))} died; start it anew")
+
+
+@dataclass
+class Traffic:
+    """What one worker sent and received."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    plain_bytes_sent: int = 0
+    """What it would have been uncompressed."""
+    plain_bytes_received: int = 0
+    messages: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Of pushes and exchanges, over all shards: applied, kept, dropped by reason, lost."""
+    calls: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT_CALLS))
+    """Bytes and seconds of the newest messages, without what was waited for others."""
+
+
+class Servers:
+    def __init__(
+        self,
+        worker: int,
+        size: int,
+        lines: Sequence[Line],
+        timers: Timers,
+        make_codec: Callable[[], Codec | None] = lambda: None,
+    ) -> None:
+        """``make_codec`` gives the codec of a shard's gradients; None sends them as they are."""
+        self._worker, self._lines, self._timers = worker, list(lines), timers
+        self._slices = cut(size, len(lines))
+        self._codecs = [make_codec() for _ in lines]
+        self._known: list[Stamp | None] = [None] * len(lines)
+        self._sequences = [0] * len(lines)
+        self.traffic = Traffic()
+
+    def replace(self, number: int, line: Line) -> None:
+        """Another server stands in for this one."""
+        self._lines[number] = line
+        self._known[number] = None
+
+    def join(self, into: Tensor) -> None:
+        """Take part everywhere, again where need be, and fetch the newest weights."""
+        for number, welcome in self._ask("join", lambda _: (self._worker,)).items():
+            self._sequences[number] = welcome.sequence
+        self._take(self._ask("pull", lambda number: (self._known[number],)), into)
+
+    def fetch(self, into: Tensor) -> None:
+        """The newest weights, without taking part."""
+        self._take(self._ask("pull", lambda number: (self._known[number],)), into)
+
+    def push(
+        self, vector: Tensor, learning_rate: float, loss: float | None, weight: float, into: Tensor
+    ) -> None:
+        """Send a gradient, wait where that is asked, and fetch the weights that came of it."""
+        sent = self._packed(vector)
+
+        def arguments(number: int) -> tuple[Any, ...]:
+            based_on = self._known[number]
+            assert based_on is not None, "join first"
+            push = Push(
+                self._worker,
+                self._sequences[number],
+                based_on,
+                _ELSEWHERE,
+                learning_rate,
+                loss,
+                weight,
+            )
+            return push, to_wire(sent[number]), PATIENCE_S
+
+        answers = self._ask("push", arguments, sent)
+        self._count(answers)
+        waiting = {number for number, answer in answers.items() if answer.waits}
+        while waiting:
+            again = self._ask(
+                "wait", lambda number: (self._worker, self._known[number], PATIENCE_S), only=waiting
+            )
+            answers |= again
+            waiting = {number for number, answer in again.items() if answer.waits}
+        self._take(answers, into)
+        self._join_again(answers, into)
+
+    def exchange(self, weights: Tensor, alpha: float) -> None:
+        """Elastic averaging with all shards; ``weights`` move in place."""
+        sent: list[Sent] = [weights[part].clone() for part in self._slices]
+
+        def arguments(number: int) -> tuple[Any, ...]:
+            known = self._known[number]
+            assert known is not None, "join first"
+            exchange = Exchange(
+                self._worker, self._sequences[number], known.epoch, _ELSEWHERE, alpha
+            )
+            return exchange, to_wire(sent[number])
+
+        answers = self._ask("exchange", arguments, sent)
+        self._count(answers)
+        for number, answer in answers.items():
+            if answer.weights is not None:
+                weights[self._slices[number]].sub_(decode(from_wire(answer.weights)))
+            self._known[number] = answer.stamp
+        self._join_again(answers, None)
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _packed(self, vector: Tensor) -> list[Sent]:
+        parts = [vector[part] for part in self._slices]
+        return [
+            part if codec is None else codec.encode(part)
+            for part, codec in zip(parts, self._codecs, strict=True)
+        ]
+
+    def _ask(
+        self,
+        method: str,
+        arguments: Callable[[int], tuple[Any, ...]],
+        sent: Sequence[Sent] | None = None,
+        only: set[int] | None = None,
+    ) -> dict[int, Any]:
+        """Call all servers, or some, at once; their answers by number."""
+        numbers = [n for n in range(len(self._lines)) if only is None or n in only]
+        began_s = time.perf_counter()
+        started = {n: self._lines[n].start(method, *arguments(n)) for n in numbers}
+        answers, lost = {}, []
+        for n, call in started.items():
+            try:
+                answers[n] = self._finished(n, method, call, arguments)
+            except MemberLost:
+                lost.append(n)
+        ended_s = time.perf_counter()
+        waited_s = max((getattr(a, "waited_s", 0.0) for a in answers.values()), default=0.0)
+        self._timers.add("communicate", began_s, ended_s - waited_s)
+        self._timers.add("idle", ended_s - waited_s, ended_s)
+        for n in numbers:
+            self._weigh(sent[n] if sent is not None else None, answers.get(n))
+        if sent is not None:
+            moved = sum(bytes_of(sent[n]) for n in numbers)
+            self.traffic.calls.append((moved, ended_s - began_s - waited_s))
+        if lost:
+            if sent is not None:
+                self.traffic.outcomes["lost"] += len(lost)
+            raise ServersLost(lost)
+        return answers
+
+    def _finished(
+        self, number: int, method: str, call: Any, arguments: Callable[[int], tuple[Any, ...]]
+    ) -> Any:
+        """The answer. A message that is not answered is sent again, and counts once."""
+        for _ in range(TRIES - 1):
+            try:
+                return self._lines[number].finish(call)
+            except MemberLost:
+                raise
+            except ClusterError:
+                call = self._lines[number].start(method, *arguments(number))
+        return self._lines[number].finish(call)
+
+    def _weigh(self, sent: Sent | None, answer: Any) -> None:
+        traffic = self.traffic
+        traffic.messages += 1
+        if sent is not None:
+            traffic.bytes_sent += bytes_of(sent)
+            traffic.plain_bytes_sent += 4 * (
+                sent.numel() if isinstance(sent, Tensor) else sent.size
+            )
+        weights = answer.weights if isinstance(answer, Answer) else None
+        if weights is not None:
+            traffic.bytes_received += weights.values.nbytes
+            traffic.plain_bytes_received += FLOAT_BYTES * weights.size
+
+    def _count(self, answers: dict[int, Answer]) -> None:
+        for number, answer in answers.items():
+            if answer.receipt is not None:
+                self._sequences[number] += 1
+                self.traffic.outcomes[answer.receipt.reason or answer.receipt.outcome] += 1
+            else:
+                self.traffic.outcomes["not-present"] += 1
+
+    def _take(self, answers: dict[int, Answer], into: Tensor) -> None:
+        for number, answer in answers.items():
+            if answer.weights is not None:
+                into[self._slices[number]].copy_(decode(from_wire(answer.weights)))
+            self._known[number] = answer.stamp
+
+    def _join_again(self, answers: dict[int, Answer], into: Tensor | None) -> None:
+        """Where a server has given this worker up, or was restored, come back."""
+        for number, answer in answers.items():
+            reason = "" if answer.receipt is None else answer.receipt.reason
+            if answer.is_present and reason != "other-epoch":
+                continue
+            welcome = self._ask("join", lambda _: (self._worker,), only={number})[number]
+            self._sequences[number] = welcome.sequence
+            pulled = self._ask("pull", lambda _: (None,), only={number})
+            if into is not None:
+                self._take(pulled, into)
+            else:
+                self._known[number] = pulled[number].stamp

@@ -1,0 +1,105 @@
+"""The parts of a run whose work is done by workers: what is left for the process that supervises.
+
+In: a configuration; out: ``Parts`` whose collector is the fleet, whose memory is elsewhere, and
+whose learner holds the weights that are evaluated and saved.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qfleet.accelerator.compiling import Compilable
+from qfleet.build import Parts, Seeds, make_network, make_objective, make_updater, set_threads
+from qfleet.config import Config
+from qfleet.core import Batch, Block, Clock, StateDict
+from qfleet.envs import make_envs
+from qfleet.learner import Learner
+from qfleet.loop import RateLimiter
+from qfleet.parameter_server.fleet import Fleet
+from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.timers import Timers
+from qfleet.telemetry.trace import Trace
+from qfleet.weights import SameWeights
+
+
+class Elsewhere:
+    """The memory of a process that neither collects nor learns: workers have their own."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def extend(self, block: Block) -> None:
+        raise AssertionError(f"{block.rows} rows came here; blocks stay with the workers")
+
+    def can_sample(self) -> bool:
+        return False
+
+    def sample(self, count: int, beta: float | torch.Tensor) -> Batch:
+        raise AssertionError(f"{count} samples (β {beta}) were asked for; workers have them")
+
+    def update_priorities(self, index: torch.Tensor, priority: torch.Tensor) -> None:
+        raise AssertionError(f"priorities {priority} of {index} came here; workers keep them")
+
+    def generators(self) -> list[torch.Generator]:
+        return []
+
+    def compilables(self) -> list[Compilable]:
+        return []
+
+    def end_open_episodes(self) -> None:
+        """There are none here."""
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+    def state_dict(self) -> StateDict:
+        return {}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Workers begin with empty memories."""
+
+
+def build_supervisor(
+    config: Config, faults: FaultLog, restarted_at: int, trace: Trace | None
+) -> Parts:
+    seeds, device = Seeds.of(config.seed), torch.device("cpu")
+    envs = make_envs(config, 1, seeds.envs, training=False, on_fault=faults)
+    spec = envs.spec
+    envs.close()
+    set_threads(config.threads, spec)
+    clock, timers, memory = Clock(frame_skip=spec.frame_skip), Timers(), Elsewhere()
+    online = make_network(config, spec, device, seeds.network)
+    learner = Learner(
+        config=config,
+        online=online,
+        target=make_network(config, spec, device, seeds.network) if config.replay else online,
+        memory=memory,
+        objective=make_objective(config, device, seeds.objective),
+        make_updater=lambda weights: make_updater(config, weights, unasked=False),
+        clock=clock,
+        timers=timers,
+        device=device,
+        seed=seeds.learner,
+    )
+    servers = f"{config.servers} server{'s' if config.servers > 1 else ''}"
+    parts = Parts(
+        config=config,
+        spec=spec,
+        device=device,
+        envs=[],
+        env_seeds=[],
+        memory=memory,
+        learner=learner,
+        limiter=RateLimiter(config, clock, memory),
+        clock=clock,
+        timers=[timers],
+        faults=faults,
+        seeds=seeds,
+        notes=[f"{config.workers} workers and {servers}, {config.update}"],
+    )
+    parts.channel = SameWeights()
+    parts.fleet = Fleet(
+        config, clock, timers, faults, learner.weights.data, restarted_at, trace is not None
+    )
+    parts.collector = parts.fleet
+    return parts

@@ -1,0 +1,241 @@
+"""One server process: a shard that many workers call at once. In: their messages; out: answers.
+
+A plain class that tests call directly, from several threads where workers wait for each other. The
+shard itself never waits; here a worker that has to is kept in its call until it may go on, so that
+nobody has to ask again and again. Every wait has an end: after ``patience_s`` the answer is that
+the worker still has to wait.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from threading import Condition
+from typing import Any, NamedTuple
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qfleet.config import Config
+from qfleet.core import StateDict
+from qfleet.parameter_server.admission import (
+    Admission,
+    AgeLimit,
+    Async,
+    BoundedStaleness,
+    Hybrid,
+    Outliers,
+    Sync,
+)
+from qfleet.parameter_server.compression import Cast
+from qfleet.parameter_server.schemes import Nesterov
+from qfleet.parameter_server.shard import Exchange, Push, Receipt, Shard, Stamp, Welcome
+from qfleet.parameter_server.wire import Wire, from_wire, to_wire
+from qfleet.updaters.optimisers import SGD, FlatOptimiser, make_optimiser
+
+TICK_S = 0.02
+"""How often a waiting call looks at the clock, for time windows."""
+OUTLIER_WINDOW = 100
+"""Newest losses and norms that a gradient is judged by."""
+CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Answer(NamedTuple):
+    """What a worker hears after a message."""
+
+    receipt: Receipt | None
+    """None where nothing was sent, only waited."""
+    waits: bool
+    """The worker has to ask again: others have not come yet."""
+    stamp: Stamp
+    weights: Wire | None = None
+    """None where they are the ones that the worker knows, or where it waits."""
+    waited_s: float = 0.0
+    """How long the call was kept here for others to come."""
+    is_present: bool = True
+    """False: the worker was given up as lost, and has to join again."""
+
+
+def make_admission(config: Config) -> Admission:
+    admission: Admission
+    if config.update in ("sync", "local-sgd", "admm"):
+        admission = Sync(config.backup_workers)
+    elif config.update == "ssp":
+        admission = BoundedStaleness(config.staleness)
+    elif config.update == "hybrid":
+        k = config.hybrid_workers or max(1, config.workers // 2)
+        admission = Hybrid(k, config.hybrid_window_s)
+    else:
+        admission = Async()
+    if config.outlier_sigmas:
+        admission = Outliers(admission, OUTLIER_WINDOW, config.outlier_sigmas)
+    if config.max_gradient_age:
+        admission = AgeLimit(admission, config.max_gradient_age)
+    return admission
+
+
+def make_shard_optimiser(config: Config, weights: Tensor) -> FlatOptimiser:
+    """The configured one for gradients; for the schemes, what their servers do."""
+    if config.update == "local-sgd":
+        return Nesterov(weights, config.outer_momentum)
+    if config.update in ("admm", "easgd"):
+        return SGD()
+    return make_optimiser(config.optimizer, weights, config.optimizer_eps)
+
+
+class Server:
+    def __init__(
+        self,
+        config: Config,
+        weights: NDArray[Any],
+        optimiser: StateDict | None = None,
+        epoch: int = 0,
+        snapshot: StateDict | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begins with ``weights`` and perhaps an optimiser's state, or goes on from a snapshot."""
+        mine = torch.tensor(weights)
+        wire = None
+        if config.weight_compression != "none":
+            wire = Cast(CASTS[config.weight_compression])
+        made = make_shard_optimiser(config, mine)
+        if optimiser is not None:
+            made.load_state_dict(optimiser)
+        self._shard = Shard(mine, made, make_admission(config), wire, epoch)
+        self._clock = clock
+        self._changed = Condition()
+        if snapshot is not None:
+            self._shard.restore(_as_tensors(snapshot))
+            # They come again by themselves; what they had sent is in the weights then.
+            for worker in self._shard.present:
+                self._shard.remove_worker(worker)
+
+    # --- what workers call --------------------------------------------------------------------
+
+    def join(self, worker: int) -> Welcome:
+        with self._changed:
+            return self._shard.add_worker(worker)
+
+    def pull(self, known: Stamp | None) -> Answer:
+        with self._changed:
+            return self._with_weights(None, known, 0.0)
+
+    def push(self, push: Push, gradient: Wire, patience_s: float) -> Answer:
+        """``push`` without its gradient, which comes beside it."""
+        with self._changed:
+            if push.worker not in self._shard.present:
+                return Answer(None, False, self._shard.stamp, is_present=False)
+            whole = push._replace(gradient=from_wire(gradient))
+            receipt = self._watched(lambda: self._shard.push(whole, self._clock()))
+            return self._when_free(push.worker, receipt, push.based_on, patience_s)
+
+    def wait(self, worker: int, known: Stamp, patience_s: float) -> Answer:
+        with self._changed:
+            return self._when_free(worker, None, known, patience_s)
+
+    def exchange(self, exchange: Exchange, weights: Wire) -> Answer:
+        """Elastic averaging; the answer's weights are the difference to be subtracted."""
+        with self._changed:
+            if exchange.worker not in self._shard.present:
+                return Answer(None, False, self._shard.stamp, is_present=False)
+            whole = exchange._replace(weights=from_wire(weights))
+            done = self._watched(lambda: self._shard.exchange(whole))
+            moved = None if done.difference is None else to_wire(done.difference)
+            return Answer(done.receipt, False, done.receipt.stamp, moved)
+
+    # --- what the supervisor calls ------------------------------------------------------------
+
+    def leave(self, worker: int) -> None:
+        """Nobody waits for this worker any more."""
+        with self._changed:
+            self._watched(lambda: self._shard.remove_worker(worker, self._clock()))
+            self._changed.notify_all()
+
+    def snapshot(self) -> StateDict:
+        with self._changed:
+            return _as_arrays(self._shard.snapshot())
+
+    def account(self) -> dict[str, Any]:
+        """Counters, version, and the processor time of this process."""
+        with self._changed:
+            counted = self._shard.counters.state_dict()
+            return {
+                **counted,
+                "epoch": self._shard.stamp.epoch,
+                "version": self._shard.stamp.version,
+                "present": sorted(self._shard.present),
+                "processor_s": time.process_time(),
+                "pid": os.getpid(),
+            }
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _watched(self, act: Callable[[], Any]) -> Any:
+        """Do something, and wake those that wait if there are new weights."""
+        before = self._shard.stamp
+        done = act()
+        if self._shard.stamp != before:
+            self._changed.notify_all()
+        return done
+
+    def _when_free(
+        self, worker: int, receipt: Receipt | None, known: Stamp, patience_s: float
+    ) -> Answer:
+        since_s = self._clock()
+        until_s = since_s + patience_s
+        while True:
+            if worker not in self._shard.present:
+                return Answer(receipt, False, self._shard.stamp, is_present=False)
+            if not self._shard.waits(worker):
+                return self._with_weights(receipt, known, self._clock() - since_s)
+            left_s = until_s - self._clock()
+            if left_s <= 0:
+                return Answer(receipt, True, self._shard.stamp, waited_s=self._clock() - since_s)
+            self._changed.wait(min(left_s, TICK_S))
+            self._watched(lambda: self._shard.tick(self._clock()))
+
+    def _with_weights(
+        self, receipt: Receipt | None, known: Stamp | None, waited_s: float
+    ) -> Answer:
+        stamp, weights = self._shard.pull(known)
+        return Answer(
+            receipt, False, stamp, None if weights is None else to_wire(weights), waited_s
+        )
+
+
+def _as_arrays(state: StateDict) -> StateDict:
+    return {
+        name: value.numpy() if isinstance(value, Tensor)
+        else _as_arrays(value) if isinstance(value, dict)
+        else value
+        for name, value in state.items()
+    }  # fmt: skip
+
+
+def _as_tensors(state: StateDict) -> StateDict:
+    return {
+        name: torch.tensor(value) if hasattr(value, "__array__")
+        else _as_tensors(value) if isinstance(value, dict)
+        else value
+        for name, value in state.items()
+    }  # fmt: skip
+
+
+def join_states(states: list[StateDict], sizes: list[int]) -> StateDict:
+    """The optimisers' states of all shards as that of one; what is no vector is the first's."""
+    joined: StateDict = {}
+    for name in states[0]:
+        values = [torch.as_tensor(state[name]) for state in states]
+        whole = all(v.dim() == 1 and len(v) == n for v, n in zip(values, sizes, strict=True))
+        joined[name] = torch.cat(values) if whole else values[0].clone()
+    return joined
+
+
+def cut_state(state: StateDict, size: int, part: slice) -> StateDict:
+    """A shard's part of a joined state."""
+    return {
+        name: (value[part] if value.dim() == 1 and len(value) == size else value).clone()
+        for name, value in state.items()
+    }

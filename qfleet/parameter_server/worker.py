@@ -1,0 +1,237 @@
+"""One worker: environments, memory and learner of its own, and weights that are on servers.
+
+In: what the supervisor tells it before a slice of work; out: what it did in it. A plain class: it
+runs the very loop that ``--engine serial`` runs, with an updater that asks the servers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from qfleet.build import Parts, build
+from qfleet.cluster import TIMEOUT_S, from_inside
+from qfleet.collectors import Inline
+from qfleet.config import Config
+from qfleet.engines.serial import run_serial
+from qfleet.envs.latency import latency_of
+from qfleet.envs.seeding import mix_seeds
+from qfleet.parameter_server.client import Line, RemoteLine, Servers, ServersLost
+from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.trace import SpanRecord, Trace
+from qfleet.updaters.remote import RemoteUpdater, make_codec, make_remote_updater
+
+LANE = "learner"
+
+
+class Told(NamedTuple):
+    """What a worker has to know for its next slice."""
+
+    elsewhere_env_steps: int
+    """What the others have done."""
+    until_env_steps: int
+    """Stop at so many steps of its own."""
+    slice_s: float
+    """Stop after so long."""
+    lr_scale: float = 1.0
+    share: float = 1.0
+    """Of what a round asks of the quickest worker: of its steps and of its samples."""
+    renewed: tuple[tuple[int, Any], ...] = ()
+    """Servers that stand in for others since the last slice, and their lines."""
+
+
+class Report(NamedTuple):
+    """What a worker did so far, and in this slice."""
+
+    env_steps: int
+    updates: int
+    episodes: list[tuple[int, float, int]]
+    """Of this slice: env, return, length."""
+    metrics: dict[str, float]
+    exploration_rate: float
+    seconds: dict[str, float]
+    processor_s: float
+    traffic: dict[str, Any]
+    faults: dict[str, tuple[int, list[str]]]
+    """So far, by kind: how many, and the first few."""
+    spans: list[SpanRecord]
+    """Of this slice, where a trace is wanted; no two overlap."""
+    clock_s: float
+    """This worker's ``perf_counter`` at the end."""
+    lost_servers: tuple[int, ...]
+    host: str
+    pid: int
+
+
+def worker_config(config: Config, number: int) -> Config:
+    """A worker's own settings: its share of what is counted over the whole run."""
+    workers = config.workers
+    least = (config.n_steps + 2) * max(config.envs, 1) + config.batch_size
+    return config.replace(
+        engine="serial",
+        learning_starts=-(-config.learning_starts // workers),
+        buffer_size=max(least, config.buffer_size // workers),
+        seed=config.seed if number == 0 else mix_seeds(config.seed, number),
+        threads=config.threads or 1,
+        step_latency_s=latency_of(config, number),
+        replay_dir=os.path.join(config.replay_dir, f"worker-{number}") if config.replay_dir else "",
+        env_groups=0,
+    )
+
+
+class Worker:
+    def __init__(
+        self,
+        config: Config,
+        number: int,
+        lines: Sequence[Line],
+        restarted_at: int = 0,
+        traced: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``config`` is the run's; ``lines`` lead to its servers, in order."""
+        self._clock = clock
+        self._faults = FaultLog()
+        self._trace = Trace() if traced else None
+        self._told_spans = 0
+        self._servers: Servers
+        self._updater: RemoteUpdater
+
+        def remote(weights: Any, timers: Any) -> RemoteUpdater:
+            self._servers = Servers(
+                number, weights.data.numel(), lines, timers, lambda: make_codec(config)
+            )
+            self._updater = make_remote_updater(config, weights, self._servers)
+            return self._updater
+
+        self._own = worker_config(config, number)
+        self._parts: Parts = build(
+            self._own, self._faults, restarted_at, self._trace, remote=remote
+        )
+        self._processor_s = time.process_time()
+        self._has_joined = False
+        self._share = 1.0
+        self._updater.share = float(config.batch_size)
+        self._lost: tuple[int, ...] = ()
+
+    def work(self, told: Told) -> Report:
+        """One slice: the loop goes on until time or steps are up, or a server is lost."""
+        parts = self._parts
+        parts.clock.elsewhere_env_steps = told.elsewhere_env_steps
+        assert isinstance(parts.collector, Inline)
+        parts.collector.set_elsewhere(told.elsewhere_env_steps)
+        parts.learner.lr_scale = told.lr_scale
+        if told.share != self._share:
+            self._take_share(told.share)
+        until_s = self._clock() + told.slice_s
+        self._lost = ()
+        try:
+            self._join(told)
+            run_serial(
+                parts,
+                lambda: parts.clock.env_steps < told.until_env_steps and self._clock() < until_s,
+            )
+        except ServersLost as error:
+            self._lost = error.numbers
+        return self._report()
+
+    def _take_share(self, share: float) -> None:
+        """Collect and learn from less in each round, if others are quicker."""
+        self._share = share
+        parts, envs = self._parts, self._own.envs
+        train_freq = max(1, round(share * self._own.train_freq / envs)) * envs
+        samples = max(1, round(share * self._own.batch_size))
+        parts.config = self._own.replace(train_freq=train_freq)
+        parts.limiter.set_train_freq(train_freq)
+        parts.learner.set_batch_size(samples)
+        self._updater.share = float(samples)
+
+    def _join(self, told: Told) -> None:
+        for number, line in told.renewed:
+            self._servers.replace(number, line)
+        if not self._has_joined:
+            self._updater.join()
+            self._parts.learner.adopt_weights()
+            self._has_joined = True
+        elif told.renewed:
+            self._updater.join()
+
+    def _report(self) -> Report:
+        parts = self._parts
+        spans: list[SpanRecord] = []
+        if self._trace is not None:
+            every = self._trace.lane(LANE).spans()
+            spans = apart(every[self._told_spans :])
+            self._told_spans = len(every)
+        seconds = dict(parts.timers[0].seconds)
+        # Messages are sent, and others waited for, in the middle of learning.
+        seconds["learn"] -= seconds["communicate"] + seconds["idle"]
+        traffic = self._servers.traffic
+        return Report(
+            env_steps=parts.clock.env_steps,
+            updates=parts.clock.updates,
+            episodes=[(e.env, e.reward, e.length) for e in parts.collector.take_episodes()],
+            metrics=parts.learner.read_metrics(),
+            exploration_rate=parts.collector.exploration_rate(),
+            seconds=seconds,
+            processor_s=time.process_time() - self._processor_s,
+            traffic={
+                **vars(traffic), "outcomes": dict(traffic.outcomes), "calls": list(traffic.calls)
+            },
+            faults={
+                kind: (count, self._faults.first_messages(kind))
+                for kind, count in self._faults.counts.items()
+            },
+            spans=spans,
+            clock_s=time.perf_counter(),
+            lost_servers=self._lost,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._parts.close()
+
+
+class RemoteWorker(Worker):
+    """A worker in a process of its own: its lines are made there."""
+
+    def __init__(
+        self,
+        config: Config,
+        number: int,
+        handles: Sequence[Any],
+        restarted_at: int,
+        traced: bool,
+    ) -> None:
+        self._cluster = from_inside(TIMEOUT_S)
+        lines = [self._line(shard, handle) for shard, handle in enumerate(handles)]
+        super().__init__(config, number, lines, restarted_at, traced)
+
+    def _line(self, shard: int, handle: Any) -> Line:
+        return RemoteLine(self._cluster, handle, shard)
+
+    def work(self, told: Told) -> Report:
+        renewed = tuple((shard, self._line(shard, handle)) for shard, handle in told.renewed)
+        return super().work(told._replace(renewed=renewed))
+
+
+def apart(spans: Sequence[SpanRecord]) -> list[SpanRecord]:
+    """Spans of one thread in order of time, those that have others inside cut around them."""
+    cut: list[SpanRecord] = []
+    inside: list[SpanRecord] = []
+    for stage, start_s, end_s in spans:  # in the order in which they ended
+        within = [span for span in inside if span[1] >= start_s]
+        inside = [span for span in inside if span[1] < start_s]
+        at_s = start_s
+        for span in sorted(within, key=lambda span: span[1]):
+            if span[1] > at_s:
+                cut.append((stage, at_s, span[1]))
+            at_s = max(at_s, span[2])
+        if end_s > at_s:
+            cut.append((stage, at_s, end_s))
+        inside.append((stage, start_s, end_s))
+    return sorted(cut, key=lambda span: span[1])

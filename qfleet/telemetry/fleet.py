@@ -1,0 +1,407 @@
+"""What many processes did and cost. In: an account per worker and per server; out: one of all.
+
+``FleetAccount.as_dict`` is ``fleet`` in ``result.json``, ``lines`` are for the terminal, and
+``fleet_plots`` draws. A worker's time is computing (it steps, acts, copies, learns), communicating
+(its messages are under way), waiting (for others), or other: what none of its spans covers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from qfleet.telemetry.formatting import finite, format_rate
+from qfleet.telemetry.messages import MessageCost, fit_cost
+from qfleet.telemetry.timers import KIND_OF, KINDS
+
+OTHER = "other"
+STRAGGLES = 1.5
+"""A worker that takes more than so many times as long as the median for a step is named."""
+LABEL = "{:<14}"
+
+
+@dataclass(frozen=True)
+class WorkerAccount:
+    """What one worker did, over all its lives."""
+
+    number: int
+    host: str
+    env_steps: int
+    updates: int
+    wall_s: float
+    """Since its first step; starting the process is not in it."""
+    processor_s: float
+    seconds: Mapping[str, float]
+    """By ``timers.STAGES``: communicate is messages under way, idle is waiting for others."""
+    bytes_sent: int
+    bytes_received: int
+    messages: int
+    calls: Sequence[tuple[int, float]] = ()
+    """Bytes and seconds of some of its messages."""
+    restarts: int = 0
+
+    @property
+    def env_steps_per_s(self) -> float | None:
+        return _ratio(self.env_steps, self.wall_s)
+
+    @property
+    def own_pace(self) -> float | None:
+        """Env steps per second that it did not wait for others; at a barrier all rates are one."""
+        return _ratio(self.env_steps, self.wall_s - self.seconds.get("idle", 0.0))
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of its wall time, by kind and ``OTHER``."""
+        shares = dict.fromkeys((*KINDS, OTHER), 0.0)
+        if self.wall_s > 0:
+            for stage, seconds in self.seconds.items():
+                shares[KIND_OF[stage]] += seconds / self.wall_s
+            shares[OTHER] = max(0.0, 1.0 - sum(shares.values()))
+        return shares
+
+    def as_dict(self) -> dict[str, Any]:
+        figures = dict(vars(self))
+        # Thousands of pairs, of which the fit is what one wants to know.
+        del figures["calls"]
+        return {
+            **figures,
+            "seconds": dict(self.seconds),
+            "env_steps_per_s": self.env_steps_per_s,
+            "own_pace": self.own_pace,
+            "shares": self.shares,
+        }
+
+
+@dataclass(frozen=True)
+class ServerAccount:
+    """What one server did: its shard's counters, and its restores."""
+
+    number: int
+    version: int
+    processor_s: float
+    received: int
+    applied: int
+    repeated: int
+    dropped: Mapping[str, int]
+    """By reason."""
+    bytes_in: int
+    bytes_out: int
+    staleness: Mapping[int, int]
+    """How many gradients were of weights so many updates old."""
+    restores: int = 0
+    lost_updates: int = 0
+    """Made since the snapshots that the restores went back to."""
+
+    def as_dict(self) -> dict[str, Any]:
+        # Not asdict, which gets Counters wrong.
+        return {
+            **vars(self),
+            "dropped": dict(self.dropped),
+            "staleness": _named(self.staleness),
+        }
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """A histogram of ages, in updates, and what it comes to."""
+
+    counts: Mapping[int, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def mean(self) -> float | None:
+        return _ratio(sum(age * count for age, count in self.counts.items()), self.total)
+
+    @property
+    def p95(self) -> int | None:
+        """The smallest age that 95 % of them do not exceed."""
+        so_far = 0
+        for age, count in sorted(self.counts.items()):
+            so_far += count
+            if count and 100 * so_far >= 95 * self.total:
+                return age
+        return None
+
+    @property
+    def largest(self) -> int | None:
+        return max((age for age, count in self.counts.items() if count), default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "counts": _named(self.counts),
+            "mean": self.mean,
+            "p95": self.p95,
+            "max": self.largest,
+        }
+
+
+@dataclass(frozen=True)
+class FleetAccount:
+    """All processes of a run."""
+
+    update: str
+    """How gradients became weights: sync, async …"""
+    wall_s: float
+    driver_processor_s: float
+    workers: Sequence[WorkerAccount]
+    servers: Sequence[ServerAccount] = field(default=())
+    uncompressed_bytes_sent: int | None = None
+    """What the workers would have sent without compression; None where there was none."""
+    uncompressed_bytes_received: int | None = None
+
+    @property
+    def env_steps(self) -> int:
+        return sum(worker.env_steps for worker in self.workers)
+
+    @property
+    def env_steps_per_s(self) -> float | None:
+        """Of all workers, while they worked: neither starting processes nor evaluating counts."""
+        return _ratio(self.env_steps, max((w.wall_s for w in self.workers), default=0.0))
+
+    @property
+    def processor_s(self) -> float:
+        """Of all processes."""
+        workers_s = sum(worker.processor_s for worker in self.workers)
+        return self.driver_processor_s + workers_s + sum(s.processor_s for s in self.servers)
+
+    @property
+    def shares(self) -> dict[str, float | None]:
+        """Of the workers' time, each worker counting alike."""
+        present = [worker.shares for worker in self.workers if worker.wall_s > 0]
+        return {
+            kind: statistics.fmean(shares[kind] for shares in present) if present else None
+            for kind in (*KINDS, OTHER)
+        }
+
+    @property
+    def straggler_ratio(self) -> float | None:
+        """How many times as long as the median the slowest worker takes for a step of its own."""
+        return _slowness(worker.own_pace for worker in self.workers)
+
+    @property
+    def rate_ratio(self) -> float | None:
+        """The same by env steps per second, waits included: what is left of it at a barrier."""
+        return _slowness(worker.env_steps_per_s for worker in self.workers)
+
+    @property
+    def straggler(self) -> int | None:
+        """The slowest worker, if it is ``STRAGGLES`` times as slow as the median."""
+        paces = {w.number: w.own_pace for w in self.workers if w.own_pace is not None}
+        if len(paces) < 2:
+            return None
+        slowest = min(paces, key=lambda number: paces[number])
+        return slowest if statistics.median(paces.values()) > STRAGGLES * paces[slowest] else None
+
+    @cached_property
+    def staleness(self) -> Staleness:
+        """Of all servers together: a gradient counts once for each of them."""
+        counts: Counter[int] = Counter()
+        for server in self.servers:
+            counts.update(server.staleness)
+        return Staleness(counts)
+
+    @property
+    def bytes_sent(self) -> int:
+        """By workers, to servers."""
+        return sum(worker.bytes_sent for worker in self.workers)
+
+    @property
+    def bytes_received(self) -> int:
+        return sum(worker.bytes_received for worker in self.workers)
+
+    @property
+    def messages(self) -> int:
+        return sum(worker.messages for worker in self.workers)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Gradients that no server applied, by reason."""
+        total: Counter[str] = Counter()
+        for server in self.servers:
+            total.update(server.dropped)
+        return dict(total)
+
+    @property
+    def saved_sent(self) -> float | None:
+        """Share of what would have been sent that compression saved."""
+        return _saved(self.bytes_sent, self.uncompressed_bytes_sent)
+
+    @property
+    def saved_received(self) -> float | None:
+        return _saved(self.bytes_received, self.uncompressed_bytes_received)
+
+    @cached_property
+    def message_cost(self) -> MessageCost | None:
+        return fit_cost([call for worker in self.workers for call in worker.calls])
+
+    def speed_up(self, baseline_env_steps_per_s: float | None) -> float | None:
+        """Over one worker that makes so many env steps per second."""
+        rate = self.env_steps_per_s
+        if baseline_env_steps_per_s is None or rate is None:
+            return None
+        return _ratio(rate, baseline_env_steps_per_s)
+
+    def efficiency(self, baseline_env_steps_per_s: float | None) -> float | None:
+        """Speed-up as a share of the ideal, which is the number of workers."""
+        speed_up = self.speed_up(baseline_env_steps_per_s)
+        return None if speed_up is None else speed_up / len(self.workers)
+
+    def as_dict(self, baseline_env_steps_per_s: float | None = None) -> dict[str, Any]:
+        """Everything, as JSON takes it; null where it does not apply."""
+        return {
+            "update": self.update,
+            "wall_s": self.wall_s,
+            "env_steps": self.env_steps,
+            "env_steps_per_s": self.env_steps_per_s,
+            "processor_s": self.processor_s,
+            "driver_processor_s": self.driver_processor_s,
+            "shares": self.shares,
+            "straggler": {
+                "worker": self.straggler,
+                "ratio": self.straggler_ratio,
+                "rate_ratio": self.rate_ratio,
+            },
+            "staleness": self.staleness.as_dict(),
+            "traffic": {
+                "bytes_sent": self.bytes_sent,
+                "bytes_received": self.bytes_received,
+                "messages": self.messages,
+                "uncompressed_bytes_sent": self.uncompressed_bytes_sent,
+                "uncompressed_bytes_received": self.uncompressed_bytes_received,
+                "saved_sent": self.saved_sent,
+                "saved_received": self.saved_received,
+            },
+            "message_cost": None if self.message_cost is None else asdict(self.message_cost),
+            "speed_up": self.speed_up(baseline_env_steps_per_s),
+            "efficiency": self.efficiency(baseline_env_steps_per_s),
+            "workers": [worker.as_dict() for worker in self.workers],
+            "servers": [server.as_dict() for server in self.servers],
+        }
+
+    def lines(self, baseline_env_steps_per_s: float | None = None) -> list[str]:
+        """A short table; what does not apply is left out."""
+        lines = [
+            LABEL.format("fleet") + self._size(),
+            LABEL.format("processors") + self._processors(),
+            LABEL.format("") + "".join(f"{kind:>15}" for kind in ("steps/s", *KINDS)),
+        ]
+        for worker in self.workers:
+            lines.append(_row(f"worker {worker.number}", worker.env_steps_per_s, worker.shares))
+        if len(self.workers) > 1:
+            lines.append(_row("all", self.env_steps_per_s, self.shares))
+        rows = [
+            ("straggler", self._straggler()),
+            ("restarts", self._restarts()),
+            ("staleness", self._staleness()),
+            ("dropped", ", ".join(f"{why} ×{count}" for why, count in self.dropped.items())),
+            ("sent", _way(self.bytes_sent, self.saved_sent)),
+            ("received", _way(self.bytes_received, self.saved_received)),
+            ("messages", self._messages()),
+            ("speed-up", self._speed_up(baseline_env_steps_per_s)),
+        ]
+        return lines + [LABEL.format(name) + text for name, text in rows if text]
+
+    def _size(self) -> str:
+        hosts = len({worker.host for worker in self.workers})
+        parts = [
+            _several(len(self.workers), "worker"),
+            _several(len(self.servers), "server") if self.servers else "",
+            _several(hosts, "host"),
+        ]
+        return ", ".join([self.update, *filter(None, parts)])
+
+    def _processors(self) -> str:
+        busy = _ratio(self.processor_s, self.wall_s)
+        at_once = "" if busy is None else f", {busy:.2f} at a time"
+        return f"{self.processor_s:.1f} s in {self.wall_s:.1f} s of wall time{at_once}"
+
+    def _straggler(self) -> str:
+        ratio = self.straggler_ratio
+        if ratio is None:
+            return "" if self.straggler is None else f"worker {self.straggler} made no step"
+        who = "the slowest worker" if self.straggler is None else f"worker {self.straggler}"
+        return f"{who} takes {ratio:.2f} times the median's time for a step"
+
+    def _restarts(self) -> str:
+        parts = [
+            (f"worker {worker.number} ×{worker.restarts}", worker.restarts)
+            for worker in self.workers
+        ]
+        for server in self.servers:
+            lost = f" ({_several(server.lost_updates, 'update')} lost)"
+            parts.append((f"server {server.number} ×{server.restores}{lost}", server.restores))
+        return ", ".join(text for text, count in parts if count)
+
+    def _staleness(self) -> str:
+        ages = self.staleness
+        if ages.mean is None:
+            return ""
+        return f"{ages.mean:.2f} updates in the mean, 95 % up to {ages.p95}, at most {ages.largest}"
+
+    def _messages(self) -> str:
+        if not self.messages:
+            return ""
+        cost = self.message_cost
+        if cost is None:
+            return f"{self.messages:,}"
+        per_byte = ""
+        if cost.bandwidth_bytes_per_s is not None:
+            per_byte = f" + bytes at {cost.bandwidth_bytes_per_s / 1e6:,.4g} MB/s"
+        well = "" if cost.explained is None else f", {cost.explained:.0%} explained"
+        return (
+            f"{self.messages:,}; one takes {cost.latency_s * 1e3:.3g} ms{per_byte} "
+            f"({_several(cost.messages, 'message')} measured{well})"
+        )
+
+    def _speed_up(self, baseline: float | None) -> str:
+        speed_up, efficiency = self.speed_up(baseline), self.efficiency(baseline)
+        if speed_up is None or efficiency is None or baseline is None:
+            return ""
+        return (
+            f"{speed_up:.2f} over one worker ({format_rate(baseline)} steps/s), "
+            f"{efficiency:.0%} of ideal"
+        )
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return finite(part / whole) if whole > 0 else None
+
+
+def _slowness(rates: Iterable[float | None]) -> float | None:
+    """Median over slowest; None for less than two workers, or one that never moved."""
+    known = [rate for rate in rates if rate is not None]
+    return _ratio(statistics.median(known), min(known)) if len(known) > 1 else None
+
+
+def _saved(actual: int, uncompressed: int | None) -> float | None:
+    return None if not uncompressed else 1.0 - actual / uncompressed
+
+
+def _named(counts: Mapping[int, int]) -> dict[str, int]:
+    """JSON's keys are text."""
+    return {str(age): count for age, count in sorted(counts.items())}
+
+
+def _row(name: str, rate: float | None, shares: Mapping[str, float | None]) -> str:
+    cells = ["–" if rate is None else format_rate(rate)]
+    for kind in KINDS:
+        share = shares[kind]
+        cells.append("–" if share is None else f"{share:.0%}")
+    return LABEL.format(name) + "".join(f"{cell:>15}" for cell in cells)
+
+
+def _way(count: int, saved: float | None) -> str:
+    if not count:
+        return ""
+    return f"{count:,} bytes" + ("" if saved is None else f", {saved:.0%} saved by compression")
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + "s" * (count != 1)

@@ -1,0 +1,256 @@
+"""Workers on servers in one process: what they compute is what the serial engine computes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qfleet.build import build
+from qfleet.config import Config
+from qfleet.engines.serial import run_serial
+from qfleet.parameter_server.client import DirectLine, ServersLost
+from qfleet.parameter_server.layout import cut
+from qfleet.parameter_server.server import Server
+from qfleet.parameter_server.worker import Told, Worker, apart, worker_config
+from qfleet.presets import resolve
+from qfleet.telemetry.faults import FaultLog
+
+STEPS = 800
+LONG_S = 600.0
+
+
+def make_config(**fields: Any) -> Config:
+    told = {
+        "engine": "parameter-server", "workers": 1, "update": "sync", "steps": STEPS,
+        "learning_starts": 200, "train_freq": 8, "gradient_steps": 2, "batch_size": 16,
+        "target_update_interval": 100, "net_arch": (16,), "threads": 1, "device": "cpu",
+        "optimizer": "adam", "learning_rate": 1e-3, "max_grad_norm": 0.5, "buffer_size": 1000,
+    }  # fmt: skip
+    return resolve("CartPole-v1", "double-dqn", preset="none", fields=told | fields)[0].validate()
+
+
+def first_weights(config: Config) -> Tensor:
+    parts = build(config.replace(engine="serial"), FaultLog())
+    parts.close()
+    return parts.learner.weights.data.clone()
+
+
+def make_servers(config: Config) -> list[Server]:
+    weights = first_weights(config)
+    return [Server(config, weights[part].numpy()) for part in cut(len(weights), config.servers)]
+
+
+def held(servers: list[Server]) -> Tensor:
+    return torch.cat([torch.tensor(server.snapshot()["weights"]) for server in servers])
+
+
+def make_worker(config: Config, servers: list[Server], number: int = 0, **more: Any) -> Worker:
+    return Worker(config, number, [DirectLine(server) for server in servers], **more)
+
+
+def run_together(config: Config, steps: int) -> list[Server]:
+    """All workers at once, each in a thread, so many steps each; they leave when they are done."""
+    servers = make_servers(config)
+    workers = [make_worker(config, servers, number) for number in range(config.workers)]
+    for number in range(config.workers):
+        for server in servers:
+            server.join(number)
+    failures: list[BaseException] = []
+
+    def go(number: int) -> None:
+        try:
+            workers[number].work(Told(0, steps, LONG_S))
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            for server in servers:
+                server.leave(number)
+            workers[number].close()
+
+    threads = [threading.Thread(target=go, args=(number,)) for number in range(config.workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    return servers
+
+
+def serial_weights(config: Config, steps: int) -> Tensor:
+    parts = build(config.replace(engine="serial"), FaultLog())
+    try:
+        run_serial(parts, lambda: parts.clock.env_steps < steps)
+    finally:
+        parts.close()
+    return parts.learner.weights.data.clone()
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"update": "async"},
+        {"update": "ssp", "staleness": 0},
+        {"update": "hybrid", "hybrid_workers": 1},
+        {"optimizer": "rmsprop"},
+        {"gradient_compression": "top-k", "top_k_share": 1.0},
+    ],
+    ids=str,
+)
+def test_one_worker_computes_what_serial_does(servers: int, fields: dict[str, Any]) -> None:
+    config = make_config(servers=servers, **fields)
+    shards = make_servers(config)
+    worker = make_worker(config, shards)
+    worker.work(Told(0, STEPS, LONG_S))
+    worker.close()
+    assert torch.equal(held(shards), serial_weights(config, STEPS))
+
+
+def test_slices_change_nothing() -> None:
+    config = make_config()
+    whole, sliced = make_servers(config), make_servers(config)
+    make_worker(config, whole).work(Told(0, STEPS, LONG_S))
+    worker = make_worker(config, sliced)
+    for until in range(0, STEPS + 1, 100):
+        report = worker.work(Told(0, until, LONG_S))
+    assert report.env_steps == STEPS
+    assert torch.equal(held(whole), held(sliced))
+
+
+def test_a_slice_ends_with_its_time() -> None:
+    config = make_config()
+    ticks = iter(range(10**9))
+    worker = make_worker(config, make_servers(config), clock=lambda: float(next(ticks)))
+    report = worker.work(Told(0, STEPS, slice_s=5.0))
+    assert 0 < report.env_steps < STEPS
+
+
+@pytest.mark.parametrize(
+    "fields", [{"update": "ssp", "staleness": 0}, {"update": "hybrid", "hybrid_workers": 3}]
+)
+def test_three_workers_without_slack_are_sync(fields: dict[str, Any]) -> None:
+    """A window that nobody reaches: k = m, and a bound of 0, make the very updates of sync."""
+    sync = run_together(make_config(workers=3), 400)
+    other = run_together(make_config(workers=3, hybrid_window_s=1e6, **fields), 400)
+    assert torch.equal(held(sync), held(other))
+
+
+def test_sync_does_not_depend_on_who_comes_first() -> None:
+    assert torch.equal(
+        held(run_together(make_config(workers=3, servers=2), 400)),
+        held(run_together(make_config(workers=3), 400)),
+    )
+
+
+def test_local_steps_of_one_with_outer_rate_one_are_sync_descent() -> None:
+    plain = {"optimizer": "sgd", "workers": 2, "max_grad_norm": 0.0}
+    sync = run_together(make_config(**plain), 400)
+    local = {"local_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
+    outer = run_together(make_config(update="local-sgd", **local, **plain), 400)
+    assert torch.allclose(held(sync), held(outer), atol=1e-6)
+
+
+@pytest.mark.parametrize("update", ["easgd", "local-sgd", "admm"])
+def test_schemes_move_the_servers_weights(update: str) -> None:
+    config = make_config(update=update, workers=2, local_steps=5)
+    servers = run_together(config, 400)
+    assert not torch.equal(held(servers), first_weights(config))
+    assert all(server.account()["applied"] > 0 for server in servers)
+
+
+def test_a_worker_knows_what_others_did() -> None:
+    """Schedules follow the whole run: ε after 400 of 800 steps elsewhere is what it ends at."""
+    config = make_config(workers=2, update="async", exploration_fraction=0.5)
+    worker = make_worker(config, make_servers(config))
+    near, far = (worker.work(Told(e, u, LONG_S)) for e, u in ((0, 8), (STEPS // 2, 16)))
+    assert near.exploration_rate > 0.9
+    assert far.exploration_rate == config.exploration_final_eps
+
+
+def test_shares_of_a_worker() -> None:
+    config = make_config(
+        workers=4, learning_starts=200, buffer_size=1000, straggler=3.0, step_latency_s=0.5
+    )
+    first, other = worker_config(config, 0), worker_config(config, 1)
+    assert (first.learning_starts, first.buffer_size, first.engine) == (50, 250, "serial")
+    assert first.seed == config.seed != other.seed
+    assert (first.step_latency_s, other.step_latency_s) == (1.5, 0.5)
+
+
+def test_a_slower_worker_takes_its_share() -> None:
+    """Half the share: updates come after half the steps, of half the samples, and weigh half."""
+    config = make_config(workers=2, update="async", balance=False, train_freq=8, batch_size=16)
+    seen: list[tuple[int, float]] = []
+
+    class Watched(DirectLine):
+        def start(self, method: str, *arguments: Any) -> Any:
+            if method == "push":
+                seen.append((worker._parts.clock.env_steps, arguments[0].weight))
+            return super().start(method, *arguments)
+
+    worker = Worker(config, 0, [Watched(make_servers(config)[0])])
+    worker.work(Told(0, 240, LONG_S))
+    worker.work(Told(0, 480, LONG_S, share=0.5))
+    whole = [at for at, weight in seen if weight == 16.0]
+    half = [at for at, weight in seen if weight == 8.0]
+    assert len(whole) + len(half) == len(seen)
+    assert [b - a for a, b in itertools.pairwise(sorted(set(whole)))] == [8] * (len(set(whole)) - 1)
+    assert [b - a for a, b in itertools.pairwise(sorted(set(half)))] == [4] * (len(set(half)) - 1)
+    assert min(half) > max(whole)
+
+
+class Dying(DirectLine):
+    """A server that dies after so many calls."""
+
+    def __init__(self, server: Server, calls: int) -> None:
+        super().__init__(server)
+        self.left = calls
+
+    def finish(self, started: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise ServersLost([1])
+        return super().finish(started)
+
+
+def test_a_lost_server_ends_the_slice_and_another_goes_on() -> None:
+    config = make_config(servers=2)
+    servers = make_servers(config)
+    dying = Dying(servers[1], calls=20)
+    worker = Worker(config, 0, [DirectLine(servers[0]), dying])
+    report = worker.work(Told(0, STEPS, LONG_S))
+    assert report.lost_servers == (1,)
+    assert report.env_steps < STEPS
+    assert report.traffic["outcomes"]["lost"] == 1
+    snapshot = servers[1].snapshot()
+    other = Server(config, snapshot["weights"], snapshot=snapshot)
+    report = worker.work(Told(0, STEPS, LONG_S, renewed=((1, DirectLine(other)),)))
+    assert (report.lost_servers, report.env_steps) == ((), STEPS)
+    assert other.account()["epoch"] == 1
+    assert other.account()["applied"] > snapshot["counters"]["applied"]
+
+
+def test_a_worker_that_was_given_up_comes_back() -> None:
+    config = make_config(workers=2, update="async")
+    servers = make_servers(config)
+    worker = make_worker(config, servers)
+    worker.work(Told(0, 240, LONG_S))
+    before = servers[0].account()["applied"]
+    servers[0].leave(0)
+    report = worker.work(Told(0, STEPS, LONG_S))
+    assert report.traffic["outcomes"]["not-present"] == 1
+    assert servers[0].account()["applied"] > before
+
+
+def test_spans_inside_others_are_cut_out() -> None:
+    spans = [("env", 0.0, 1.0), ("communicate", 3.0, 4.0), ("idle", 4.0, 5.0), ("learn", 2.0, 6.0)]
+    assert apart(spans) == [
+        ("env", 0.0, 1.0), ("learn", 2.0, 3.0), ("communicate", 3.0, 4.0), ("idle", 4.0, 5.0),
+        ("learn", 5.0, 6.0),
+    ]  # fmt: skip

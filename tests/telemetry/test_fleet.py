@@ -1,0 +1,271 @@
+"""What a fleet comes to, checked by hand."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from fleets import QUICK, SLOW, fleet, server, worker
+
+from qfleet.telemetry.fleet import FleetAccount, Staleness
+from qfleet.telemetry.messages import fit_cost
+from qfleet.telemetry.timers import COMMUNICATING, COMPUTING, KIND_OF, KINDS, STAGES, WAITING
+
+EMPTY = FleetAccount("async", 0.0, 0.0, ())
+
+
+def test_every_stage_is_of_a_kind() -> None:
+    assert set(KIND_OF) == set(STAGES)
+    assert set(KIND_OF.values()) == set(KINDS)
+    assert [stage for stage in STAGES if KIND_OF[stage] == COMPUTING] == [
+        "env",
+        "act",
+        "copy",
+        "learn",
+    ]
+
+
+def test_rates_and_processor_time_are_of_all_processes() -> None:
+    account = fleet()
+    assert account.env_steps == 900
+    # Over the 10 s that workers worked, not the 12 s of the run.
+    assert account.env_steps_per_s == 90.0
+    assert account.processor_s == 1.5 + 3 * 3.0 + 2 * 2.0
+    longer = fleet(workers=(worker(0, 100, SLOW), worker(1, 400, QUICK, wall_s=12.5)))
+    assert longer.env_steps_per_s == 500 / 12.5
+
+
+def test_time_is_computing_communicating_waiting_or_other() -> None:
+    account = fleet()
+    assert account.workers[0].shares == pytest.approx(
+        {COMPUTING: 0.8, COMMUNICATING: 0.1, WAITING: 0.0, "other": 0.1}
+    )
+    assert account.workers[1].shares == pytest.approx(
+        {COMPUTING: 0.4, COMMUNICATING: 0.1, WAITING: 0.5, "other": 0.0}
+    )
+    assert account.shares == pytest.approx(
+        {COMPUTING: 1.6 / 3, COMMUNICATING: 0.1, WAITING: 1.0 / 3, "other": 0.1 / 3}
+    )
+
+
+def test_who_never_worked_does_not_count_in_the_mean() -> None:
+    unborn = worker(3, 0, dict.fromkeys(SLOW, 0.0), wall_s=0.0)
+    account = fleet(workers=(*fleet().workers, unborn))
+    assert account.shares == fleet().shares
+    assert set(unborn.shares.values()) == {0.0}
+    assert account.straggler_ratio == fleet().straggler_ratio
+
+
+def test_the_straggler_is_named_by_what_it_does_alone() -> None:
+    account = fleet()
+    # 10, 80 and 80 steps per second that they did not wait; 10, 40 and 40 on the wall clock.
+    assert account.straggler_ratio == pytest.approx(8.0)
+    assert account.rate_ratio == pytest.approx(4.0)
+    assert account.straggler == 0
+
+
+def test_a_barrier_does_not_hide_the_straggler() -> None:
+    quick = {**QUICK, "idle": 7.5}
+    account = fleet(workers=(worker(5, 100, SLOW), worker(6, 100, quick), worker(7, 100, quick)))
+    assert account.rate_ratio == 1.0
+    assert account.straggler_ratio == pytest.approx(4.0)
+    assert account.straggler == 5
+
+
+def test_a_little_slower_is_no_straggler() -> None:
+    def two_and(steps: int) -> FleetAccount:
+        workers = (worker(0, 300, SLOW), worker(1, 300, SLOW), worker(2, steps, SLOW))
+        return fleet(workers=workers)
+
+    assert two_and(200).straggler_ratio == pytest.approx(1.5)
+    assert two_and(200).straggler is None
+    assert two_and(199).straggler == 2
+
+
+def test_who_made_no_step_is_named_without_a_ratio() -> None:
+    account = fleet(workers=(worker(0, 100, SLOW), worker(1, 100, SLOW), worker(2, 0, SLOW)))
+    assert account.straggler == 2
+    assert account.straggler_ratio is None
+    assert "straggler     worker 2 made no step" in account.lines()
+
+
+def test_one_worker_has_no_straggler() -> None:
+    account = fleet(workers=(worker(0, 100, SLOW),))
+    assert (account.straggler, account.straggler_ratio, account.rate_ratio) == (None, None, None)
+
+
+def test_staleness_of_all_servers_together() -> None:
+    ages = fleet().staleness
+    assert ages.counts == {0: 11, 1: 5, 2: 3, 9: 1}
+    assert ages.mean == (5 + 6 + 9) / 20
+    assert ages.p95 == 2  # 19 of 20
+    assert ages.largest == 9
+
+
+@pytest.mark.parametrize(
+    ("counts", "p95", "largest"),
+    [
+        ({0: 95, 7: 5}, 0, 7),
+        ({0: 94, 7: 6}, 7, 7),
+        ({3: 1}, 3, 3),
+        ({0: 10, 4: 0}, 0, 0),
+        ({}, None, None),
+    ],
+)
+def test_the_tail_of_staleness(
+    counts: dict[int, int], p95: int | None, largest: int | None
+) -> None:
+    assert (Staleness(counts).p95, Staleness(counts).largest) == (p95, largest)
+
+
+def test_traffic_and_what_compression_saved() -> None:
+    account = fleet(uncompressed_bytes_sent=12_000)
+    assert (account.bytes_sent, account.bytes_received, account.messages) == (3000, 9000, 60)
+    assert account.saved_sent == 0.75
+    assert account.saved_received is None
+    assert account.dropped == {"too-old": 6}
+
+
+# --- what a message costs -----------------------------------------------------------------------
+
+
+def test_latency_and_bandwidth_are_found_again() -> None:
+    calls = [(size, 0.002 + size / 1e6) for size in (100, 1000, 50_000, 1000)]
+    cost = fit_cost(calls)
+    assert cost is not None
+    assert cost.latency_s == pytest.approx(0.002)
+    assert cost.bandwidth_bytes_per_s == pytest.approx(1e6)
+    assert cost.explained == pytest.approx(1.0)
+    assert cost.messages == 4
+
+
+def test_the_line_is_that_of_least_squares() -> None:
+    # Through (0, 1), (1, 2), (2, 5): slope 2, intercept 2/3; residuals 1/3, -2/3, 1/3.
+    cost = fit_cost([(0, 1.0), (1, 2.0), (2, 5.0)])
+    assert cost is not None
+    assert cost.latency_s == pytest.approx(2 / 3)
+    assert cost.bandwidth_bytes_per_s == pytest.approx(0.5)
+    assert cost.explained == pytest.approx(1 - (6 / 9) / (26 / 3))
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [],
+        [(10, 1.0), (20, 2.0)],
+        [(10, 1.0)] * 50,
+        [(0, 1.0)] * 50,
+        [(1000, 1.0), (1001, 2.0), (1999, 3.0)],
+    ],
+)
+def test_what_does_not_tell_is_not_fitted(calls: list[tuple[int, float]]) -> None:
+    assert fit_cost(calls) is None
+
+
+def test_no_latency_is_below_zero() -> None:
+    # The free line through these is 2·bytes − 1/3: the best through the origin is taken.
+    cost = fit_cost([(0, 0.0), (1, 1.0), (2, 4.0)])
+    assert cost is not None
+    assert cost.latency_s == 0.0
+    assert cost.bandwidth_bytes_per_s == pytest.approx(5 / 9)
+
+
+def test_larger_messages_that_took_no_longer_have_no_bandwidth() -> None:
+    cost = fit_cost([(1, 3.0), (10, 2.0), (100, 1.0)])
+    assert cost is not None
+    assert (cost.latency_s, cost.bandwidth_bytes_per_s) == (2.0, None)
+    assert cost.explained == pytest.approx(0.0)
+    equal = fit_cost([(1, 2.0), (10, 2.0), (100, 2.0)])
+    assert equal is not None
+    assert (equal.latency_s, equal.bandwidth_bytes_per_s, equal.explained) == (2.0, None, None)
+
+
+def test_all_workers_messages_are_fitted_together() -> None:
+    workers = (
+        worker(0, 100, SLOW, calls=((1000, 0.003), (1000, 0.003))),
+        worker(1, 400, QUICK, calls=((5000, 0.007),)),
+    )
+    cost = fleet(workers=workers).message_cost
+    assert cost is not None
+    assert cost.latency_s == pytest.approx(0.002)
+    assert cost.bandwidth_bytes_per_s == pytest.approx(1e6)
+
+
+# --- speed-up, JSON, the table ------------------------------------------------------------------
+
+
+def test_speed_up_needs_a_baseline() -> None:
+    account = fleet()
+    assert account.speed_up(30.0) == 3.0
+    assert account.efficiency(45.0) == pytest.approx(2 / 3)
+    assert (account.speed_up(None), account.efficiency(None)) == (None, None)
+    assert EMPTY.speed_up(30.0) is None
+
+
+def test_the_dictionary_is_plain_json() -> None:
+    counted = server(0, Counter({3: 4, 0: 1}), dropped=Counter({"late": 2}))
+    account = fleet(
+        workers=(worker(0, 100, SLOW, calls=((1, 1.0), (9, 2.0), (5, 2.0))),), servers=(counted,)
+    )
+    found = json.loads(json.dumps(account.as_dict(baseline_env_steps_per_s=5.0), allow_nan=False))
+    assert found == account.as_dict(baseline_env_steps_per_s=5.0)
+    assert found["env_steps_per_s"] == 10.0
+    assert (found["speed_up"], found["efficiency"]) == (2.0, 2.0)
+    assert found["staleness"] == {"counts": {"0": 1, "3": 4}, "mean": 2.4, "p95": 3, "max": 3}
+    assert found["servers"][0]["dropped"] == {"late": 2}
+    assert found["servers"][0]["staleness"] == {"0": 1, "3": 4}
+    assert found["workers"][0]["shares"][COMPUTING] == pytest.approx(0.8)
+    assert "calls" not in found["workers"][0]
+    assert found["message_cost"]["messages"] == 3
+    assert found["traffic"]["bytes_sent"] == 1000
+
+
+def test_a_fleet_of_nobody_is_all_null() -> None:
+    found = json.loads(json.dumps(EMPTY.as_dict(), allow_nan=False))
+    assert found["env_steps_per_s"] is found["message_cost"] is found["speed_up"] is None
+    assert found["shares"] == dict.fromkeys((*KINDS, "other"))
+    assert len(EMPTY.lines()) == 3
+
+
+def test_the_table() -> None:
+    calls = tuple((size, 0.002 + size / 1e6) for size in (1000, 2000, 4000))
+    workers = (
+        worker(0, 100, SLOW, calls=calls, restarts=2),
+        worker(1, 400, QUICK, host="there"),
+        worker(2, 400, QUICK),
+    )
+    servers = (
+        server(0, {0: 19}, restores=1, lost_updates=7),
+        server(1, {5: 1}, dropped={}),
+    )
+    account = fleet(workers=workers, servers=servers, uncompressed_bytes_sent=12_000)
+    assert account.lines(baseline_env_steps_per_s=30.0) == [
+        "fleet         async, 3 workers, 2 servers, 2 hosts",
+        "processors    14.5 s in 12.0 s of wall time, 1.21 at a time",
+        "                      steps/s      computing  communicating        waiting",
+        "worker 0                   10            80%            10%             0%",
+        "worker 1                   40            40%            10%            50%",
+        "worker 2                   40            40%            10%            50%",
+        "all                        90            53%            10%            33%",
+        "straggler     worker 0 takes 8.00 times the median's time for a step",
+        "restarts      worker 0 ×2, server 0 ×1 (7 updates lost)",
+        "staleness     0.25 updates in the mean, 95 % up to 0, at most 5",
+        "dropped       too-old ×3",
+        "sent          3,000 bytes, 75% saved by compression",
+        "received      9,000 bytes",
+        "messages      60; one takes 2 ms + bytes at 1 MB/s (3 messages measured, 100% explained)",
+        "speed-up      3.00 over one worker (30 steps/s), 100% of ideal",
+    ]
+
+
+def test_what_does_not_apply_is_no_line() -> None:
+    calm = fleet(workers=(worker(0, 100, SLOW, bytes_received=0),), servers=())
+    assert [line.split()[0] for line in calm.lines()] == [
+        "fleet",
+        "processors",
+        "steps/s",
+        "worker",
+        "sent",
+        "messages",
+    ]

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fleets import SLOW, fleet, server, worker
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from qfleet.errors import ConfigError
+from qfleet.telemetry.fleet_plots import TAIL, draw_fleet
+from qfleet.telemetry.timeline import KIND_COLOURS
+from qfleet.telemetry.timers import KINDS
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Axes]:
+    """The axes of every figure saved, by the file's name."""
+    axes: dict[str, Axes] = {}
+    save = Figure.savefig
+
+    def spy(figure: Figure, path: Path) -> None:
+        axes[path.name] = figure.axes[0]
+        save(figure, path)
+
+    monkeypatch.setattr(Figure, "savefig", spy)
+    return axes
+
+
+def test_shares_are_a_stacked_bar_per_worker(tmp_path: Path, drawn: dict[str, Axes]) -> None:
+    made = draw_fleet(fleet(), tmp_path / "plots")
+    assert made == [tmp_path / "plots" / "shares.png", tmp_path / "plots" / "staleness.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
+    axes = drawn["shares.png"]
+    bars = [[(bar.get_x(), bar.get_width()) for bar in kind] for kind in axes.containers]
+    assert bars == [
+        [pytest.approx((0, 80)), pytest.approx((0, 40)), pytest.approx((0, 40))],
+        [pytest.approx((80, 10)), pytest.approx((40, 10)), pytest.approx((40, 10))],
+        [pytest.approx((90, 0)), pytest.approx((50, 50)), pytest.approx((50, 50))],
+    ]
+    colours = [to_hex(kind[0].get_facecolor()).upper() for kind in axes.containers]
+    assert colours == [KIND_COLOURS[kind] for kind in KINDS]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(KINDS)
+    assert axes.get_xlim() == pytest.approx((0, 100))
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["worker 0", "worker 1", "worker 2"]
+
+
+def test_staleness_is_a_histogram_with_its_mean(tmp_path: Path, drawn: dict[str, Axes]) -> None:
+    draw_fleet(fleet(servers=(server(0, {0: 3, 2: 1}),)), tmp_path)
+    axes = drawn["staleness.png"]
+    (bars,) = axes.containers
+    heights = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in bars}
+    assert heights == {0: 75.0, 2: 25.0}
+    assert axes.get_legend().get_texts()[0].get_text() == "mean 0.50"
+    assert "95 % up to 2" in axes.get_title(loc="left")
+
+
+def test_a_long_tail_goes_into_the_last_bar(tmp_path: Path, drawn: dict[str, Axes]) -> None:
+    draw_fleet(fleet(servers=(server(0, {0: 2, TAIL: 1, 10_000: 1}),)), tmp_path)
+    axes = drawn["staleness.png"]
+    (bars,) = axes.containers
+    heights = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in bars}
+    assert heights == {0: 50.0, TAIL: 50.0}
+    assert "so old or older" in axes.get_xlabel()
+
+
+def test_what_there_is_nothing_of_is_not_drawn(tmp_path: Path) -> None:
+    assert draw_fleet(fleet(servers=()), tmp_path) == [tmp_path / "shares.png"]
+    assert draw_fleet(fleet(workers=(), servers=()), tmp_path) == []
+    one = fleet(workers=(worker(0, 100, SLOW),), servers=(server(0, {0: 0}),))
+    assert draw_fleet(one, tmp_path) == [tmp_path / "shares.png"]
+
+
+def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write plot '.*shares\.png'"):
+        draw_fleet(fleet(), tmp_path / "file" / "plots")
