@@ -7,6 +7,8 @@ treat all new ones alike. Every call is one slice of work: who supervises, calls
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -30,9 +32,9 @@ HOST = torch.device("cpu")
 
 def actor_seed(seed: int, number: int, life: int, restarted_at: int) -> int:
     """A seed of its own for every actor, and another one for each that takes its place."""
-    for salt in (restarted_at, number, life):
-        seed = mix_seeds(seed, salt) if salt else seed
-    return seed
+    salts = (restarted_at, number, life)
+    # All or none: mixing in only those that are not 0 would make life 1 of actor 0 actor 1.
+    return functools.reduce(mix_seeds, salts, seed) if any(salts) else seed
 
 
 def own_ladder(config: Config, number: int) -> NDArray[np.float32] | None:

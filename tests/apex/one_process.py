@@ -21,7 +21,7 @@ SPEC = EnvSpec("Test-v0", (2,), "float32", 3)
 FRAMES = EnvSpec("Frames-v0", (2, 3, 5), "uint8", 3, frame_stack=2)
 
 
-@dataclass
+@dataclass(eq=False)
 class Reference:
     value: Any = None
     lost: bool = False
