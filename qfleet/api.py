@@ -143,7 +143,9 @@ def resume(
     alerts: list[str] = []
     checkpoint = load_checkpoint(folder / "checkpoints", None, on_alert=alerts.append)
     saved = checkpoint.meta["config"]
-    differing = diff_meta(saved, json.loads(config.to_json()), FREE_ON_RESUME)
+    # Actors' rings are kept by actor: any number of shards can take them over.
+    free = FREE_ON_RESUME | ({"servers"} if config.engine == "actors" else set())
+    differing = diff_meta(saved, json.loads(config.to_json()), free)
     if differing:
         raise CheckpointError(
             f"config.json of '{folder}' is not the one its checkpoint was made with: "

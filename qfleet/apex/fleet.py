@@ -18,7 +18,7 @@ from qfleet.apex.account import Account
 from qfleet.apex.broadcast import Broadcast
 from qfleet.apex.messages import Order, Report
 from qfleet.apex.replay import FarBlock
-from qfleet.cluster import Cluster
+from qfleet.cluster import RUN_AGAIN, Cluster
 from qfleet.config import Config
 from qfleet.core import Clock, EnvSpec, Episode, StateDict
 from qfleet.crew import Crew
@@ -121,7 +121,7 @@ class ActorFleet:
                 f"actor {number} was lost {member.failures} times in a row: {why}; mend the cause "
                 "or raise max_env_restarts"
             )
-        self._faults("actor", f"{why}; replaced")
+        self._faults("actor", f"{why.removesuffix(RUN_AGAIN)}; replaced")
         self._account.actors_replaced += 1
         self._cluster.stop(member.handle)
         self._members[number] = _Member(

@@ -21,7 +21,7 @@ from qfleet.accelerator.compiling import Compilable
 from qfleet.apex.account import Account
 from qfleet.apex.messages import COLUMNS, Drawn, News, as_arrays, as_tensors
 from qfleet.apex.shares import Holding, allot, relative_rarity, ring_slots, shares_of
-from qfleet.cluster import Cluster
+from qfleet.cluster import RUN_AGAIN, Cluster
 from qfleet.config import Config
 from qfleet.core import Batch, Block, EnvSpec, StateDict
 from qfleet.errors import CheckpointError, ClusterError, MemberLost, QfleetError
@@ -300,7 +300,7 @@ class ShardedReplay:
             answer = self._cluster.get(call.reference, f"replay shard {shard.number}")
         except MemberLost as error:
             shard.calls.appendleft(call)
-            self._lose(shard, str(error))
+            self._lose(shard, str(error).removesuffix(RUN_AGAIN))
             return
         shard.failures = 0
         shard.holdings = answer.holdings

@@ -277,7 +277,10 @@ def test_a_resumed_run_goes_on_with_new_episodes(
 ) -> None:
     folder = tmp_path / "run"
     Run(small(), folder, Sitting(stop_after=200)).go()
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"servers": 1', '"servers": 2'))
     resumed = qfleet.resume(folder)
+    assert len(clusters[1].living("ReplayShard")) == 2
     assert resumed.result.env_steps >= 400
     assert resumed.result.updates == (resumed.result.env_steps - 40) // 4
     first, second = (
