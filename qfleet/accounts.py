@@ -93,7 +93,8 @@ def _communication(parts: Parts) -> dict[str, int | None]:
 def learning_scalars(parts: Parts, metrics: Mapping[str, float]) -> dict[str, float | None]:
     """How learning goes; ``metrics`` are the learner's own, none before its first update."""
     rate = schedules.learning_rate(parts.config, parts.clock.env_steps) * parts.learner.lr_scale
-    shown = ("loss", "grad_norm", "q_mean", "abs_q_max")
+    shown = ["loss", "grad_norm", "q_mean", "abs_q_max"]
+    shown += ["entropy"] if parts.config.head == "actor-critic" else []
     return {
         "train/n_updates": parts.clock.updates,
         "train/learning_rate": rate,

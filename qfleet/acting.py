@@ -1,4 +1,4 @@
-"""Greedy actions: a batch of observations in, the best action of each out.
+"""Actions: a batch of observations in, the best action of each out, or one drawn from a policy.
 
 Everyone who acts — actors, evaluation, policies read back from disk — comes through here, so all of
 them see the same Q-values to the last bit. An ``Inference`` is how an actor asks; the one here
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qfleet.accelerator.graphs import record, why_no_graphs
+from qfleet.algorithms.exploration import sample_actions
 from qfleet.core import Block
 from qfleet.networks import QNetwork
 from qfleet.randomness import restore_generator
@@ -47,6 +48,8 @@ class Inference(Protocol):
     ) -> NDArray[np.int64] | None:
         """Greedy actions of a group; ``needed`` False says that all will explore.
 
+        Those of an actor-critic are drawn from its policy.
+
         The newest frames are in ``host_frames[block, row, columns]``, whole observations in
         ``obs``; ``opened`` marks those that open an episode.
         """
@@ -66,8 +69,12 @@ class HostInference:
 
     def __init__(self, network: QNetwork, device: torch.device, dtype: str, seed: int) -> None:
         self._network, self._dtype = network, dtype
-        self._greedy = make_greedy(network, device)
         self._noise = torch.Generator(device=device).manual_seed(seed)
+        self._greedy = (
+            _Sampled(network, device, self._noise)
+            if network.head_kind == "actor-critic"
+            else make_greedy(network, device)
+        )
 
     def host_frames(self, shape: tuple[int, ...]) -> NDArray[Any]:
         return np.zeros(shape, dtype=self._dtype)
@@ -122,6 +129,25 @@ class _Network:
         return actions
 
 
+class _Sampled:
+    """Actions drawn from a policy, as training asks for them."""
+
+    def __init__(self, network: QNetwork, device: torch.device, generator: torch.Generator) -> None:
+        self._network, self._device, self._generator = network, device, generator
+        quick = device.type == "cpu" and network.is_plain_mlp
+        self._quick = _HostMLP(network) if quick else None
+
+    def __call__(self, obs: NDArray[Any]) -> NDArray[np.int64]:
+        with torch.inference_mode():
+            if self._quick is not None:
+                logits = torch.from_numpy(self._quick.values(obs))
+            else:
+                logits = self._network.q_values(torch.from_numpy(obs).to(self._device))
+            chance = torch.rand(len(obs), generator=self._generator, device=self._device)
+            actions: NDArray[np.int64] = sample_actions(logits, chance).cpu().numpy()
+        return actions
+
+
 class _RecordedNetwork:
     """The same as one launch, for observations that come in one shape, thousands of times."""
 
@@ -154,13 +180,19 @@ class _HostMLP:
     def __init__(self, network: QNetwork) -> None:
         arrays = [parameter.detach().numpy() for parameter in network.parameters()]
         self._layers = list(zip(arrays[::2], arrays[1::2], strict=True))
+        self._num_actions = network.num_actions
 
     def __call__(self, obs: NDArray[Any]) -> NDArray[np.int64]:
+        actions: NDArray[np.int64] = self.values(obs).argmax(axis=1)
+        return actions
+
+    def values(self, obs: NDArray[Any]) -> NDArray[np.float32]:
+        """What ``q_values`` gives: an actor-critic's last output is left out."""
         x = obs
         *hidden, (last_weight, last_bias) = self._layers
         for weight, bias in hidden:
             x = x @ weight
             x += bias
             np.maximum(x, 0.0, out=x)
-        actions: NDArray[np.int64] = (x @ last_weight + last_bias).argmax(axis=1)
-        return actions
+        values: NDArray[np.float32] = (x @ last_weight + last_bias)[:, : self._num_actions]
+        return values

@@ -38,7 +38,8 @@ RUNS = Path("runs")
 FREE_ON_RESUME = {
     "steps", "device", "threads", "log_interval", "checkpoint_freq", "keep_checkpoints",
     "tensorboard", "track", "replay_dir", "max_fault_rate", "max_env_restarts", "env_timeout_s",
-    "max_abs_q", "target_return", "patience", "address", "worker_timeout_s",
+    "max_abs_q", "target_return", "patience", "workers", "servers", "address", "snapshot_s",
+    "worker_timeout_s",
 }  # fmt: skip
 
 
@@ -128,11 +129,14 @@ def resume(
     *,
     steps: int | None = None,
     device: str | None = None,
+    workers: int | None = None,
+    servers: int | None = None,
+    address: str | None = None,
     sitting: Sitting | None = None,
     callbacks: Sequence[Callback] = (),
     trust: bool = False,
 ) -> Trained:
-    """Go on from a run's newest whole checkpoint, bit for bit."""
+    """Go on from a run's newest whole checkpoint, bit for bit where one process does the work."""
     folder = _one_run(run)
     config = Config(**read_fields(folder / "config.json"))
     check_trust(config, trust)
@@ -140,12 +144,15 @@ def resume(
         config = config.replace(steps=steps)
     if device is not None:
         config = config.replace(device=device)
+    fleet = {"workers": workers, "servers": servers, "address": address}
+    fleet = {name: value for name, value in fleet.items() if value is not None}
+    if fleet and config.engine != "parameter-server":
+        raise ConfigError(f"'{folder}' is a run on {config.engine}, without {', '.join(fleet)}")
+    config = config.replace(**fleet)
     alerts: list[str] = []
     checkpoint = load_checkpoint(folder / "checkpoints", None, on_alert=alerts.append)
     saved = checkpoint.meta["config"]
-    # Actors' rings are kept by actor: any number of shards can take them over.
-    free = FREE_ON_RESUME | ({"servers"} if config.engine == "actors" else set())
-    differing = diff_meta(saved, json.loads(config.to_json()), free)
+    differing = diff_meta(saved, json.loads(config.to_json()), FREE_ON_RESUME)
     if differing:
         raise CheckpointError(
             f"config.json of '{folder}' is not the one its checkpoint was made with: "

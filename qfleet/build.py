@@ -217,7 +217,7 @@ def build(
             config=config,
             online=online,
             target=make_network(config, spec, place.device, seeds.network)
-            if config.replay
+            if config.replay or config.target_network
             else online,
             memory=memory,
             objective=make_objective(config, place.device, seeds.objective),
@@ -594,6 +594,8 @@ def make_objective(config: Config, device: torch.device, seed: int) -> Objective
         munchausen_alpha=config.munchausen_alpha,
         munchausen_tau=config.munchausen_tau,
         munchausen_clip=config.munchausen_clip,
+        value_weight=config.value_weight,
+        entropy_weight=config.entropy_weight,
         generator=torch.Generator(device=device).manual_seed(seed),
     )
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from qfleet.errors import ConfigError, UnknownNameError
 
-Head = Literal["q", "c51", "qr", "iqn"]
+Head = Literal["q", "c51", "qr", "iqn", "actor-critic"]
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,23 @@ class Config:
     munchausen: bool = False
     """Add the scaled log-policy to the reward and bootstrap softly."""
     head: Head = "q"
-    """What the network predicts: values, 51 atoms, fixed quantiles or sampled quantiles."""
+    """What the network predicts: values, 51 atoms, fixed quantiles or sampled quantiles; or a
+    policy, from which actions are drawn, and the state's value."""
     n_steps: int = 1
     """Length of n-step returns."""
     td_lambda: float = 0.65
     """Without replay: how far returns look ahead, 0 one step, 1 the whole rollout."""
+    target_network: bool = False
+    """Without replay: returns bootstrap from a target network, not from the newest weights. (With
+    replay there always is one.)"""
     gamma: float = 0.99
     """Discount per env step."""
     loss: Literal["huber", "mse"] = "huber"
     """Loss on TD errors of head q; the other heads have their own (docs/algorithms)."""
+    value_weight: float = 0.5
+    """Actor-critic: weight of the squared error of the state's value."""
+    entropy_weight: float = 0.01
+    """Actor-critic: weight of the policy's entropy, which keeps it from settling too early."""
     n_atoms: int = 51
     """C51: number of atoms."""
     v_min: float = -10.0

@@ -2,14 +2,16 @@
 
 Whoever supervises a run calls a member's ``work``, which returns within about a second, and calls
 again when it has reported. So a member never runs on its own: it cannot outlive the run, it stops
-by not being called, and its death is the failure of exactly one call. A member that does not
-report in time is as good as dead.
+by not being called, and its death is the failure of exactly one call. A member that takes long may
+be waiting for others: it is asked whether it is there, and is as good as dead if it does not say
+so.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from qfleet.cluster import Cluster
@@ -26,9 +28,19 @@ class Came(NamedTuple):
     """One line about it."""
 
 
-class _Call(NamedTuple):
+PING_S = 5.0
+"""How long a member that is there may take to say so."""
+
+
+@dataclass
+class _Call:
     reference: Any
-    since_s: float
+    ask: Callable[[], Any]
+    """Starts the question whether the member is there; gives the reference of its answer."""
+    heard_s: float
+    ping: Any = None
+    """That reference, while the answer is awaited."""
+    pinged_s: float = 0.0
 
 
 class Crew:
@@ -51,10 +63,13 @@ class Crew:
         """Members that were called and have not reported yet."""
         return frozenset(self._calls)
 
-    def called(self, number: int, reference: Any) -> None:
-        """This member's ``work`` is under way; ``reference`` stands for its report."""
+    def called(self, number: int, reference: Any, ask: Callable[[], Any]) -> None:
+        """This member's ``work`` is under way; ``reference`` stands for its report.
+
+        ``ask`` starts a call that it answers at once, whatever else it does.
+        """
         assert number not in self._calls, f"{self._kind} {number} works already"
-        self._calls[number] = _Call(reference, self._clock())
+        self._calls[number] = _Call(reference, ask, self._clock())
 
     def drop(self, number: int) -> None:
         """Expect nothing more from this member."""
@@ -73,13 +88,20 @@ class Crew:
                 came.append(Came(number, None, str(error)))
             else:
                 came.append(Came(number, report))
-        now_s = self._clock()
-        for number, call in list(self._calls.items()):
-            if now_s - call.since_s > self._timeout_s:
-                del self._calls[number]
-                silence = f"{self._kind} {number} was not heard of for {self._timeout_s:g} s"
-                came.append(Came(number, None, silence))
+        for number in [n for n, call in self._calls.items() if self._is_silent(call)]:
+            del self._calls[number]
+            silence = f"{self._kind} {number} was not heard of for {self._timeout_s:g} s"
+            came.append(Came(number, None, silence))
         return came
+
+    def _is_silent(self, call: _Call) -> bool:
+        now_s = self._clock()
+        if call.ping is not None and self._cluster.ready([call.ping], 0.0):
+            # An answer, or the news of its death, which its call will bring as well.
+            call.ping, call.heard_s = None, now_s
+        if call.ping is None and now_s - call.heard_s > self._timeout_s:
+            call.ping, call.pinged_s = call.ask(), now_s
+        return call.ping is not None and now_s - call.pinged_s > PING_S
 
     def end(self, wait_s: float) -> list[Came]:
         """Wait for all that are under way, so long at most; the rest is not expected any more."""

@@ -8,6 +8,7 @@ cores: 0.85 ms by hand, 1.4 ms through autograd).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -33,6 +34,8 @@ class Graded(NamedTuple):
     """How surprising each sample was, of either sign, ``[B]``."""
     prediction: Tensor
     """Expected value of the action taken, ``[B]``."""
+    numbers: Callable[[], dict[str, Tensor]] = dict
+    """What else the objective shows of it, when asked."""
 
 
 class Gradient(Protocol):
@@ -72,7 +75,11 @@ class AutogradGradient:
         else:
             self._weights.grad = self._join(*gradients)  # a copy less than into the old one
         detached = mean.detach()  # the graph behind the loss must not outlive this call
-        return Graded(lambda: detached / self._agents, priority, prediction)
+        graded = Graded(lambda: detached / self._agents, priority, prediction)
+        if self._objective.head != "actor-critic":
+            return graded  # and nothing keeps the network's output
+        numbers = functools.partial(self._objective.numbers, predicted.output.detach())
+        return graded._replace(numbers=numbers)
 
     def _output(self, obs: Tensor) -> Prediction:
         return self._objective.predict(obs, self._network)
@@ -175,6 +182,6 @@ def make_gradient(
 ) -> Gradient:
     if fused is not None:
         return FusedGradient(fused, objective, weights)
-    if weights.data.device.type == "cpu" and network.is_plain_mlp:
+    if weights.data.device.type == "cpu" and network.is_plain_mlp and objective.head == "q":
         return DenseGradient(objective, weights, weighted)
     return AutogradGradient(network, objective, weights, weighted)

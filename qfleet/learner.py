@@ -60,7 +60,7 @@ class Learner:
         unasked: bool = False,
         fused: FusedCNN | None = None,
     ) -> None:
-        """``target`` is ``online`` itself where there is no target network: without replay.
+        """``target`` is ``online`` itself where there is no target network.
 
         Where ``online`` is a population, batches are as many times larger and agent-major.
         """
@@ -70,7 +70,8 @@ class Learner:
         self._drawing = self._copying if config.replay else self._learning
         self.online, self._target_network = online, target
         self.weights = FlatWeights(online)
-        self._target_weights = FlatWeights(target) if config.replay else self.weights
+        self._has_target = target is not online
+        self._target_weights = FlatWeights(target) if self._has_target else self.weights
         self._target_weights.data.copy_(self.weights.data)
         self._memory, self._objective = memory, objective
         weighted = config.prioritized_replay or not config.replay
@@ -180,6 +181,8 @@ class Learner:
 
     def _draw(self, count: int) -> Batch:
         """Samples for so many gradient steps: within a burst the memory does not change."""
+        if self._has_target and not self._config.replay:
+            self._move_target()  # first, for samples of a rollout come with their returns
         with self._drawing:
             return self._memory.sample(count * self._batch_size, self._beta)
 
@@ -251,10 +254,17 @@ class Learner:
 
     @torch.no_grad()
     def best_values(self, obs: Tensor) -> Tensor:
-        """The best Q-value of each observation by the newest weights, for returns, ``[B]``."""
+        """What each observation is worth, for returns, ``[B]``.
+
+        By the target network, or by the newest weights where there is none.
+        """
+        network, weights = self._target_network, self._target_weights
         if self._config.noisy:
-            self._keep_noise(self.online.draw_noise(self._noise))
-        return self.q_values(obs.to(self._device)).amax(1).to(obs.device)
+            self._keep_target_noise(network.draw_noise(self._noise))
+        there = obs.to(self._device)
+        if self._fused is not None and self._fused.takes(len(obs)):
+            return self._fused.q_values(weights.data, there).amax(1).to(obs.device)
+        return network.state_values(there).to(obs.device)
 
     @property
     def is_fused(self) -> bool:
@@ -319,7 +329,7 @@ class Learner:
         """The networks there are, by the prefix of their names in a checkpoint."""
         online = ("", self.weights, self.online)
         target = ("target_", self._target_weights, self._target_network)
-        return [online, target] if self._config.replay else [online]
+        return [online, target] if self._has_target else [online]
 
     @property
     def most_at_once(self) -> int:
@@ -385,6 +395,7 @@ class Learner:
             "q_mean": float(graded.prediction.mean()),
             "abs_q_max": float(self._largest(1).max()),
             "skipped": float(torch.as_tensor(self._skipped).sum()),
+            **{name: float(value) for name, value in graded.numbers().items()},
         }
 
     def _largest(self, agents: int) -> Tensor:

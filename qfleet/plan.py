@@ -53,6 +53,7 @@ _NO_MATTER = {
     "keep_checkpoints", "tensorboard", "track", "max_fault_rate", "max_env_restarts",
     "env_timeout_s", "max_abs_q", "learning_rate", "lr_schedule", "lr_plateau_patience",
     "lr_plateau_factor", "gamma", "td_lambda", "exploration_fraction", "exploration_initial_eps",
+    "value_weight", "entropy_weight",
 }
 # fmt: on
 """Fields that do not change which engine is quicker."""

@@ -38,7 +38,7 @@ from qfleet.storage.rundir import RunLock, atomic_write_text
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet_plots import draw_fleet
 from qfleet.telemetry.progress import Progress
-from qfleet.telemetry.timeline import draw_timeline
+from qfleet.telemetry.timeline import draw_timeline, draw_workers
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace, merge_lanes, write_chrome_trace
 from qfleet.telemetry.writers import Writers, drop_metrics_beyond
@@ -179,7 +179,8 @@ class Run:
             self._show_fleet(self.parts.fleet)
         if self._trace is not None:
             write_chrome_trace(self._trace, self.folder / "trace.json")
-            draw_timeline(self._trace, self.folder / "plots" / "timeline.png")
+            draw = draw_timeline if self.parts.fleet is None else draw_workers
+            draw(self._trace, self.folder / "plots" / "timeline.png")
         self._call("on_end", result)
         return result
 

@@ -14,8 +14,11 @@ def progress(config: Config, env_steps: int) -> float:
 
 
 def epsilon(config: Config, env_steps: int) -> float:
-    """Exploration rate of the whole pool (the ladder, where asked for, is per env)."""
-    if config.noisy:
+    """Exploration rate of the whole pool (the ladder, where asked for, is per env).
+
+    0 where noise in the weights, or a policy that actions are drawn from, explores instead.
+    """
+    if config.noisy or config.head == "actor-critic":
         return 0.0
     return linear_epsilon(
         env_steps,

@@ -18,7 +18,7 @@ from torch import Tensor
 from qfleet import schedules
 from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.graphs import record
-from qfleet.algorithms.exploration import epsilon_ladder
+from qfleet.algorithms.exploration import epsilon_ladder, sample_actions
 from qfleet.config import Config
 from qfleet.core import FIRST, SKIP, TERMINATED, Block, Episode, StateDict, WeightsChannel
 from qfleet.envs.device.protocol import (
@@ -124,6 +124,8 @@ class TensorActor:
         self._working = timers.span("env")
         self.spec, self.num_envs = env.spec, len(seeds)
         self._max_rows = max_rows
+        self._samples = config.head == "actor-critic"
+        """Actions are drawn from softmax(q)."""
         n = self.num_envs
         self._noise = torch.Generator(device=device).manual_seed(seeds_of_agents[0])
         self._own = n // len(seeds_of_agents)
@@ -219,22 +221,29 @@ class TensorActor:
         rates = torch.lerp(self._initial, self.final_eps, fallen)
         # Drawn for the whole block at once: a draw is two dozen kernels, however many it draws.
         counters = later_counters(self._explorers, self._rows[:rows] + 1)
-        explores, anything = draw_exploration(counters, rates, self.spec.num_actions)
+        lots: tuple[Tensor, ...] = (
+            (draw_uniform(counters, CHANCE_LANE),)
+            if self._samples
+            else draw_exploration(counters, rates, self.spec.num_actions)
+        )
         now, told = self._now, list[_Row]()
         opening = now.episodes.steps == 0
         for row in range(rows):
-            now, seen = self._step(now, self._values(now.obs), explores[row], anything[row])
+            now, seen = self._step(now, self._values(now.obs), *(lot[row] for lot in lots))
             told.append(seen)
         self._write(told, opening)
         copy_episodes(self._now.episodes, now.episodes)
         self._now.obs.copy_(now.obs)
         self._explorers.copy_(counters[-1])
 
-    def _step_of(
-        self, now: _Now, q: Tensor, explores: Tensor, anything: Tensor
-    ) -> tuple[_Now, _Row]:
+    def _step_of(self, now: _Now, q: Tensor, *lots: Tensor) -> tuple[_Now, _Row]:
+        """``lots``: who explores and with which action; or, of a policy, what it draws by."""
         episodes, obs = now
-        action = torch.where(explores, anything, q.argmax(dim=1))
+        if self._samples:
+            action = sample_actions(q, *lots)
+        else:
+            explores, anything = lots
+            action = torch.where(explores, anything, q.argmax(dim=1))
         after, step = step_episodes(self._env, episodes, action)
         row = _Row(
             obs,

@@ -13,6 +13,8 @@ from qfleet.errors import ConfigError
 _IN_POPULATIONS = (
     ("engine", ("auto", "device"), "its environments are one batch; use --engine device"),
     ("replay", (False,), "its agents learn from rollouts; use --algo pqn"),
+    ("head", ("q",), "its agents learn Q-values; use --algo pqn"),
+    ("target_network", (False,), "its agents have none; switch it off"),
     ("noisy", (False,), "its agents explore by ε; switch it off"),
     ("lr_plateau_patience", (0,), "agents do not reach a plateau together; use 0"),
     ("exploration_ladder", (False,), "vary exploration_final_eps instead"),
@@ -34,9 +36,8 @@ _OF_UPDATES = (
 )
 """Fields that mean something for one way to update only."""
 _WITHOUT_REPLAY = (
-    ("head", "q", "λ-returns are of expected values; use head q"),
-    ("double", False, "there is no target network; switch it off"),
-    ("munchausen", False, "its policy is the target network's; switch it off"),
+    ("double", False, "returns ask one network alone; switch it off"),
+    ("munchausen", False, "its policy is that of targets, not of returns; switch it off"),
     ("prioritized_replay", False, "every step counts alike; switch it off"),
     ("n_steps", 1, "td_lambda says how far returns look; use 1"),
     ("replay_dir", "", "there is nothing to keep in files; leave it out"),
@@ -54,6 +55,13 @@ _WITH_ACTORS = (
     ("replay_dir", ("",), "shards keep replay in RAM; leave it out"),
 )
 """Field, the values it may have, why and what to do."""
+_WITH_A_POLICY = (
+    ("replay", False, "it learns from what its own policy just did; use --no-replay"),
+    ("dueling", False, "it has a value of its own beside the policy; switch it off"),
+    ("noisy", False, "its policy explores by itself; switch it off"),
+    ("exploration_ladder", False, "its policy explores, not ε; switch it off"),
+)
+"""Field, the only value it may have with head actor-critic, why and what to do."""
 # fmt: off
 _POSITIVE = (
     "frame_skip", "n_steps", "n_quantiles", "iqn_samples", "iqn_act_samples",
@@ -69,6 +77,8 @@ _NON_NEGATIVE = (
     "noop_max", "lr_plateau_patience", "optimizer_eps",
     "max_grad_norm", "learning_starts", "eval_freq", "patience", "threads", "noisy_sigma", "seed",
     "prioritized_replay_alpha", "pbt_interval", "halving_interval", "step_latency_s",
+    "value_weight", "entropy_weight", "backup_workers", "staleness", "hybrid_workers",
+    "max_gradient_age", "outlier_sigmas",
 )
 _FRACTIONS = (
     "sticky_actions", "gamma", "munchausen_alpha", "prioritized_replay_beta0", "tau",
@@ -104,6 +114,10 @@ def check_rules(config: Config) -> None:
         config.exploration_final_eps,
         f"must not exceed exploration_initial_eps {config.exploration_initial_eps}",
     )
+    if config.head == "actor-critic":
+        for name, allowed, why in _WITH_A_POLICY:
+            value = getattr(config, name)
+            _require(value == allowed, name, value, f"does not go with head actor-critic: {why}")
     if config.replay:
         _require(
             config.buffer_size >= (config.n_steps + 2) * config.envs + config.batch_size,
@@ -284,6 +298,12 @@ def _check_actors(config: Config) -> None:
 
 def _check_rollouts(config: Config) -> None:
     """What cannot work without replay."""
+    _require(
+        config.head in ("q", "actor-critic"),
+        "head",
+        config.head,
+        "does not go without replay: λ-returns are of expected values; use q or actor-critic",
+    )
     for name, allowed, why in _WITHOUT_REPLAY:
         value = getattr(config, name)
         _require(value == allowed, name, value, f"does not go without replay: {why}")

@@ -235,7 +235,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 TUNED = ("td_lambda", "lr_schedule", "envs", "train_freq", "gradient_steps", "batch_size")
 """What a row sets so that it works anywhere; a preset knows better."""
-OWN_PRESET = [("CartPole-v1", "n-step-dqn"), ("CartPole-v1", "pqn"), ("ALE/Pong-v5", "pqn")]
+OWN_PRESET = [
+    *(("CartPole-v1", row) for row in ("n-step-dqn", "pqn", "n-step-q", "a3c")),
+    ("ALE/Pong-v5", "pqn"),
+]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -290,6 +293,8 @@ def test_an_alias_means_its_row(alias: str, name: str) -> None:
         ("ALE/Pong-v5", "rainbow", "atari-rainbow"),
         ("ALE/Pong-v5", "PQN", "atari-pqn"),
         ("CartPole-v1", "pqn", "cartpole-pqn"),
+        ("CartPole-v1", "async-q", "cartpole-n-step-q"),
+        ("CartPole-v1", "A2C", "cartpole-a3c"),
         ("MinAtar/Breakout-v1", "pqn", "minatar-pqn"),
         ("MinAtar/Breakout-v1", "c51", "minatar-dqn"),
         ("Acrobot-v1", "pqn", "acrobot"),

@@ -265,6 +265,34 @@ def test_recorded_inference_and_updates_do_not_spoil_each_other() -> None:
     assert learner.read_metrics()["skipped"] == 0
 
 
+def test_an_actor_critics_actions_are_drawn_on_the_device() -> None:
+    """By a generator that the recorded graph moves on, and whose state can be put back."""
+    network = make_network(resolve("ALE/Pong-v5", "a3c")[0], IMAGES, CUDA, 5)
+    with torch.no_grad():
+        list(network.parameters())[-1].copy_(torch.arange(IMAGES.num_actions + 1.0))
+    inference = DeviceInference(network, IMAGES, [64], CUDA, 0, frames_stay=False, compiled=False)
+    frames = inference.host_frames((1, 1, 64, 84, 84))
+    frames[:] = 0
+    nobody = np.zeros(64, dtype=np.bool_)
+
+    def draw() -> np.ndarray:
+        chosen = [
+            inference.choose(0, 0, 0, slice(0, 64), np.zeros(0), nobody, needed=True)
+            for _ in range(200)
+        ]
+        return np.concatenate(chosen)  # type: ignore[arg-type]
+
+    state = inference.noise_state()
+    drawn = draw()
+    with torch.no_grad():
+        policy = network.q_values(inference._stacks[0][:1])[0].softmax(0).cpu().numpy()
+    shares = np.bincount(drawn, minlength=len(policy)) / len(drawn)
+    assert np.abs(shares - policy).max() < 0.02  # 4.5 standard deviations of 12,800 draws
+    assert not np.array_equal(draw(), drawn)
+    inference.load_noise_state(state)
+    assert np.array_equal(draw(), drawn)
+
+
 @pytest.mark.parametrize("algo", ["dqn", "rainbow"])
 def test_the_pipeline_trains_and_resumes_on_the_device(
     algo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -48,7 +48,7 @@ def configure(**changes: Any) -> Config:
     ("changes", "words"),
     [
         ({"head": "c51"}, "head 'c51' does not go without replay: λ-returns are of expected"),
-        ({"double": True}, "double True does not go without replay: there is no target network"),
+        ({"double": True}, "double True does not go without replay: returns ask one network"),
         ({"munchausen": True}, "munchausen True does not go without replay"),
         ({"prioritized_replay": True}, "prioritized_replay True does not go without replay"),
         ({"n_steps": 3}, "n_steps 3 does not go without replay: td_lambda says"),

@@ -2,7 +2,8 @@
 
 Per group of environments: its newest frames lie in one contiguous pinned stretch of host memory and
 cross in one asynchronous copy, on a stream that is served before the learner's. One recorded graph
-then pushes them onto the group's stacks, runs the network and takes the best action. The frames
+then pushes them onto the group's stacks, runs the network and takes the best action, or draws one
+from an actor-critic's policy. The frames
 stay on the device for the memory there, so that every frame crosses the bus once.
 """
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.graphs import record
 from qfleet.accelerator.streams import stream_of
+from qfleet.algorithms.exploration import sample_actions
 from qfleet.core import Block, EnvSpec
 from qfleet.networks import QNetwork
 from qfleet.randomness import restore_generator
@@ -61,7 +63,8 @@ class DeviceInference:
         self._q_values.on = compiled
         self._network, self._spec, self._device = network, spec, device
         self._frames_stay = frames_stay
-        self._noise = torch.Generator(device=device).manual_seed(seed)
+        self._noise, self._seed = torch.Generator(device=device), seed
+        self._samples = network.head_kind == "actor-critic"
         self.stream = stream_of(device, urgent=True)
         self.traffic = Traffic()
         dtype = spec.torch_dtype
@@ -84,16 +87,18 @@ class DeviceInference:
         self._done = torch.Event(device, blocking=True)
         self._copy_start = torch.Event(device, enable_timing=True)
         self._copy_end = torch.Event(device, enable_timing=True)
+        drawn_from = [self._noise] if self._samples else []
         self._graphs = [
-            record(lambda group=group: self._forward(group), device, (), "actor")  # type: ignore[misc]
+            record(lambda group=group: self._forward(group), device, drawn_from, "actor")  # type: ignore[misc]
             for group in range(len(group_sizes))
         ]
         self.forget()
 
     def forget(self) -> None:
-        """Start from blank stacks and counters: what came so far was for trying out."""
+        """Start from blank stacks, counters and seed: what came so far was for trying out."""
         for stack in self._stacks:
             stack.zero_()
+        self._noise.manual_seed(self._seed)
         torch.accelerator.synchronize(self._device)
         self.traffic = Traffic()
 
@@ -106,7 +111,12 @@ class DeviceInference:
             stack.copy_(torch.cat((older, newest.unsqueeze(1)), dim=1))
         else:
             stack.copy_(newest)
-        self._actions[group].copy_(self._q_values(stack).argmax(dim=1))
+        values = self._q_values(stack)
+        if self._samples:
+            chance = torch.rand(len(stack), generator=self._noise, device=self._device)
+            self._actions[group].copy_(sample_actions(values, chance))
+        else:
+            self._actions[group].copy_(values.argmax(dim=1))
 
     def host_frames(self, shape: tuple[int, ...]) -> NDArray[Any]:
         self._host_frames = torch.zeros(shape, dtype=self._spec.torch_dtype).pin_memory()

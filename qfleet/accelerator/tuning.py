@@ -116,7 +116,7 @@ def tuning_key(
     """Whatever, besides the machine, may change which choice is the quickest."""
     switches = (
         *("double", "noisy", "munchausen", "head", "n_steps"),
-        *("batch_size", "prioritized_replay", "replay", "optimizer"),
+        *("batch_size", "prioritized_replay", "replay", "target_network", "optimizer"),
     )
     return {
         "device": str(device),

@@ -54,3 +54,32 @@ def quantile_huber(
     weight = (fractions.unsqueeze(-1) - below).abs()
     error = F.huber_loss(predicted, wanted, reduction="none", delta=kappa)
     return (weight * error).mean(2).sum(1) / kappa
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """−Σ_a π_a log π_a of π = softmax(logits) ``[B, A]``, ``[B]``."""
+    assert logits.dim() == 2, f"logits must be [B, A], not {logits.shape}"
+    log_policy = torch.log_softmax(logits, dim=1)
+    return -(log_policy.exp() * log_policy).sum(1)
+
+
+def actor_critic(
+    logits: Tensor,
+    value: Tensor,
+    action: Tensor,
+    returns: Tensor,
+    value_weight: float,
+    entropy_weight: float,
+) -> Tensor:
+    """c_v (R − V)² − (R − V) log π(a|s) − β H(π), ``[B]`` (A3C, 1602.01783, section 4).
+
+    In the second term R − V, the advantage, is a number: only the policy learns from it.
+    """
+    assert value.shape == returns.shape == action.shape == logits.shape[:1], (
+        f"value {value.shape}, returns {returns.shape}, action {action.shape}, "
+        f"logits {logits.shape}"
+    )
+    advantage = returns - value
+    log_chosen = torch.log_softmax(logits, dim=1).gather(1, action.unsqueeze(1)).squeeze(1)
+    policy = advantage.detach() * log_chosen + entropy_weight * entropy(logits)
+    return value_weight * advantage.square() - policy

@@ -37,6 +37,11 @@ class ValueNetwork(Protocol):
     def expected(self, output: Tensor) -> Tensor: ...
 
 
+def split_policy(output: Tensor) -> tuple[Tensor, Tensor]:
+    """What an actor-critic head gives, ``[B, A + 1]``, as logits ``[B, A]`` and values ``[B]``."""
+    return output[:, :-1], output[:, -1]
+
+
 class Outlook(NamedTuple):
     """All that the target network has to say about a batch."""
 
@@ -74,6 +79,8 @@ class Objective:
     munchausen_alpha: float
     munchausen_tau: float
     munchausen_clip: float
+    value_weight: float
+    entropy_weight: float
     generator: torch.Generator
     """Source of IQN's quantile fractions."""
 
@@ -144,6 +151,13 @@ class Objective:
         self, prediction: Prediction, action: Tensor, online: ValueNetwork, target: Tensor
     ) -> Loss:
         """``online`` is not called: what it predicts is there already."""
+        if self.head == "actor-critic":
+            logits, value = split_policy(prediction.output)
+            per_sample = losses.actor_critic(
+                logits, value, action, target, self.value_weight, self.entropy_weight
+            )
+            value = value.detach()
+            return Loss(per_sample, (target - value).abs(), value)
         output = targets.take(prediction.output, action)
         if self.head == "q":
             td = target - output
@@ -157,6 +171,11 @@ class Objective:
         per_sample = losses.quantile_huber(output, levels, target)
         expected = output.detach().mean(dim=1)
         return Loss(per_sample, (target.mean(dim=1) - expected).abs(), expected)
+
+    def numbers(self, output: Tensor) -> dict[str, Tensor]:
+        """What else is worth showing of an actor-critic's output, by name."""
+        logits, _ = split_policy(output)
+        return {"entropy": losses.entropy(logits).mean()}
 
     def _fractions(self, obs: Tensor) -> Tensor | None:
         if self.head != "iqn":

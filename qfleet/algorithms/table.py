@@ -45,6 +45,30 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "gradient_steps": 16,
         "batch_size": 128,
     },
+    "n-step-q": {
+        "replay": False,
+        "td_lambda": 1.0,
+        "target_network": True,
+        "lr_schedule": "linear",
+        "learning_starts": 0,
+        # One update on 5 steps of 16 envs.
+        "envs": 16,
+        "train_freq": 80,
+        "gradient_steps": 1,
+        "batch_size": 80,
+    },
+    "a3c": {
+        "replay": False,
+        "head": "actor-critic",
+        "td_lambda": 1.0,
+        "lr_schedule": "linear",
+        "max_grad_norm": 0.5,
+        "learning_starts": 0,
+        "envs": 16,
+        "train_freq": 80,
+        "gradient_steps": 1,
+        "batch_size": 80,
+    },
 }
 
 ALIASES = {
@@ -59,6 +83,9 @@ ALIASES = {
     "qr": "qr-dqn",
     "m-dqn": "munchausen-dqn",
     "m-iqn": "munchausen-iqn",
+    "async-q": "n-step-q",
+    "n-step-q-learning": "n-step-q",
+    "a2c": "a3c",
 }
 
 

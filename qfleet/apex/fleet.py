@@ -100,7 +100,8 @@ class ActorFleet:
         report, member.letter = work.remote(order, news)
         member.version = order.version
         self._account.messages += 1
-        self._crew.called(number, report)
+        # An actor waits for nobody. It answers when its slice is done, or it hangs.
+        self._crew.called(number, report, member.handle.ping.remote)
 
     def _hear(self, wait_s: float) -> None:
         """Take note of who is done, and replace who was lost."""

@@ -12,11 +12,12 @@ import tyro
 from qfleet.cli.parsing import parse
 from qfleet.errors import ConfigError, UnknownNameError
 
-HELP = "small experiments to look at: maze, mapreduce"
+HELP = "small experiments to look at: maze, mapreduce, speedup"
 
 EXPERIMENTS = {
     "maze": "Q-learning with a table in a maze: values, greedy path, learning curve",
     "mapreduce": "gradient descent on several workers: what broadcast, map and reduce cost",
+    "speedup": "training with more and more workers: what each of them brings",
 }
 
 _MAZE_DESCRIPTION = """Learn a maze with a table of Q-values and draw what was learnt.
@@ -65,6 +66,11 @@ def run(argv: list[str]) -> int:
         from qfleet.cli import lab_mapreduce
 
         lab_mapreduce.run(argv[1:])
+        return 0
+    if argv[0] == "speedup":
+        from qfleet.cli import lab_speedup
+
+        lab_speedup.run(argv[1:])
         return 0
     _maze(parse(MazeOptions, argv[1:], "lab maze", description=_MAZE_DESCRIPTION))
     return 0

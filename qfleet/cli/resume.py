@@ -19,6 +19,7 @@ Examples:
   qfleet resume runs/NAME
   qfleet resume NAME --max-wall 30m
   qfleet resume NAME --steps 1000000      (a new total; schedules refer to it)
+  qfleet resume NAME --workers 8          (parameter server: with more hands)
 """
 
 
@@ -31,6 +32,12 @@ class ResumeOptions:
     """New total of env steps."""
     device: str | None = None
     """Device to use instead of the run's own: cpu, cuda …"""
+    workers: int | None = None
+    """Parameter server: so many workers from now on."""
+    servers: int | None = None
+    """Parameter server: so many servers from now on."""
+    address: str | None = None
+    """Ray cluster to join instead of the run's own choice."""
     trust: bool = False
     """Import the code (module:Class, --import) that the run's configuration names."""
 
@@ -44,6 +51,9 @@ def run(argv: list[str]) -> int:
             options.run,
             steps=options.steps,
             device=options.device,
+            workers=options.workers,
+            servers=options.servers,
+            address=options.address,
             sitting=options.sitting.resolve(),
             trust=options.trust,
         )

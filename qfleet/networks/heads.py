@@ -1,5 +1,7 @@
 """Heads: features ``[B, F]`` in, values ``[B, A]`` or distributions ``[B, A, K]`` out.
 
+The one exception gives a policy and a value, ``[B, A + 1]``.
+
 Every head is one or two *streams*: the hidden layers it was given, if any, and a linear one. A
 dueling head has a stream for the state's value and one for the advantages; noise, where asked
 for, is in every layer of the streams. A stream without noise is one fused autograd node.
@@ -102,6 +104,16 @@ class QHead(_Streams):
 
     def __init__(self, features: int, num_actions: int, style: Style) -> None:
         super().__init__(features, num_actions, None, style)
+
+
+class ActorCriticHead(_Streams):
+    """Logits of a policy and, last, the state's value, ``[B, A + 1]`` (A3C, 1602.01783).
+
+    Both share every hidden layer: they are rows of one linear one.
+    """
+
+    def __init__(self, features: int, num_actions: int, style: Style) -> None:
+        super().__init__(features, num_actions + 1, None, style)
 
 
 class CategoricalHead(_Streams):

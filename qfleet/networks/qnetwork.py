@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from qfleet.config import Config, Head
 from qfleet.networks.fused import Dense
 from qfleet.networks.heads import (
+    ActorCriticHead,
     CategoricalHead,
     ImplicitQuantileHead,
     QHead,
@@ -19,7 +20,7 @@ from qfleet.networks.torsos import MLP
 
 
 class QNetwork(nn.Module):
-    """Q-values of every action, in the form that ``head_kind`` names.
+    """Q-values of every action, in the form that ``head_kind`` names, or a policy and a value.
 
     ``support`` holds the atoms' values (c51) and ``fractions`` the quantile midpoints (2k+1)/2K:
     those that are predicted (qr) or those that are asked for when acting (iqn). Both are empty
@@ -53,6 +54,8 @@ class QNetwork(nn.Module):
         match config.head:
             case "q":
                 self.head = QHead(features, num_actions, style)
+            case "actor-critic":
+                self.head = ActorCriticHead(features, num_actions, style)
             case "c51":
                 self.head = CategoricalHead(features, num_actions, config.n_atoms, style)
                 support = torch.linspace(config.v_min, config.v_max, config.n_atoms)
@@ -68,13 +71,13 @@ class QNetwork(nn.Module):
 
     @property
     def is_plain_mlp(self) -> bool:
-        """Whether it is one fused stack from a vector, taken as it is, to Q-values.
+        """Whether it is one fused stack from a vector, taken as it is, to what the head gives.
 
         Then it need not be called: shortcuts may form the same products on its weights.
         """
         if not self.allows_shortcuts:
             return False
-        if not isinstance(self.head, QHead) or self.head.value is not None:
+        if not isinstance(self.head, QHead | ActorCriticHead) or self.head.value is not None:
             return False
         if not isinstance(self.head.advantage, Dense) or not isinstance(self.torso, MLP):
             return False
@@ -82,6 +85,8 @@ class QNetwork(nn.Module):
 
     def forward(self, obs: Tensor, fractions: Tensor | None = None) -> Tensor:
         """``[B, A]`` values (q), or ``[B, A, K]`` logits (c51) or quantiles (qr, iqn).
+
+        An actor-critic gives ``[B, A + 1]``: logits of its policy and the state's value.
 
         Only iqn takes ``fractions``, ``[B, K]``, and it must be given them.
         """
@@ -98,17 +103,19 @@ class QNetwork(nn.Module):
         return output
 
     def expected(self, output: Tensor) -> Tensor:
-        """Reduce what ``forward`` returned to expected values ``[B, A]``."""
+        """Reduce what ``forward`` returned to expected values ``[B, A]``, or a policy's logits."""
         match self.head_kind:
             case "q":
                 return output
+            case "actor-critic":
+                return output[:, :-1]
             case "c51":
                 return torch.softmax(output, dim=2) @ self.support
             case "qr" | "iqn":
                 return output.mean(2)
 
     def q_values(self, obs: Tensor) -> Tensor:
-        """Expected values ``[B, A]`` for acting, without drawing anything.
+        """Expected values, or a policy's logits, ``[B, A]`` for acting, without drawing anything.
 
         IQN is asked at evenly spaced midpoints instead of random fractions: the same expectation
         with less variance, and the same action each time for the same observation.
@@ -116,6 +123,13 @@ class QNetwork(nn.Module):
         if self.head_kind != "iqn":
             return self.expected(self(obs))
         return self.expected(self(obs, self.fractions.expand(obs.shape[0], -1)))
+
+    def state_values(self, obs: Tensor) -> Tensor:
+        """What observations are worth ``[B]``: the best action's value, or what the head says."""
+        if self.head_kind == "actor-critic":
+            value: Tensor = self(obs)[:, -1]
+            return value
+        return self.q_values(obs).amax(1)
 
     def resample_noise(self, generator: torch.Generator) -> None:
         """Draw new noise for noisy layers; without them nothing is drawn."""

@@ -21,7 +21,7 @@ from qfleet.errors import ClusterError, MemberLost
 from qfleet.parameter_server.compression import Codec, Sent, bytes_of, decode
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.server import Answer
-from qfleet.parameter_server.shard import Exchange, Push, Stamp
+from qfleet.parameter_server.shard import OTHER_EPOCH, Exchange, Push, Stamp
 from qfleet.parameter_server.wire import from_wire, to_wire
 from qfleet.telemetry.timers import Timers
 
@@ -115,13 +115,11 @@ class Servers:
 
     def join(self, into: Tensor) -> None:
         """Take part everywhere, again where need be, and fetch the newest weights."""
-        for number, welcome in self._ask("join", lambda _: (self._worker,)).items():
-            self._sequences[number] = welcome.sequence
-        self._take(self._ask("pull", lambda number: (self._known[number],)), into)
+        self._take(self._enter(set(range(len(self._lines)))), into)
 
-    def fetch(self, into: Tensor) -> None:
-        """The newest weights, without taking part."""
-        self._take(self._ask("pull", lambda number: (self._known[number],)), into)
+    def ping(self) -> None:
+        """An empty message to everybody, for the account of what messages cost."""
+        self._ask("ping", lambda _: ())
 
     def push(
         self, vector: Tensor, learning_rate: float, loss: float | None, weight: float, into: Tensor
@@ -145,13 +143,7 @@ class Servers:
 
         answers = self._ask("push", arguments, sent)
         self._count(answers)
-        waiting = {number for number, answer in answers.items() if answer.waits}
-        while waiting:
-            again = self._ask(
-                "wait", lambda number: (self._worker, self._known[number], PATIENCE_S), only=waiting
-            )
-            answers |= again
-            waiting = {number for number, answer in again.items() if answer.waits}
+        answers |= self._wait({number for number, answer in answers.items() if answer.waits})
         self._take(answers, into)
         self._join_again(answers, into)
 
@@ -176,6 +168,24 @@ class Servers:
         self._join_again(answers, None)
 
     # --- inside -------------------------------------------------------------------------------
+
+    def _enter(self, numbers: set[int]) -> dict[int, Answer]:
+        """Take part in these shards; one may have to wait there for what it sent before it left."""
+        for number, welcome in self._ask("join", lambda _: (self._worker,), only=numbers).items():
+            self._sequences[number] = welcome.sequence
+            self._known[number] = None
+        return self._wait(numbers)
+
+    def _wait(self, numbers: set[int]) -> dict[int, Answer]:
+        """Until these shards let the worker go on, or have given it up."""
+        answers: dict[int, Answer] = {}
+        while numbers:
+            again = self._ask(
+                "wait", lambda number: (self._worker, self._known[number], PATIENCE_S), only=numbers
+            )
+            answers |= again
+            numbers = {number for number, answer in again.items() if answer.waits}
+        return answers
 
     def _packed(self, vector: Tensor) -> list[Sent]:
         parts = [vector[part] for part in self._slices]
@@ -205,11 +215,10 @@ class Servers:
         waited_s = max((getattr(a, "waited_s", 0.0) for a in answers.values()), default=0.0)
         self._timers.add("communicate", began_s, ended_s - waited_s)
         self._timers.add("idle", ended_s - waited_s, ended_s)
-        for n in numbers:
-            self._weigh(sent[n] if sent is not None else None, answers.get(n))
-        if sent is not None:
-            moved = sum(bytes_of(sent[n]) for n in numbers)
-            self.traffic.calls.append((moved, ended_s - began_s - waited_s))
+        moved = sum(
+            self._weigh(sent[n] if sent is not None else None, answers.get(n)) for n in numbers
+        )
+        self.traffic.calls.append((moved, ended_s - began_s - waited_s))
         if lost:
             if sent is not None:
                 self.traffic.outcomes["lost"] += len(lost)
@@ -229,8 +238,10 @@ class Servers:
                 call = self._lines[number].start(method, *arguments(number))
         return self._lines[number].finish(call)
 
-    def _weigh(self, sent: Sent | None, answer: Any) -> None:
+    def _weigh(self, sent: Sent | None, answer: Any) -> int:
+        """Count a message and its answer; bytes of the vectors in them."""
         traffic = self.traffic
+        before = traffic.bytes_sent + traffic.bytes_received
         traffic.messages += 1
         if sent is not None:
             traffic.bytes_sent += bytes_of(sent)
@@ -241,6 +252,7 @@ class Servers:
         if weights is not None:
             traffic.bytes_received += weights.values.nbytes
             traffic.plain_bytes_received += FLOAT_BYTES * weights.size
+        return traffic.bytes_sent + traffic.bytes_received - before
 
     def _count(self, answers: dict[int, Answer]) -> None:
         for number, answer in answers.items():
@@ -260,12 +272,10 @@ class Servers:
         """Where a server has given this worker up, or was restored, come back."""
         for number, answer in answers.items():
             reason = "" if answer.receipt is None else answer.receipt.reason
-            if answer.is_present and reason != "other-epoch":
+            if answer.is_present and reason != OTHER_EPOCH:
                 continue
-            welcome = self._ask("join", lambda _: (self._worker,), only={number})[number]
-            self._sequences[number] = welcome.sequence
-            pulled = self._ask("pull", lambda _: (None,), only={number})
+            entered = self._enter({number})
             if into is not None:
-                self._take(pulled, into)
+                self._take(entered, into)
             else:
-                self._known[number] = pulled[number].stamp
+                self._known[number] = entered[number].stamp

@@ -64,7 +64,6 @@ class _WorkerState:
     renewals: dict[int, int] = field(default_factory=dict)
     """By server: how often it had been started anew when this worker was last told."""
     spans: list[SpanRecord] = field(default_factory=list)
-    began_s: float | None = None
 
     def total(self, what: str) -> int:
         return self.earlier[what] + (getattr(self.report, what) if self.report else 0)
@@ -206,8 +205,14 @@ class Fleet:
         for number, server in enumerate(self._servers):
             who = f"server {number}"
             server.snapshot = self._cluster.get(server.handle.snapshot.remote(), who)
+        self._account_servers()
         for number in range(self._config.workers):
             self._workers[number] = _WorkerState(self._spawn_worker(number))
+        # All of them before anybody begins: else the first would make rounds on its own, and the
+        # others would collect while it learns, and the other way round, from then on.
+        joining = [s.handle.join.remote(n) for s in self._servers for n in self._workers]
+        for call in joining:
+            self._cluster.get(call, "a server")
         for number in self._workers:
             self._set_to_work(number)
 
@@ -232,7 +237,13 @@ class Fleet:
             self._workers[number].restarts if number in self._workers else 0
         )
         return self._cluster.spawn(
-            RemoteWorker, self._config, number, handles, restarted_at, self._traced
+            RemoteWorker,
+            self._config,
+            number,
+            handles,
+            restarted_at,
+            self._traced,
+            at_once=2,  # so that it can say that it is there while it works
         )
 
     # --- supervising --------------------------------------------------------------------------
@@ -301,7 +312,7 @@ class Fleet:
         told = Told(
             done - own, own + grant, self._slice_s, self._lr_scale(), self._share(number), renewed
         )
-        self._crew.called(number, worker.handle.work.remote(told))
+        self._crew.called(number, worker.handle.work.remote(told), worker.handle.ping.remote)
 
     def _share(self, number: int) -> float:
         """A worker's pace in its own working time, as a share of the quickest one's."""
@@ -324,7 +335,6 @@ class Fleet:
             worker.spans += _shifted(report, time.perf_counter())
             self._episodes += [Episode(*episode) for episode in report.episodes]
             self._newest_s = time.monotonic()
-            worker.began_s = worker.began_s or self._newest_s
             if self._steady is None and all(w.report for w in self._workers.values()):
                 self._steady = (self._newest_s, self._env_steps())
         for kind, (count, messages) in report.faults.items():
@@ -372,6 +382,7 @@ class Fleet:
         server.handle = self._spawn_server(weights, None, server.restores, server.snapshot)
         server.restores += 1
         server.version = server.snapshot["version"]
+        server.account = {}
 
     def _snapshots(self) -> list[StateDict]:
         """One of every server, now; those that died go on from their last."""
@@ -382,6 +393,7 @@ class Fleet:
                 server.version, server.losses = server.snapshot["version"], 0
             except MemberLost:
                 self._replace_server(number)
+        self._account_servers()
         return [server.snapshot for server in self._servers]
 
     def _remember(self, snapshots: list[StateDict]) -> None:
@@ -421,6 +433,15 @@ class Fleet:
     def _reports(self) -> list[Report]:
         with self._lock:
             return [w.report for w in self._workers.values() if w.report is not None]
+
+    def pids(self) -> dict[str, int]:
+        """Processes that were heard of, by name: ``worker 0``, ``server 1`` …"""
+        with self._lock:
+            workers = {n: w.report.pid for n, w in self._workers.items() if w.report is not None}
+        servers = {n: s.account["pid"] for n, s in enumerate(self._servers) if s.account}
+        return {f"worker {n}": pid for n, pid in workers.items()} | {
+            f"server {n}": pid for n, pid in servers.items()
+        }
 
     def lanes(self) -> Iterator[tuple[str, list[SpanRecord]]]:
         """What every worker did when, where a trace is wanted."""
@@ -483,7 +504,7 @@ class Fleet:
 
     def _worker_account(self, number: int, worker: _WorkerState) -> WorkerAccount | None:
         report = worker.report
-        if report is None or worker.began_s is None:
+        if report is None:
             return None
         traffic = report.traffic
         return WorkerAccount(
@@ -491,7 +512,7 @@ class Fleet:
             host=report.host,
             env_steps=worker.total("env_steps"),
             updates=worker.total("updates"),
-            wall_s=self._newest_s - worker.began_s,
+            wall_s=report.wall_s,
             processor_s=report.processor_s,
             seconds=report.seconds,
             bytes_sent=traffic["bytes_sent"],

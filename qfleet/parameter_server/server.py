@@ -118,6 +118,9 @@ class Server:
         with self._changed:
             return self._shard.add_worker(worker)
 
+    def ping(self) -> None:
+        """Nothing: what a message costs that carries nothing."""
+
     def pull(self, known: Stamp | None) -> Answer:
         with self._changed:
             return self._with_weights(None, known, 0.0)
@@ -131,7 +134,7 @@ class Server:
             receipt = self._watched(lambda: self._shard.push(whole, self._clock()))
             return self._when_free(push.worker, receipt, push.based_on, patience_s)
 
-    def wait(self, worker: int, known: Stamp, patience_s: float) -> Answer:
+    def wait(self, worker: int, known: Stamp | None, patience_s: float) -> Answer:
         with self._changed:
             return self._when_free(worker, None, known, patience_s)
 
@@ -181,7 +184,7 @@ class Server:
         return done
 
     def _when_free(
-        self, worker: int, receipt: Receipt | None, known: Stamp, patience_s: float
+        self, worker: int, receipt: Receipt | None, known: Stamp | None, patience_s: float
     ) -> Answer:
         since_s = self._clock()
         until_s = since_s + patience_s

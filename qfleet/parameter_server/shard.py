@@ -203,7 +203,7 @@ class Shard:
         self._check_push(push, gradient)
         staleness = self._version - push.based_on.version
         self.counters.staleness[staleness] += 1
-        finite = bool(torch.isfinite(gradient).all())
+        finite = _is_finite(gradient)
         arrival = Arrival(
             push.worker,
             push.sequence,
@@ -240,7 +240,7 @@ class Shard:
                 f"worker {exchange.worker} sent alpha {exchange.alpha:g}; use above 0 up to 1"
             )
         difference = elastic_difference(weights, self._weights, exchange.alpha)
-        if bool(torch.isfinite(difference).all()):
+        if _is_finite(difference):
             self._weights.add_(difference)
             self._version += 1
             self.counters.applied += 1
@@ -396,6 +396,12 @@ def mean(update: tuple[Arrival, ...]) -> tuple[Tensor, float]:
             gradient.add_(_gradient_of(arrival) * arrival.weight)
         gradient.div_(math.fsum(arrival.weight for arrival in update))
     return gradient, min(arrival.learning_rate for arrival in update)
+
+
+def _is_finite(vector: Tensor) -> bool:
+    """Both ends are, and they are not-a-number where any entry is; one pass, nothing in between."""
+    low, high = torch.aminmax(vector)
+    return math.isfinite(float(low)) and math.isfinite(float(high))
 
 
 def _gradient_of(arrival: Arrival) -> Tensor:

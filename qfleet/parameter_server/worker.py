@@ -52,6 +52,8 @@ class Report(NamedTuple):
     """Of this slice: env, return, length."""
     metrics: dict[str, float]
     exploration_rate: float
+    wall_s: float
+    """Since its first slice began."""
     seconds: dict[str, float]
     processor_s: float
     traffic: dict[str, Any]
@@ -112,6 +114,7 @@ class Worker:
             self._own, self._faults, restarted_at, self._trace, remote=remote
         )
         self._processor_s = time.process_time()
+        self._began_s: float | None = None
         self._has_joined = False
         self._share = 1.0
         self._updater.share = float(config.batch_size)
@@ -126,10 +129,13 @@ class Worker:
         parts.learner.lr_scale = told.lr_scale
         if told.share != self._share:
             self._take_share(told.share)
-        until_s = self._clock() + told.slice_s
+        began_s = self._clock()
+        until_s = began_s + told.slice_s
+        self._began_s = began_s if self._began_s is None else self._began_s
         self._lost = ()
         try:
             self._join(told)
+            self._servers.ping()
             run_serial(
                 parts,
                 lambda: parts.clock.env_steps < told.until_env_steps and self._clock() < until_s,
@@ -176,6 +182,7 @@ class Worker:
             episodes=[(e.env, e.reward, e.length) for e in parts.collector.take_episodes()],
             metrics=parts.learner.read_metrics(),
             exploration_rate=parts.collector.exploration_rate(),
+            wall_s=self._clock() - (self._began_s or 0.0),
             seconds=seconds,
             processor_s=time.process_time() - self._processor_s,
             traffic={
@@ -213,6 +220,10 @@ class RemoteWorker(Worker):
 
     def _line(self, shard: int, handle: Any) -> Line:
         return RemoteLine(self._cluster, handle, shard)
+
+    def ping(self) -> bool:
+        """Here."""
+        return True
 
     def work(self, told: Told) -> Report:
         renewed = tuple((shard, self._line(shard, handle)) for shard, handle in told.renewed)

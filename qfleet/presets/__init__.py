@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qfleet.algorithms.table import algorithm_switches
+from qfleet.algorithms.table import ALIASES, algorithm_switches
 from qfleet.config import Config, check_fields
 from qfleet.errors import UnknownNameError
 from qfleet.presets import recipes
@@ -19,6 +19,8 @@ PRESETS: dict[str, Callable[[], Config]] = {
     "cartpole": recipes.cartpole,
     "cartpole-pqn": recipes.cartpole_pqn,
     "cartpole-apex": recipes.cartpole_apex,
+    "cartpole-n-step-q": recipes.cartpole_n_step_q,
+    "cartpole-a3c": recipes.cartpole_a3c,
     "cartpole-sb3-zoo": recipes.cartpole_sb3_zoo,
     "cartpole-cleanrl": recipes.cartpole_cleanrl,
     "acrobot": recipes.acrobot,
@@ -45,6 +47,8 @@ _SUITS = [
 ]
 _SUITS_ROW = {
     ("cartpole", "pqn"): "cartpole-pqn",
+    ("cartpole", "n-step-q"): "cartpole-n-step-q",
+    ("cartpole", "a3c"): "cartpole-a3c",
     ("minatar-dqn", "pqn"): "minatar-pqn",
     ("atari-dqn", "pqn"): "atari-pqn",
     ("atari-dqn", "rainbow"): "atari-rainbow",
@@ -64,7 +68,8 @@ def preset_for(env: str, algo: str | None, engine: str | None = None) -> str | N
         if re.fullmatch(pattern, env):
             if algo is None and engine is not None:
                 return _SUITS_ENGINE.get((name, engine), name)
-            return _SUITS_ROW.get((name, (algo or "").lower()), name)
+            row = (algo or "").lower()
+            return _SUITS_ROW.get((name, ALIASES.get(row, row)), name)
     return None
 
 

@@ -67,6 +67,38 @@ def cartpole_apex() -> Config:
     )
 
 
+def cartpole_n_step_q() -> Config:
+    """qfleet's own: a short search, told in docs/algorithms/n-step-q.md."""
+    row = ALGORITHMS["n-step-q"]
+    return Config(algo="n-step-q", **row).replace(
+        env="CartPole-v1",
+        steps=100_000,
+        envs=4,
+        train_freq=32,
+        batch_size=32,
+        learning_rate=3e-3,
+        target_update_interval=500,
+        exploration_fraction=0.2,
+        exploration_final_eps=0.05,
+        eval_freq=5000,
+    )
+
+
+def cartpole_a3c() -> Config:
+    """qfleet's own: a short search, told in docs/algorithms/a3c.md."""
+    row = ALGORITHMS["a3c"]
+    return Config(algo="a3c", **row).replace(
+        env="CartPole-v1",
+        steps=150_000,
+        envs=16,
+        train_freq=128,
+        batch_size=128,
+        learning_rate=2e-3,
+        value_weight=0.05,
+        eval_freq=5000,
+    )
+
+
 def cartpole_sb3_zoo() -> Config:
     """rl-baselines3-zoo, hyperparams/dqn.yml, CartPole-v1."""
     return Config(

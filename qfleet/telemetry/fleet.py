@@ -400,7 +400,7 @@ def _row(name: str, rate: float | None, shares: Mapping[str, float | None]) -> s
 def _way(count: int, saved: float | None) -> str:
     if not count:
         return ""
-    return f"{count:,} bytes" + ("" if saved is None else f", {saved:.0%} saved by compression")
+    return f"{count:,} bytes" + (f", {saved:.0%} saved by compression" if saved else "")
 
 
 def _several(count: int, noun: str) -> str:

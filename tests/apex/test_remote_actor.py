@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -123,4 +121,3 @@ def test_faults_of_environments_are_told_with_the_actors_number() -> None:
     report, _ = actor.work(Order(5, 0, 0), None)
     assert report.faults == [("env_reward", "actor 1: NaN")]
     assert actor.work(Order(5, 0, 0), None)[0].faults == []
-    assert dataclasses.is_dataclass(report)

@@ -23,6 +23,13 @@ from qfleet.storage.segments import Segments
 
 STEPS = 640
 ROLLOUTS: dict[str, Any] = {"envs": 4, "train_freq": 80, "gradient_steps": 20, "algo": "pqn"}
+SHORT_ROLLOUTS: dict[str, Any] = {
+    "envs": 2,
+    "train_freq": 4,
+    "gradient_steps": 1,
+    "batch_size": 4,
+    "learning_starts": 0,
+}
 
 BASE: dict[str, Any] = {
     "steps": STEPS,
@@ -141,6 +148,8 @@ def assert_same_run(whole: Path, parted: Path, stops: tuple[int, ...] = ()) -> N
         (configure(frame_stack=3, algo="n-step-dqn"), (301,)),
         (configure(lr_plateau_patience=1, eval_freq=60), (305,)),
         (configure(**ROLLOUTS), (240,)),
+        (configure(**SHORT_ROLLOUTS, algo="a3c", target_network=True, tau=0.3), (240,)),
+        (configure(**SHORT_ROLLOUTS, algo="n-step-q", vectorize="sync"), (120, 300)),
         # Stopped in the middle of a rollout; rows of the log tell of updates of their own sitting.
         (configure(**ROLLOUTS, frame_stack=2, block_rows=5, log_interval=160), (170, 333)),
     ],

@@ -46,8 +46,9 @@ def test_a_row_of_the_table_trains(algo: str, tmp_path: Path) -> None:
         "target_update_interval": 120,
         "learning_rate": 1e-3,
     }
-    has_target = ALGORITHMS[algo].get("replay", True)
-    if not has_target:
+    has_replay = ALGORITHMS[algo].get("replay", True)
+    has_target = has_replay or ALGORITHMS[algo].get("target_network", False)
+    if not has_replay:
         fields |= {"envs": 2, "gradient_steps": 1}
     preset = fields.pop("preset")
     config, _ = resolve("CartPole-v1", algo, preset, fields=fields)

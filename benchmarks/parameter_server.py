@@ -1,0 +1,245 @@
+"""The parameter-server engine beside what it is made of.
+
+    python benchmarks/parameter_server.py --rows throughput       pushes beside bare calls of Ray
+    python benchmarks/parameter_server.py --rows efficiency       1 to 16 workers, a step takes 5 ms
+    python benchmarks/parameter_server.py --rows straggler        sync, ssp, hybrid, async; one slow
+    python benchmarks/parameter_server.py --rows solve --seeds 5  CartPole to 475 by every update
+    python benchmarks/parameter_server.py --rows a3c --seeds 5    the same by A3C
+    python benchmarks/parameter_server.py --rows kills            two minutes of SIGKILL
+
+Rates are ratios against a bare call, or one worker, of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import qfleet
+from qfleet.callbacks import Callback
+from qfleet.cli import lab_speedup
+from qfleet.cluster import Cluster, open_cluster
+from qfleet.config import Config
+from qfleet.parameter_server.client import RemoteLine, Servers
+from qfleet.parameter_server.server import Server
+from qfleet.run import Run
+from qfleet.telemetry.timers import Timers
+
+SIZES = {"CartPole's MLP": 4_610, "an MLP of 256 × 256": 67_586, "Nature's CNN": 1_687_206}
+UPDATES = ("sync", "async", "ssp", "hybrid", "easgd", "local-sgd", "admm")
+LATENCY_S = "0.005"
+KILLING_S = 120.0
+
+
+class Bare:
+    """What a call costs that moves the same bytes and does nothing else."""
+
+    def __init__(self, size: int) -> None:
+        self._answer = np.zeros(size, dtype=np.float32)
+
+    def take(self, gradient: np.ndarray) -> np.ndarray:
+        assert gradient.size == self._answer.size
+        return self._answer
+
+
+class Stepping(Bare):
+    """The same, and the optimiser's step, which is the work that a server is there for."""
+
+    def __init__(self, size: int) -> None:
+        from qfleet.updaters.optimisers import make_optimiser
+
+        super().__init__(size)
+        self._weights = torch.zeros(size)
+        self._optimiser = make_optimiser("adam", self._weights, 1e-8)
+
+    def take(self, gradient: np.ndarray) -> np.ndarray:
+        self._optimiser.step(self._weights, torch.from_numpy(gradient), 1e-3, None)
+        return self._weights.numpy().copy()
+
+
+def throughput(rounds: int, calls: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    config = Config(engine="parameter-server", update="async", workers=1)
+    with open_cluster(4) as cluster:
+        for name, size in SIZES.items():
+            each = _seconds(cluster, config, size, rounds, calls)
+            over = {kind: each["push"] / each[kind] - 1 for kind in each if kind != "push"}
+            megabytes = 2 * 4 * size / 1e6 / each["push"]
+            found[name] = {**each, "over": over, "MB_per_s": megabytes}
+            print(
+                f"{name:<20} {1 / each['push']:8,.0f} pushes/s {megabytes:8.1f} MB/s   "
+                f"{over['bare call']:+.0%} over a bare call, "
+                f"{over['bare call that steps']:+.0%} over one that steps",
+                flush=True,
+            )
+    return found
+
+
+def _seconds(
+    cluster: Cluster, config: Config, size: int, rounds: int, calls: int
+) -> dict[str, float]:
+    """Of one call of each kind, in the median of rounds in which they take turns."""
+    gradient, into = torch.randn(size), torch.zeros(size)
+    server = cluster.spawn(Server, config, into.numpy(), at_once=8)
+    servers = Servers(0, size, [RemoteLine(cluster, server, 0)], Timers())
+    servers.join(into)
+    bare, stepping = (cluster.spawn(kind, size) for kind in (Bare, Stepping))
+
+    def call(actor: Any) -> None:
+        answer = cluster.get(actor.take.remote(gradient.numpy()), "an actor")
+        into.copy_(torch.from_numpy(answer))
+
+    kinds: dict[str, Callable[[], None]] = {
+        "bare call": lambda: call(bare),
+        "bare call that steps": lambda: call(stepping),
+        "push": lambda: servers.push(gradient, 1e-3, None, 1.0, into),
+    }
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(rounds + 1):  # the first is not counted
+        for kind, act in kinds.items():
+            start_s = time.perf_counter()
+            for _ in range(calls):
+                act()
+            seconds[kind].append((time.perf_counter() - start_s) / calls)
+    for actor in (server, bare, stepping):
+        cluster.stop(actor)
+    return {kind: statistics.median(values[1:]) for kind, values in seconds.items()}
+
+
+def speedup(updates: str, workers: str, *more: str) -> None:
+    """By the lab's own verb, which draws the figure."""
+    lab_speedup.run(
+        ["--updates", updates, "--workers", workers, "--step-latency-s", LATENCY_S, *more]
+    )
+
+
+def solve(
+    algo: str, updates: tuple[str, ...], seeds: int, fields: dict[str, Any]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for update in updates:
+        steps = []
+        for seed in range(seeds):
+            with tempfile.TemporaryDirectory() as folder:
+                result = qfleet.train(
+                    "CartPole-v1",
+                    algo=algo,
+                    engine="parameter-server",
+                    update=update,
+                    seed=seed,
+                    run_dir=Path(folder) / "run",
+                    target_return=475.0,
+                    n_eval_episodes=20,
+                    tensorboard=False,
+                    checkpoint_freq=10**9,
+                    **fields,
+                ).result
+            reached = result.stopped_by == "target_return"
+            steps.append(result.env_steps if reached else None)
+            print(
+                f"{algo} {update:<10} seed {seed}: "
+                + (f"475 after {result.env_steps:,} steps" if reached else
+                   f"not reached, best {result.best_eval_return:.0f}")
+                + f", {result.wall_s:.0f} s",
+                flush=True,
+            )  # fmt: skip
+        solved = [value for value in steps if value is not None]
+        found[update] = steps
+        middle = f", median {statistics.median(solved):,.0f} steps" if solved else ""
+        print(f"{algo} {update}: {len(solved)} of {seeds}{middle}", flush=True)
+    return found
+
+
+class Killer(Callback):
+    """Kills a worker or a server every few seconds, until the time is up."""
+
+    def __init__(self, seconds: float, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._until_s = time.monotonic() + seconds
+        self._next_s = 0.0
+        self.killed: list[str] = []
+
+    def on_log(self, run: Run, scalars: dict[str, float | None]) -> bool | None:
+        del scalars
+        now_s = time.monotonic()
+        assert run.parts.fleet is not None
+        there = run.parts.fleet.pids()
+        if now_s < self._until_s and now_s >= self._next_s and there:
+            who = self._random.choice(sorted(there))
+            os.kill(there[who], signal.SIGKILL)
+            self.killed.append(who)
+            self._next_s = now_s + self._random.uniform(3.0, 9.0)
+        return None
+
+
+def kills(fields: dict[str, Any]) -> dict[str, Any]:
+    killer = Killer(KILLING_S, seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        result = qfleet.train(
+            "CartPole-v1", algo="double-dqn", engine="parameter-server", workers=3, servers=2,
+            run_dir=Path(folder) / "run", callbacks=[killer], snapshot_s=2.0, log_interval=100,
+            n_eval_episodes=20, target_return=475.0, steps=10**6, tensorboard=False,
+            checkpoint_freq=10**9, **fields,
+        ).result  # fmt: skip
+    fleet = result.fleet
+    assert fleet is not None
+    print(f"killed {len(killer.killed)}: {' '.join(killer.killed)}")
+    print(
+        f"faults told: {result.faults}; stopped by {result.stopped_by} after {result.wall_s:.0f} s"
+    )
+    print(f"best return {result.best_eval_return}")
+    for server in fleet["servers"]:
+        print(json.dumps(server))
+    return {"killed": killer.killed, "faults": result.faults, "best": result.best_eval_return}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", nargs="+", default=["throughput", "efficiency"])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--updates", nargs="+", default=list(UPDATES))
+    parser.add_argument("--algo", default="double-dqn", help="of the row solve")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=100)
+    parser.add_argument("--fields", default="{}", help="configuration fields, as JSON")
+    parser.add_argument("--out", type=Path, default=Path("runs/lab"), help="for the figures")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    options = parser.parse_args()
+    fields = json.loads(options.fields)
+    found: dict[str, Any] = {}
+    for row in options.rows:
+        if row == "throughput":
+            found[row] = throughput(options.rounds, options.calls)
+        elif row == "efficiency":
+            speedup("async", "1,2,4,8,16", "--out", str(options.out / "efficiency"))
+        elif row == "straggler":
+            speedup(
+                "sync,ssp,hybrid,async", "1,4", "--straggler", "4",
+                "--out", str(options.out / "straggler"),
+            )  # fmt: skip
+        elif row == "solve":
+            found[row] = solve(options.algo, tuple(options.updates), options.seeds, fields)
+        elif row == "a3c":
+            found[row] = solve("a3c", ("async",), options.seeds, fields)
+        elif row == "kills":
+            found[row] = kills(fields)
+        else:
+            raise SystemExit(f"row {row} is unknown")
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""``qfleet lab speedup``. In: a task and numbers of workers; out: what more workers bring."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from qfleet.cli.parsing import parse
+from qfleet.config import FIELDS, check_fields
+from qfleet.errors import ConfigError
+from qfleet.lab.speedup import (
+    HEADER,
+    UNMEASURED,
+    Point,
+    Train,
+    make_cases,
+    parse_updates,
+    parse_workers,
+    row,
+    sweep,
+    write_csv,
+)
+from qfleet.lab.speedup_plot import draw_speedup
+
+DESCRIPTION = """Train with more and more workers, and see what each of them brings.
+
+Every run makes as many env steps per worker. Rates are those of workers at work, without starting
+processes, and are held against one worker of the same kind. With a step latency, workers wait for
+their environments most of the time, so that many of them fit on few cores.
+
+Examples:
+  qfleet lab speedup CartPole-v1 --step-latency-s 0.005
+  qfleet lab speedup CartPole-v1 --update async --step-latency-s 0.005 --workers 1,2,4,8,16
+  qfleet lab speedup CartPole-v1 --updates sync,async,ssp --step-latency-s 0.005 --straggler 4
+  qfleet lab speedup CartPole-v1 --fields '{"train_freq": 32, "envs": 2}'
+"""
+
+OWN = ("engine", "seed", "step_latency_s", "straggler")
+"""Fields with an option of the same name here."""
+SWEPT = {
+    "steps": "--steps-per-worker",
+    "workers": "--workers",
+    "update": "--updates",
+    "env": "the environment",
+    "algo": "--algo",
+    **{name: "--" + name.replace("_", "-") for name in OWN},
+}
+"""Fields that must not be among ``--fields``, and what says them instead."""
+
+
+@dataclass(frozen=True)
+class SpeedupOptions:
+    """What to train, with how many workers, and where to put the result."""
+
+    env: Annotated[str, tyro.conf.Positional] = "CartPole-v1"
+    """What to train on, as for qfleet train."""
+    workers: str = "1,2,4,8"
+    """Numbers of workers, the first of them 1."""
+    updates: Annotated[str, tyro.conf.arg(aliases=("--update",))] = "async"
+    """How gradients become weights; several with commas are compared."""
+    steps_per_worker: int = 2000
+    """Env steps per worker of every run."""
+    step_latency_s: float = 0.0
+    """Every step of the environments takes so much longer."""
+    straggler: float = 1.0
+    """Above 1: run everything again with a worker 0 whose latency is so many times as long."""
+    repeats: int = 1
+    """Runs of each kind; the one with the median rate is told."""
+    engine: Literal["parameter-server", "actors"] = "parameter-server"
+    """Who runs the workers."""
+    algo: str | None = None
+    """Row of the algorithm table."""
+    preset: str | None = None
+    """Recipe to start from; without it, the one that suits the environment."""
+    fields: str = "{}"
+    """Other fields of the configuration, as JSON."""
+    seed: int = 0
+    """Seed of every run."""
+    out: Path = Path("runs/lab/speedup")
+    """Folder for speedup.png, speedup.csv and result.json."""
+    json_: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print machine-readable output only."""
+
+
+def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
+    """``train`` stands in for ``qfleet.train``."""
+    options = parse(SpeedupOptions, argv, "lab speedup", description=DESCRIPTION)
+    updates = parse_updates(options.updates, typing.get_args(FIELDS["update"]))
+    cases = make_cases(updates, parse_workers(options.workers), options.straggler)
+    if options.straggler > 1 and options.step_latency_s <= 0:
+        raise ConfigError("straggler multiplies the latency: set --step-latency-s too")
+    fields = _fields(options)
+    points: list[Point] = []
+    with tempfile.TemporaryDirectory(prefix="qfleet-speedup-") as folder:
+        trainer = _trainer(options, fields, Path(folder), train)
+        if not options.json_:
+            print(HEADER)
+        try:
+            for point in sweep(cases, options.steps_per_worker, options.repeats, trainer):
+                points.append(point)
+                if not options.json_:
+                    print(row(point), flush=True)
+        finally:
+            # Hours may be behind us: what was measured is kept, whatever stopped the rest.
+            report = _write(options, fields, points) if points else {}
+    if options.json_:
+        print(json.dumps(report, allow_nan=False))
+    else:
+        print(f"\npicture    {report['picture']}\nfigures    {report['csv']}")
+
+
+def _fields(options: SpeedupOptions) -> dict[str, Any]:
+    """Everything that is the same in all runs."""
+    try:
+        asked = json.loads(options.fields)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"fields {options.fields!r} is not JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise ConfigError(f"fields {options.fields!r} must be a JSON object")
+    for name in asked:
+        if name in SWEPT:
+            raise ConfigError(f"fields must not hold {name}; {SWEPT[name]} says it")
+    check_fields(asked)
+    own = {name: getattr(options, name) for name in OWN if name != "straggler"}
+    return {**UNMEASURED, **asked, **own}
+
+
+def _trainer(
+    options: SpeedupOptions,
+    fields: Mapping[str, Any],
+    folder: Path,
+    train: Callable[..., Any] | None,
+) -> Train:
+    if train is None:
+        # Imported when needed: options that are refused need not wait for torch.
+        from qfleet.api import train
+    assert train is not None
+    number = 0
+
+    def run_once(told: dict[str, Any]) -> Mapping[str, Any] | None:
+        nonlocal number
+        number += 1
+        trained = train(
+            options.env,
+            algo=options.algo,
+            preset=options.preset,
+            run_dir=folder / str(number),
+            **{**fields, **told, "log_interval": told["steps"]},
+        )
+        if trained.interrupted_by is not None:
+            raise KeyboardInterrupt
+        fleet: Mapping[str, Any] | None = trained.result.fleet
+        return fleet
+
+    return run_once
+
+
+def _write(
+    options: SpeedupOptions, fields: Mapping[str, Any], points: list[Point]
+) -> dict[str, Any]:
+    latency = f", {options.step_latency_s * 1e3:g} ms a step" if options.step_latency_s else ""
+    title = f"{options.env}, {options.engine}{latency}"
+    report = {
+        "env": options.env,
+        "steps_per_worker": options.steps_per_worker,
+        "repeats": options.repeats,
+        "cores": os.cpu_count(),
+        "algo": options.algo,
+        "preset": options.preset,
+        "fields": dict(fields),
+        "points": [asdict(point) for point in points],
+        "csv": str(write_csv(points, options.out / "speedup.csv")),
+        "picture": str(draw_speedup(points, title, options.out / "speedup.png")),
+    }
+    text = json.dumps(report, allow_nan=False, indent=2)
+    (options.out / "result.json").write_text(text + "\n", encoding="utf-8")
+    return report

@@ -1,0 +1,195 @@
+"""Speed-up by workers: what to run, and what the runs come to. No process is started here.
+
+In: numbers of workers, ways to update, and a function that trains; out: a ``Point`` per run. Every
+worker makes as many env steps, however many there are, and rates are compared:
+
+    speed-up = rate(m) / rate(1) = wall(1) / wall(m) for the same work
+    efficiency = speed-up / m
+
+A rate is that of workers at work, ``fleet`` in ``result.json``: starting processes, evaluating and
+writing checkpoints are not in it.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from qfleet.errors import ConfigError
+from qfleet.telemetry.formatting import finite
+from qfleet.telemetry.timers import KINDS
+
+Train: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any] | None]
+"""Fields of a configuration in, ``fleet`` of the run's result out."""
+
+UNMEASURED: dict[str, Any] = {
+    "learning_starts": 0,
+    "eval_freq": 0,
+    "n_eval_episodes": 1,
+    "checkpoint_freq": 10**9,
+    "tensorboard": False,
+}
+"""Learning from the start, as most of a long run, and as little else as possible."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run to make."""
+
+    update: str
+    straggler: float
+    """How many times as long worker 0 takes for a step; 1: there is no straggler."""
+    workers: int
+
+    @property
+    def curve(self) -> tuple[str, float]:
+        return self.update, self.straggler
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a run came to."""
+
+    update: str
+    straggler: float
+    workers: int
+    env_steps: int
+    wall_s: float
+    """Of the workers at work."""
+    env_steps_per_s: float
+    speed_up: float
+    efficiency: float
+    computing: float | None
+    communicating: float | None
+    waiting: float | None
+    staleness: float | None
+    """In the mean, in updates."""
+    processor_s: float | None
+    """Of all processes."""
+
+    @property
+    def curve(self) -> tuple[str, float]:
+        return self.update, self.straggler
+
+
+def parse_workers(text: str) -> list[int]:
+    """``1,2,4`` → numbers in order; one worker is among them, for others are held against it."""
+    try:
+        workers = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        raise ConfigError(f"workers '{text}' must be numbers with commas, as 1,2,4") from None
+    if workers[0] != 1:
+        raise ConfigError(f"workers '{text}' must begin with 1, which others are compared with")
+    return workers
+
+
+def parse_updates(text: str, known: Sequence[str]) -> list[str]:
+    """``sync,async`` → names, each once."""
+    names = list(dict.fromkeys(word.strip() for word in text.split(",")))
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"update '{name}' is unknown; take some of {','.join(known)}")
+    return names
+
+
+def make_cases(updates: Sequence[str], workers: Sequence[int], straggler: float) -> list[Case]:
+    """The runs in order: of every update first the single worker, which the rest is held against.
+
+    With a straggler every number of workers is run without it and with it. A single worker is
+    never the straggler: it has nobody to hold up.
+    """
+    if straggler < 1:
+        raise ConfigError(f"straggler {straggler:g} must be at least 1")
+    return [
+        Case(update, slowness, count)
+        for update in updates
+        for slowness in sorted({1.0, straggler})
+        for count in workers
+        if slowness == 1 or count > 1
+    ]
+
+
+def sweep(
+    cases: Sequence[Case], steps_per_worker: int, repeats: int, train: Train
+) -> Iterator[Point]:
+    """Run all cases. Of ``repeats`` runs of a case the one with the median rate stands for all."""
+    for name, value in (("steps_per_worker", steps_per_worker), ("repeats", repeats)):
+        if value < 1:
+            raise ConfigError(f"{name} {value} must be at least 1")
+    baselines: dict[str, float] = {}
+    for case in cases:
+        told = {
+            "update": case.update,
+            "straggler": case.straggler,
+            "workers": case.workers,
+            "steps": case.workers * steps_per_worker,
+        }
+        runs = sorted((_rated(train(told), case) for _ in range(repeats)), key=lambda run: run[0])
+        rate, fleet = runs[(len(runs) - 1) // 2]
+        yield _point(case, rate, baselines.setdefault(case.update, rate), fleet)
+
+
+def _rated(fleet: Mapping[str, Any] | None, case: Case) -> tuple[float, Mapping[str, Any]]:
+    if fleet is None:
+        raise ConfigError("this engine has no workers to count; use --engine parameter-server")
+    rate = finite(fleet["env_steps_per_s"])
+    if rate is None or rate <= 0:
+        raise ConfigError(
+            f"{case.workers} workers made no step ({case.update}); raise --steps-per-worker"
+        )
+    return rate, fleet
+
+
+def _point(case: Case, rate: float, baseline: float, fleet: Mapping[str, Any]) -> Point:
+    speed_up = rate / baseline
+    computing, communicating, waiting = (finite(fleet["shares"][kind]) for kind in KINDS)
+    return Point(
+        update=case.update,
+        straggler=case.straggler,
+        workers=case.workers,
+        env_steps=fleet["env_steps"],
+        wall_s=fleet["env_steps"] / rate,
+        env_steps_per_s=rate,
+        speed_up=speed_up,
+        efficiency=speed_up / case.workers,
+        computing=computing,
+        communicating=communicating,
+        waiting=waiting,
+        staleness=finite(fleet["staleness"]["mean"]),
+        processor_s=finite(fleet["processor_s"]),
+    )
+
+
+HEADER = (
+    f"{'update':<11}{'straggler':>9}{'workers':>9}{'wall s':>9}{'steps/s':>10}{'speed-up':>10}"
+    f"{'of ideal':>10}{'computing':>11}{'messages':>10}{'waiting':>9}{'staleness':>11}"
+)
+
+
+def row(point: Point) -> str:
+    """A line under ``HEADER``."""
+    straggler = f"{point.straggler:g}×" if point.straggler > 1 else "–"
+    shares = (point.computing, point.communicating, point.waiting)
+    computing, communicating, waiting = ("–" if s is None else f"{s:.0%}" for s in shares)
+    staleness = "–" if point.staleness is None else f"{point.staleness:.2f}"
+    return (
+        f"{point.update:<11}{straggler:>9}{point.workers:>9}{point.wall_s:>9.2f}"
+        f"{point.env_steps_per_s:>10,.0f}{point.speed_up:>10.2f}{point.efficiency:>10.0%}"
+        f"{computing:>11}{communicating:>10}{waiting:>9}{staleness:>11}"
+    )
+
+
+def write_csv(points: Sequence[Point], path: Path) -> Path:
+    """A line per point; an empty cell where a figure does not apply."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(Point)])
+            writer.writeheader()
+            writer.writerows(asdict(point) for point in points)
+    except OSError as error:
+        raise ConfigError(f"cannot write figures '{path}': {error.strerror}") from None
+    return path

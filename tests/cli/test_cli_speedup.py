@@ -1,0 +1,146 @@
+"""``qfleet lab speedup`` with a function in place of training, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qfleet.cli import lab, lab_speedup
+from qfleet.config import Config
+from qfleet.errors import ClusterError, ConfigError, UnknownNameError
+from qfleet.presets import resolve
+
+
+class Training:
+    """Stands in for ``qfleet.train``: 100 steps/s of each worker, a straggler's 25."""
+
+    def __init__(self, fails_at: int = 0, error: BaseException | None = None) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self._fails_at, self._error = fails_at, error
+
+    def __call__(self, env: str, **fields: Any) -> Any:
+        self.calls.append({"env": env, **fields})
+        if len(self.calls) == self._fails_at and self._error is not None:
+            raise self._error
+        run_dir = fields.pop("run_dir")
+        assert run_dir.parent.is_dir()
+        assert not run_dir.exists()
+        # The fields make a configuration that a worker engine would take.
+        config: Config = resolve(env, fields.pop("algo"), fields.pop("preset"), fields=fields)[0]
+        config.validate()
+        slow = config.straggler > 1
+        rate = 100.0 * (config.workers - slow) + 25.0 * slow
+        return SimpleNamespace(
+            interrupted_by=2 if len(self.calls) == self._fails_at else None,
+            result=SimpleNamespace(
+                fleet={
+                    "env_steps_per_s": rate,
+                    "env_steps": config.steps,
+                    "shares": dict.fromkeys(("computing", "communicating", "waiting"), 0.25),
+                    "staleness": {"mean": None},
+                    "processor_s": 1.0,
+                }
+            ),
+        )
+
+
+def test_the_report_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training()
+    words = ["CartPole-v1", "--updates", "sync,async", "--workers", "1,2", "--json"]
+    words += ["--step-latency-s", "0.01", "--straggler", "4", "--steps-per-worker", "300"]
+    words += ["--fields", '{"train_freq": 32, "learning_starts": 5}', "--out", str(tmp_path)]
+    lab_speedup.run(words, training)
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((tmp_path / "result.json").read_text())
+    assert [(p["update"], p["straggler"], p["workers"]) for p in report["points"]] == [
+        ("sync", 1, 1),
+        ("sync", 1, 2),
+        ("sync", 4, 2),
+        ("async", 1, 1),
+        ("async", 1, 2),
+        ("async", 4, 2),
+    ]
+    assert [p["speed_up"] for p in report["points"]] == [1, 2, 1.25] * 2
+    assert Path(report["picture"]).read_bytes().startswith(b"\x89PNG")
+    assert Path(report["csv"]).read_text().count("\n") == 7
+    call = training.calls[2]
+    expected = {
+        "env": "CartPole-v1",
+        "engine": "parameter-server",
+        "update": "sync",
+        "workers": 2,
+        "steps": 600,
+        "straggler": 4.0,
+        "step_latency_s": 0.01,
+        "train_freq": 32,
+        "learning_starts": 5,  # asked for, instead of 0
+        "eval_freq": 0,
+    }
+    assert {name: call[name] for name in expected} == expected
+
+
+def test_the_table_is_printed_and_the_runs_are_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training()
+    # --update is what qfleet train calls it.
+    lab_speedup.run(["--update", "sync", "--workers", "1,2", "--out", str(tmp_path)], training)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["update", "straggler", "workers"]
+    assert lines[2].split()[:6] == ["sync", "–", "2", "20.00", "200", "2.00"]
+    assert lines[-2:] == [
+        f"picture    {tmp_path / 'speedup.png'}",
+        f"figures    {tmp_path / 'speedup.csv'}",
+    ]
+    assert not training.calls[0]["run_dir"].parent.exists()
+
+
+@pytest.mark.parametrize("error", [ClusterError("no room"), KeyboardInterrupt()])
+def test_what_was_measured_is_kept_when_a_run_fails(error: BaseException, tmp_path: Path) -> None:
+    with pytest.raises(type(error)):
+        lab_speedup.run(["--workers", "1,2,4", "--out", str(tmp_path)], Training(3, error))
+    assert (tmp_path / "speedup.csv").read_text().count("\n") == 3
+    assert len(json.loads((tmp_path / "result.json").read_text())["points"]) == 2
+
+
+def test_an_interrupted_run_is_no_point(tmp_path: Path) -> None:
+    """A run that is told to stop ends well, and early."""
+    with pytest.raises(KeyboardInterrupt):
+        lab_speedup.run(["--workers", "1,2,4", "--out", str(tmp_path)], Training(2))
+    assert (tmp_path / "speedup.csv").read_text().count("\n") == 2
+
+
+def test_nothing_measured_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ClusterError):
+        lab_speedup.run(["--out", str(out)], Training(1, ClusterError("no room")))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "named"),
+    [
+        (["--workers", "2,4"], ConfigError, "workers '2,4' must begin with 1"),
+        (["--updates", "asink"], ConfigError, "update 'asink' is unknown"),
+        (["--straggler", "0.5"], ConfigError, "straggler 0.5"),
+        (["--straggler", "4"], ConfigError, "set --step-latency-s too"),
+        (["--fields", "{"], ConfigError, "is not JSON"),
+        (["--fields", "[]"], ConfigError, "must be a JSON object"),
+        (["--fields", '{"workers": 3}'], ConfigError, "hold workers; --workers says it"),
+        (["--fields", '{"steps": 3}'], ConfigError, "--steps-per-worker says it"),
+        (["--fields", '{"seed": 3}'], ConfigError, "--seed says it"),
+        (["--fields", '{"train_frek": 3}'], UnknownNameError, "did you mean train_freq"),
+        (["--steps-per-worker", "0"], ConfigError, "steps_per_worker 0"),
+        (["--repeats", "0"], ConfigError, "repeats 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    words: list[str], error: type[Exception], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=named):
+        lab.run(["speedup", *words, "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,172 @@
+"""Rows 15, 17, 21, 30 and 40 of the fault list, for workers and servers as real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_fault_signals import children_of, is_alive, wait_for
+
+import qfleet
+from qfleet.callbacks import Callback
+from qfleet.run import Run, Sitting
+from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+
+# Not importorskip: a Ray that was imported before qfleet could set it up is of no use.
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra [ray]")
+SMALL: dict[str, Any] = {
+    "engine": "parameter-server", "preset": "none", "learning_starts": 64, "train_freq": 8,
+    "batch_size": 16, "net_arch": (16,), "threads": 1, "device": "cpu", "buffer_size": 4000,
+    "target_update_interval": 100, "learning_rate": 1e-3, "eval_freq": 0, "n_eval_episodes": 1,
+    "log_interval": 50, "checkpoint_freq": 10**9, "tensorboard": False,
+}  # fmt: skip
+
+
+class Script(Callback):
+    """Acts, one after another: each is tried at every log until it says that it was done."""
+
+    def __init__(self, *acts: Callable[[Run], bool]) -> None:
+        self.acts = list(acts)
+
+    def on_log(self, run: Run, scalars: dict[str, float | None]) -> bool | None:
+        del scalars
+        if self.acts and self.acts[0](run):
+            del self.acts[0]
+        return None if self.acts else False
+
+
+def kill(who: str, number: signal.Signals = signal.SIGKILL) -> Callable[[Run], bool]:
+    def act(run: Run) -> bool:
+        assert run.parts.fleet is not None
+        pid = run.parts.fleet.pids().get(who)
+        if pid is None:
+            return False
+        os.kill(pid, number)
+        return True
+
+    return act
+
+
+def heard_again(who: str, events: int) -> Callable[[Run], bool]:
+    """So many faults of its kind were told, and it is there again."""
+
+    def act(run: Run) -> bool:
+        assert run.parts.fleet is not None
+        told = run.parts.faults.counts.get(who.split()[0], 0)
+        return told >= events and who in run.parts.fleet.pids()
+
+    return act
+
+
+def few_more_steps(steps: int) -> Callable[[Run], bool]:
+    begun: list[int] = []
+
+    def act(run: Run) -> bool:
+        begun.append(run.parts.clock.env_steps)
+        return begun[-1] >= begun[0] + steps
+
+    return act
+
+
+def test_one_worker_is_serial_and_a_run_resumes_with_two(tmp_path: Path) -> None:
+    """Across processes too; and what is resumed may have other workers and servers (row 30)."""
+    told = {**SMALL, "algo": "double-dqn", "steps": 1200}
+    serial = qfleet.train("CartPole-v1", run_dir=tmp_path / "a", **{**told, "engine": "serial"})
+    sync = {"workers": 1, "servers": 2, "update": "sync"}
+    fleet = qfleet.train("CartPole-v1", run_dir=tmp_path / "b", **told, **sync)
+    assert fleet.result.env_steps == serial.result.env_steps
+    assert fleet.result.updates == serial.result.updates
+    assert fleet.result.eval_return_mean == serial.result.eval_return_mean
+    ours, theirs = (load_checkpoint(tmp_path / name / "checkpoints") for name in "ab")
+    assert torch.equal(ours.parts["learner"]["weights"], theirs.parts["learner"]["weights"])
+    account = fleet.result.fleet
+    assert account is not None
+    # Nothing was applied twice, nothing was lost: what was pushed is in the weights.
+    assert [server["applied"] for server in account["servers"]] == [fleet.result.updates] * 2
+    assert fleet.result.communication["messages"] > 2 * fleet.result.updates
+
+    first = qfleet.train(
+        "CartPole-v1", run_dir=tmp_path / "c", **told, workers=1, sitting=Sitting(stop_after=400)
+    )
+    assert 400 <= first.result.env_steps < 1200
+    again = qfleet.resume(tmp_path / "c", workers=2, servers=2)
+    assert again.result.env_steps >= 1200
+    assert again.result.stopped_by == "steps"
+
+
+def test_workers_and_servers_that_are_killed_are_replaced(tmp_path: Path) -> None:
+    script = Script(
+        kill("worker 0"),
+        heard_again("worker 0", 1),
+        kill("server 1"),
+        heard_again("server 1", 1),
+        few_more_steps(200),
+    )
+    trained = qfleet.train(
+        "CartPole-v1", run_dir=tmp_path / "run", callbacks=[script], workers=2, servers=2,
+        steps=10**7, snapshot_s=0.5, **SMALL,
+    )  # fmt: skip
+    result = trained.result
+    assert result.stopped_by == "callback"
+    assert (result.faults["worker"], result.faults["server"]) == (1, 1)
+    assert result.fleet is not None
+    workers, servers = result.fleet["workers"], result.fleet["servers"]
+    assert [worker["restarts"] for worker in workers] == [1, 0]
+    assert [server["restores"] for server in servers] == [0, 1]
+    # A gradient that came again was not applied again: everything is accounted for.
+    for server in servers:
+        dropped = sum(server["dropped"].values())
+        assert server["applied"] <= server["received"] - dropped - server["repeated"]
+
+
+def test_a_stopped_worker_holds_sync_up_until_it_is_given_up(tmp_path: Path) -> None:
+    script = Script(
+        kill("worker 1", signal.SIGSTOP), heard_again("worker 1", 1), few_more_steps(200)
+    )
+    trained = qfleet.train(
+        "CartPole-v1", run_dir=tmp_path / "run", callbacks=[script], workers=2, update="sync",
+        steps=10**7, worker_timeout_s=10.0, **SMALL,
+    )  # fmt: skip
+    assert trained.result.stopped_by == "callback"
+    assert trained.result.faults["worker"] == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lists processes by /proc")
+def test_ctrl_c_leaves_a_checkpoint_and_nobody_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    told = {**SMALL, "steps": 10**7, "workers": 2, "update": "sync"}
+    config = {key: value for key, value in told.items() if key != "preset"}
+    settings = tmp_path / "config.json"
+    settings.write_text(json.dumps(config))
+    command = [sys.executable, "-m", "qfleet.cli.main", "train", "CartPole-v1", "--preset", "none"]
+    command += ["--config", str(settings), "--run-dir", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        metrics = folder / "metrics.jsonl"
+        wait_for("a log line", lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
+        family = descendants(process.pid)
+        assert len(family) >= 3
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    assert process.returncode == 130, output
+    assert b"Traceback" not in output
+    assert list_checkpoints(folder / "checkpoints")
+    wait_for("the end of all processes", lambda: not any(is_alive(pid) for pid in family))
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for child in children_of(pid):
+        found += [child, *descendants(child)]
+    return found

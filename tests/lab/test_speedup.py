@@ -1,0 +1,225 @@
+"""Speed-ups from made-up runs: what is run, what it is held against, and what is drawn."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from qfleet.errors import ConfigError
+from qfleet.lab.speedup import (
+    HEADER,
+    Case,
+    Point,
+    make_cases,
+    parse_updates,
+    parse_workers,
+    row,
+    sweep,
+    write_csv,
+)
+from qfleet.lab.speedup_plot import draw_speedup
+
+
+def fleet(rate: float | None, env_steps: int, staleness: float | None = 1.5) -> dict[str, Any]:
+    """What ``result.json`` says of a run's workers."""
+    return {
+        "env_steps_per_s": rate,
+        "env_steps": env_steps,
+        "shares": {"computing": 0.5, "communicating": 0.25, "waiting": 0.125, "other": 0.125},
+        "staleness": {"mean": staleness},
+        "processor_s": 7.0,
+    }
+
+
+class Trainer:
+    """Rates by update, straggler and workers; remembers what was asked for."""
+
+    def __init__(self, **rates: float) -> None:
+        self.told: list[dict[str, Any]] = []
+        self._rates = rates
+
+    def __call__(self, told: dict[str, Any]) -> dict[str, Any]:
+        self.told.append(told)
+        name = f"{told['update']}_{told['workers']}" + "_slow" * (told["straggler"] > 1)
+        return fleet(self._rates[name], told["steps"])
+
+
+def test_workers_are_numbers_in_order_and_begin_with_1() -> None:
+    assert parse_workers("4,1, 2,2") == [1, 2, 4]
+    for text in ("2,4", "0,1", "-1,1"):
+        with pytest.raises(ConfigError, match=f"workers '{text}' must begin with 1"):
+            parse_workers(text)
+    for text in ("", "1,two", "1,,2"):
+        with pytest.raises(ConfigError, match="must be numbers with commas"):
+            parse_workers(text)
+
+
+def test_updates_are_known_names() -> None:
+    assert parse_updates("sync, async,sync", ["async", "sync"]) == ["sync", "async"]
+    with pytest.raises(ConfigError, match="update 'asink' is unknown; take some of sync,async"):
+        parse_updates("sync,asink", ["sync", "async"])
+
+
+def test_a_straggler_is_run_besides_and_never_alone() -> None:
+    assert make_cases(["sync"], [1, 2], 1.0) == [Case("sync", 1.0, 1), Case("sync", 1.0, 2)]
+    assert make_cases(["sync", "async"], [1, 2, 4], 4.0) == [
+        Case("sync", 1.0, 1),
+        Case("sync", 1.0, 2),
+        Case("sync", 1.0, 4),
+        Case("sync", 4.0, 2),
+        Case("sync", 4.0, 4),
+        Case("async", 1.0, 1),
+        Case("async", 1.0, 2),
+        Case("async", 1.0, 4),
+        Case("async", 4.0, 2),
+        Case("async", 4.0, 4),
+    ]
+    with pytest.raises(ConfigError, match=r"straggler 0\.5 must be at least 1"):
+        make_cases(["sync"], [1], 0.5)
+
+
+def test_rates_are_held_against_one_worker_of_the_same_update() -> None:
+    train = Trainer(
+        sync_1=100, sync_4=300, sync_4_slow=80, async_1=50, async_4=200, async_4_slow=150
+    )
+    cases = make_cases(["sync", "async"], [1, 4], 4.0)
+    points = list(sweep(cases, 1000, 1, train))
+    assert [(p.update, p.straggler, p.workers) for p in points] == [
+        ("sync", 1, 1),
+        ("sync", 1, 4),
+        ("sync", 4, 4),
+        ("async", 1, 1),
+        ("async", 1, 4),
+        ("async", 4, 4),
+    ]
+    assert [p.speed_up for p in points] == [1, 3, 0.8, 1, 4, 3]
+    assert [p.efficiency for p in points] == [1, 0.75, 0.2, 1, 1, 0.75]
+    assert [p.env_steps for p in points] == [1000, 4000, 4000, 1000, 4000, 4000]
+    assert points[1].wall_s == pytest.approx(4000 / 300)
+    assert (points[1].computing, points[1].communicating, points[1].waiting) == (0.5, 0.25, 0.125)
+    assert (points[1].staleness, points[1].processor_s) == (1.5, 7.0)
+    assert train.told[2] == {"update": "sync", "straggler": 4.0, "workers": 4, "steps": 4000}
+
+
+def test_the_median_run_stands_for_all() -> None:
+    rates = iter([30.0, 10.0, 20.0, 90.0, 40.0, 60.0, 50.0])
+    cases = make_cases(["sync"], [1, 2], 1.0)
+    one, two = sweep(cases, 10, 3, lambda told: fleet(next(rates), told["steps"]))
+    assert (one.env_steps_per_s, two.env_steps_per_s) == (20.0, 60.0)
+    rates = iter([1.0, 4.0, 3.0, 2.0])
+    (even,) = sweep(cases[:1], 10, 4, lambda told: fleet(next(rates), told["steps"]))
+    assert even.env_steps_per_s == 2.0
+
+
+def test_points_come_as_they_are_measured() -> None:
+    train = Trainer(sync_1=1, sync_2=2)
+    points = sweep(make_cases(["sync"], [1, 2], 1.0), 10, 1, train)
+    next(points)
+    assert len(train.told) == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (None, "no workers to count"),
+        (fleet(None, 0), "2 workers made no step"),
+        (fleet(0.0, 0), "made no step"),
+    ],
+)
+def test_a_run_without_a_rate_is_refused(found: dict[str, Any] | None, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        next(sweep([Case("sync", 1.0, 2)], 10, 1, lambda _: found))
+
+
+def test_bad_numbers_are_refused() -> None:
+    for steps, repeats, words in ((0, 1, "steps_per_worker 0"), (1, 0, "repeats 0")):
+        with pytest.raises(ConfigError, match=words):
+            next(sweep([Case("sync", 1.0, 1)], steps, repeats, Trainer(sync_1=1)))
+
+
+# --- table, CSV, picture ------------------------------------------------------------------------
+
+
+def points() -> list[Point]:
+    train = Trainer(
+        sync_1=100, sync_4=300, sync_4_slow=80, async_1=50, async_4=200, async_4_slow=150
+    )
+    return list(sweep(make_cases(["sync", "async"], [1, 4], 4.0), 1000, 1, train))
+
+
+def test_the_rows_of_the_table() -> None:
+    found = points()
+    assert [len(row(point)) for point in found] == [len(HEADER)] * 6
+    assert row(found[1]).split() == [
+        *("sync", "–", "4", "13.33", "300", "3.00", "75%", "50%", "25%", "12%", "1.50")
+    ]
+    assert row(found[2]).split()[1] == "4×"
+    (unknown,) = sweep([Case("sync", 1.0, 1)], 10, 1, lambda _: fleet(5.0, 10, staleness=None))
+    assert row(unknown).split()[-1] == "–"
+
+
+def test_the_file_holds_every_figure(tmp_path: Path) -> None:
+    path = write_csv(points(), tmp_path / "new" / "speedup.csv")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6
+    assert rows[2]["update"] == "sync"
+    assert float(rows[2]["straggler"]) == 4.0
+    assert float(rows[2]["speed_up"]) == 0.8
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write figures"):
+        write_csv(points(), tmp_path / "file" / "speedup.csv")
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Axes]:
+    """The axes of every figure saved."""
+    axes: list[Axes] = []
+    save = Figure.savefig
+
+    def spy(figure: Figure, path: Path) -> None:
+        axes.extend(figure.axes)
+        save(figure, path)
+
+    monkeypatch.setattr(Figure, "savefig", spy)
+    return axes
+
+
+def test_all_curves_are_in_one_figure_beside_the_ideal(tmp_path: Path, drawn: list[Axes]) -> None:
+    out = draw_speedup(points(), "a title", tmp_path / "new" / "speedup.png")
+    assert out.read_bytes().startswith(b"\x89PNG")
+    speed_up, efficiency = drawn
+    lines = {
+        str(line.get_label()): (line.get_xdata().tolist(), line.get_ydata().tolist())
+        for line in speed_up.lines
+    }
+    assert lines == {
+        "ideal": ([1, 4], [1, 4]),
+        "sync": ([1, 4], [1.0, 3.0]),
+        "sync, straggler 4×": ([4], [0.8]),
+        "async": ([1, 4], [1.0, 4.0]),
+        "async, straggler 4×": ([4], [3.0]),
+    }
+    ideal, *curves = efficiency.lines
+    assert ideal.get_ydata().tolist() == [100.0, 100.0]
+    assert [line.get_ydata().tolist() for line in curves] == [[100, 75], [20], [100, 100], [75]]
+    assert [line.get_linestyle() for line in curves] == ["-", "--", "-", "--"]
+    colours = [line.get_color() for line in curves]
+    assert colours[0] == colours[1] != colours[2] == colours[3]
+    legend = [text.get_text() for text in efficiency.get_legend().get_texts()]
+    assert legend == list(lines)
+    assert [tick.get_text() for tick in speed_up.get_xticklabels()] == ["1", "4"]
+    assert speed_up.get_title(loc="left") == "a title"
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must end in"):
+        draw_speedup(points(), "", tmp_path / "speedup.doc")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write picture"):
+        draw_speedup(points(), "", tmp_path / "file" / "speedup.png")

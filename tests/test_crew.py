@@ -1,0 +1,103 @@
+"""A crew by hand: calls that report, die, or stay silent. No cluster, no time but what is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qfleet.crew import PING_S, Came, Crew
+from qfleet.errors import MemberLost
+
+
+class FakeCluster:
+    """References are names; what became of them is written down beforehand."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def ready(self, pending: list[str], wait_s: float) -> list[str]:
+        del wait_s
+        return [name for name in pending if name in self.values]
+
+    def get(self, reference: str, who: str) -> Any:
+        value = self.values[reference]
+        if value is MemberLost:
+            raise MemberLost(f"{who} died")
+        return value
+
+
+class Hands:
+    def __init__(self) -> None:
+        self.cluster, self.now_s, self.asked = FakeCluster(), 0.0, 0
+        cluster: Any = self.cluster
+        self.crew = Crew(cluster, "worker", timeout_s=10.0, clock=lambda: self.now_s)
+
+    def call(self, number: int) -> None:
+        def ask() -> str:
+            self.asked += 1
+            return f"ping {self.asked}"
+
+        self.crew.called(number, f"call {number}", ask)
+
+
+def test_reports_and_deaths_come_by_number() -> None:
+    hands = Hands()
+    for number in range(3):
+        hands.call(number)
+    hands.cluster.values |= {"call 0": "report", "call 2": MemberLost}
+    assert hands.crew.come(0.0) == [Came(0, "report"), Came(2, None, "worker 2 died")]
+    assert hands.crew.busy == {1}
+    assert hands.crew.come(0.0) == []
+
+
+def test_one_call_at_a_time() -> None:
+    hands = Hands()
+    hands.call(0)
+    with pytest.raises(AssertionError, match="works already"):
+        hands.call(0)
+
+
+def test_who_waits_for_others_and_says_so_is_not_given_up() -> None:
+    hands = Hands()
+    hands.call(0)
+    for _ in range(5):
+        hands.now_s += 10.5
+        assert hands.crew.come(0.0) == []
+        hands.cluster.values[f"ping {hands.asked}"] = True
+        assert hands.crew.come(0.0) == []
+    assert hands.asked == 5
+    hands.cluster.values["call 0"] = "at last"
+    assert hands.crew.come(0.0) == [Came(0, "at last")]
+
+
+def test_who_does_not_say_that_it_is_there_is_given_up() -> None:
+    hands = Hands()
+    hands.call(0)
+    hands.now_s = 10.0
+    assert hands.crew.come(0.0) == []
+    assert hands.asked == 0
+    hands.now_s = 10.1
+    assert hands.crew.come(0.0) == []
+    assert hands.asked == 1
+    hands.now_s = 10.1 + PING_S
+    assert hands.crew.come(0.0) == []
+    hands.now_s += 0.1
+    assert hands.crew.come(0.0) == [Came(0, None, "worker 0 was not heard of for 10 s")]
+    assert hands.crew.busy == frozenset()
+
+
+def test_the_end_is_waited_for_so_long_and_no_longer() -> None:
+    hands = Hands()
+    hands.call(0)
+    hands.call(1)
+    hands.cluster.values["call 1"] = "report"
+    real = hands.crew.come
+
+    def come(wait_s: float) -> list[Came]:
+        hands.now_s += wait_s or 1.0
+        return real(wait_s)
+
+    hands.crew.come = come  # type: ignore[method-assign]
+    assert hands.crew.end(3.0) == [Came(1, "report")]
+    assert hands.crew.busy == frozenset()
