@@ -246,7 +246,7 @@ def test_a_preset_is_valid_and_names_its_source(name: str) -> None:
     config = PRESETS[name]()
     assert config.validate() is config
     source = (PRESETS[name].__doc__ or "").lower()
-    papers = ("1710.02298", "1903.03176", "2407.04811")
+    papers = ("1710.02298", "1803.00933", "1903.03176", "2407.04811")
     known = ("rl-baselines3-zoo", "cleanrl", "nature", "qfleet", *papers)
     assert any(word in source for word in known)
     _, switches = algorithm_switches(config.algo)
