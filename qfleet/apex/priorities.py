@@ -6,6 +6,8 @@ that n-step returns and stacks are the very ones that the memory will make of th
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -25,7 +27,9 @@ class FirstPriorities:
         self, config: Config, spec: EnvSpec, network: QNetwork, objective: Objective, rows: int
     ) -> None:
         """``rows`` is the longest block that will come."""
-        self._network, self._objective = network, objective
+        # Where one network chooses and values, double makes no difference but for a third pass.
+        self._network = network
+        self._objective = dataclasses.replace(objective, double=False)
         device = torch.device("cpu")
         kept = rows + config.n_steps + spec.frame_stack
         self._ring = Ring(
