@@ -60,6 +60,8 @@ def make_result(
 
 
 def _fleet(parts: Parts) -> dict[str, Any] | None:
+    if parts.account is not None:
+        return parts.account.as_dict()
     account = None if parts.fleet is None else parts.fleet.account()
     if parts.fleet is None or account is None:
         return None
@@ -67,7 +69,9 @@ def _fleet(parts: Parts) -> dict[str, Any] | None:
 
 
 def _communication(parts: Parts) -> dict[str, int | None]:
-    """What crossed to the accelerator and back, or between workers and servers."""
+    """What crossed to the accelerator and back, or between processes."""
+    if parts.account is not None:
+        return parts.account.communication()
     account = None if parts.fleet is None else parts.fleet.account()
     if account is not None:
         workers = account.workers

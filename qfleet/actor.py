@@ -68,8 +68,12 @@ class Actor:
         max_rows: int,
         seed: int,
         blocks: int = 1,
+        ladder: NDArray[np.float32] | None = None,
     ) -> None:
-        """``blocks`` are filled in turn: so many collects later, a block is overwritten."""
+        """``blocks`` are filled in turn: so many collects later, a block is overwritten.
+
+        ``ladder``: a constant ε of each env, where they are some of many; None: the config's.
+        """
         self._groups, self._inference, self._config = groups, inference, config
         self._acting, self._stepping = timers.span("act"), timers.span("env")
         self._random = np.random.default_rng(seed)
@@ -82,11 +86,9 @@ class Actor:
         self._sent_with = 0
         """Version of the weights that chose what is in flight."""
         self._stacked = self.spec.frame_stack > 1
-        self._ladder = (
-            epsilon_ladder(n, config.exploration_final_eps).numpy()
-            if config.exploration_ladder
-            else None
-        )
+        if ladder is None and config.exploration_ladder:
+            ladder = epsilon_ladder(n, config.exploration_final_eps).numpy()
+        self._ladder = ladder
         frames = inference.host_frames((blocks, max_rows, n, *self.spec.frame_shape))
         self._blocks = [Rows(max_rows, n, frames[i]) for i in range(blocks)]
         self._newest = 0

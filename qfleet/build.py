@@ -33,6 +33,9 @@ from qfleet.accelerator.tuning import (
 from qfleet.acting import HostInference
 from qfleet.actor import Actor
 from qfleet.algorithms.objective import Objective
+from qfleet.apex.account import Account
+from qfleet.apex.broadcast import Broadcast
+from qfleet.apex.fleet import ActorFleet
 from qfleet.collectors import Ahead, Inline
 from qfleet.config import Config
 from qfleet.core import Batch, Block, Clock, EnvSpec, Memory, Updater, VectorEnv
@@ -111,8 +114,8 @@ class Parts:
     """One per thread; the first is the learner's."""
     faults: FaultLog
     seeds: Seeds
-    collector: Inline | Ahead | TensorActor | Fleet = dataclasses.field(init=False)
-    channel: SameWeights | Mailbox | DeviceMailbox = dataclasses.field(init=False)
+    collector: Inline | Ahead | TensorActor | Fleet | ActorFleet = dataclasses.field(init=False)
+    channel: SameWeights | Mailbox | DeviceMailbox | Broadcast = dataclasses.field(init=False)
     traffic: Traffic | None = None
     """What crossed to the device, where actions are chosen there."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -131,6 +134,8 @@ class Parts:
     """Numbers of the agents that train here, one a row; agent 0 where there is no population."""
     evaluator: TensorEvaluator | None = None
     """Plays evaluations on the device, where the environments are tensors."""
+    account: Account | None = None
+    """Of what actors and replay shards in processes did and cost."""
     fleet: Fleet | None = None
     """Workers and servers, where they do the work; it is the collector too."""
 
@@ -174,6 +179,10 @@ def build(
     ``members``: which agents of a population; None: all. ``remote`` makes the updater of a worker,
     whose weights are on servers; None: the one that the configuration asks for.
     """
+    if config.engine == "actors":
+        from qfleet.apex.building import build_actors  # it needs what is defined here
+
+        return build_actors(config, faults, restarted_at, trace)
     if config.engine == "parameter-server":
         # Here, because workers build their parts by this very function.
         from qfleet.parameter_server.parts import build_supervisor

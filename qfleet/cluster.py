@@ -33,6 +33,8 @@ STORE_BYTES = 256 * 2**20
 TIMEOUT_S = 120.0
 GRACE_S = 5.0
 """How long processes that were told to end may take before they are killed."""
+RUN_AGAIN = "; run it again"
+"""How a loss ends that nobody makes good; who replaces what was lost leaves it out."""
 PROBE_S = 5.0
 """How long a cluster's port may take to answer at all."""
 _LONGEST_TMP = 40
@@ -89,7 +91,14 @@ class Cluster:
 
     def put(self, value: Any) -> Any:
         """Store a value once, for any number of workers to read."""
-        return self.ray.put(value)
+        try:
+            return self.ray.put(value)
+        except self.ray.exceptions.RayError as error:
+            raise ClusterError(f"the object store is full: {_first_line(error)}") from error
+
+    def store_bytes(self) -> int:
+        """What the object stores of all its machines hold together."""
+        return int(self.ray.cluster_resources().get("object_store_memory", 0))
 
     def first(self, pending: list[Any], who: str) -> Any:
         """The first of these references whose value, or failure, is there."""
@@ -114,7 +123,7 @@ class Cluster:
         except failures.GetTimeoutError:
             self._complain_of_silence(who)
         except failures.RayActorError as error:
-            raise MemberLost(f"{who} died ({_first_line(error)}); run it again") from None
+            raise MemberLost(f"{who} died ({_first_line(error)}){RUN_AGAIN}") from None
         except failures.RayTaskError as error:
             cause = f"{type(error.cause).__name__}: {_first_line(error.cause)}"
             raise ClusterError(f"{who} failed: {cause}") from error

@@ -42,6 +42,8 @@ LEAST_TURNS = 64
 """Steps of every env that a run, and its memory, should at least have room for."""
 DEVICE_ROWS = 32
 """Of a block on the device engine: its weights are one block old at most."""
+ACTORS_ENVS, ACTORS_BLOCK = 8, 64
+"""Of each actor in a process: its envs, and the env steps of a block that it sends."""
 TRIAL_S = 2.0
 """How long an engine is tried."""
 # fmt: off
@@ -125,6 +127,10 @@ def _with_shape(config: Config) -> Config:
     """Fill in envs, groups and rows where they were left open."""
     if config.engine == "device":
         return _with_device_shape(config)
+    if config.engine == "actors":
+        envs = config.envs or ACTORS_ENVS
+        rows = config.block_rows or -(-ACTORS_BLOCK // envs)
+        return config.replace(envs=envs, env_groups=1, block_rows=rows).validate()
     on_pipeline = config.engine == "pipeline"
     background = steps_in_background(config)
     accelerated = on_pipeline and _learner_device(config).type != "cpu"

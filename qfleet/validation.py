@@ -46,6 +46,15 @@ _WITHOUT_REPLAY = (
     ("replay_slack", 0, "a rollout that is not learnt from at once is lost; use 0"),
 )
 """Field, its only value, why and what to do."""
+_WITH_ACTORS = (
+    ("replay", (True,), "actors fill a replay memory; choose an algorithm with replay"),
+    ("env_groups", (0, 1), "an actor steps all its envs together; use 1"),
+    ("lockstep", (False,), "actors do not wait for each other; leave it out"),
+    ("inference_device", ("auto",), "actors choose on their CPUs; leave it out"),
+    ("replay_device", ("auto", "cpu"), "shards are in processes of their own; leave it out"),
+    ("replay_dir", ("",), "shards keep replay in RAM; leave it out"),
+)
+"""Field, the values it may have, why and what to do."""
 _WITH_A_POLICY = (
     ("replay", False, "it learns from what its own policy just did; use --no-replay"),
     ("dueling", False, "it has a value of its own beside the policy; switch it off"),
@@ -151,6 +160,8 @@ def check_rules(config: Config) -> None:
     )
     if config.engine == "parameter-server":
         _check_workers(config)
+    if config.engine == "actors":
+        _check_actors(config)
     if config.population != 1:
         _check_population(config)
     _require(
@@ -270,6 +281,19 @@ def _check_population(config: Config) -> None:
         0 < config.pbt_share <= 0.5, "pbt_share", config.pbt_share, "must lie above 0, at most 0.5"
     )
     _require(config.pbt_factor > 1, "pbt_factor", config.pbt_factor, "must be above 1")
+
+
+def _check_actors(config: Config) -> None:
+    """What cannot work with actors and replay shards in processes of their own."""
+    for name, allowed, why in _WITH_ACTORS:
+        value = getattr(config, name)
+        _require(value in allowed, name, value, f"does not go with --engine actors: {why}")
+    _require(
+        config.servers <= config.workers,
+        "servers",
+        config.servers,
+        f"shards are more than there are actors to fill them (workers {config.workers})",
+    )
 
 
 def _check_rollouts(config: Config) -> None:

@@ -151,6 +151,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"straggler": 0.5, "step_latency_s": 0.1}, "straggler 0.5 must be at least 1"),
     ({"straggler": 4.0}, "straggler 4.0 multiplies step_latency_s, which is 0"),
+    (
+        {"engine": "actors", "replay_dir": "somewhere"},
+        "replay_dir 'somewhere' does not go with --engine actors: shards keep replay in RAM",
+    ),
+    ({"engine": "actors", "env_groups": 2, "envs": 4}, "env_groups 2 does not go with --engine"),
+    ({"engine": "actors", "lockstep": True}, "lockstep True does not go with --engine actors"),
+    ({"engine": "actors", "inference_device": "cpu"}, "inference_device 'cpu' does not go with"),
+    ({"engine": "actors", "replay_device": "cuda"}, "replay_device 'cuda' does not go with"),
+    (
+        {"engine": "actors", "workers": 2, "servers": 3},
+        "servers 3 shards are more than there are actors to fill them (workers 2)",
+    ),
     ({"env_kwargs": "{"}, "env_kwargs '{' is not JSON"),
     ({"env_kwargs": "[1]"}, "env_kwargs '[1]' must be a JSON object"),
 ]
@@ -246,7 +258,7 @@ def test_a_preset_is_valid_and_names_its_source(name: str) -> None:
     config = PRESETS[name]()
     assert config.validate() is config
     source = (PRESETS[name].__doc__ or "").lower()
-    papers = ("1710.02298", "1903.03176", "2407.04811")
+    papers = ("1710.02298", "1803.00933", "1903.03176", "2407.04811")
     known = ("rl-baselines3-zoo", "cleanrl", "nature", "qfleet", *papers)
     assert any(word in source for word in known)
     _, switches = algorithm_switches(config.algo)
@@ -264,6 +276,15 @@ def test_every_row_of_the_table_is_a_valid_config(algo: str, env: str) -> None:
     assert config.validate().algo == algo
     for field, value in ALGORITHMS[algo].items():
         assert getattr(config, field) == value
+
+
+def test_the_actors_engine_has_presets_of_its_own() -> None:
+    assert resolve("CartPole-v1", engine="actors")[1] == "cartpole-apex"
+    config, preset = resolve("ALE/Pong-v5", fields={"engine": "actors", "workers": 3})
+    assert (preset, config.engine, config.workers) == ("atari-apex", "actors", 3)
+    assert resolve("CartPole-v1", engine="serial")[1] == "cartpole"
+    assert resolve("Acrobot-v1", engine="actors")[1] == "acrobot"
+    assert resolve("CartPole-v1", preset="cartpole", engine="actors")[1] == "cartpole"
 
 
 def test_a_preset_that_is_a_row_of_its_own_gives_way_to_other_rows() -> None:
@@ -308,6 +329,8 @@ def test_the_preset_that_suits_an_env_is_used(
     assert preset_for(env, algo) == preset
     config, used = resolve(env, algo)
     assert used == preset
+    if algo is not None:  # a row that was asked for counts more than an engine
+        assert preset_for(env, algo, "actors") == preset
     assert config.env == env
     start = PRESETS[preset]() if preset else Config()
     assert config.steps == start.steps

@@ -70,9 +70,11 @@ class Start(NamedTuple):
 def read_start(argv: list[str]) -> Start:
     """Find environment, algorithm, preset and file in ``argv``: they decide all the defaults."""
     argv = _with_env_named(argv)
-    said = _peek(argv, ("--env", "--algo", "--preset", "--config"))
+    said = _peek(argv, ("--env", "--algo", "--preset", "--config", "--engine"))
     file_fields = read_fields(Path(said["--config"])) if said["--config"] else None
-    base, preset = resolve(said["--env"], said["--algo"], said["--preset"], file_fields)
+    base, preset = resolve(
+        said["--env"], said["--algo"], said["--preset"], file_fields, engine=said["--engine"]
+    )
     names_task = bool(said["--env"] or file_fields is not None or preset)
     return Start(argv, base, preset, names_task)
 

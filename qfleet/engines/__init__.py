@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qfleet.engines.actors import run_actors
 from qfleet.engines.device import run_device
 from qfleet.engines.parameter_server import run_parameter_server
 from qfleet.engines.pipeline import run_pipeline
@@ -11,5 +12,6 @@ ENGINES = {
     "serial": run_serial,
     "pipeline": run_pipeline,
     "device": run_device,
+    "actors": run_actors,
     "parameter-server": run_parameter_server,
 }

@@ -73,7 +73,7 @@ class CompressedFrames:
     """A ``columns.FrameColumn`` of compressed frames."""
 
     def __init__(self, spec: EnvSpec, rows: int, num_envs: int) -> None:
-        self._compress, self._decompress = _load_codec()
+        self._compress, self._decompress = load_codec()
         self._num_envs, self._frame_shape = num_envs, spec.frame_shape
         self._frame_bytes = math.prod(spec.frame_shape)
         # An array, not a list: the garbage collector would walk a list of millions.
@@ -136,7 +136,8 @@ class _Pieces(Sequence[Tensor]):
         return self._read_rows(*self._cuts[index])
 
 
-def _load_codec() -> tuple[Callable[[object], bytes], Callable[[bytes], bytes]]:
+def load_codec() -> tuple[Callable[[object], bytes], Callable[[bytes], bytes]]:
+    """Compressing and decompressing with lz4, each frame or block with its own size in front."""
     # Imported when asked for: nobody else needs the package.
     try:
         block = importlib.import_module("lz4.block")

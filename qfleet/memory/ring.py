@@ -199,6 +199,21 @@ class Ring:
         index = row * self.num_envs + env
         return self._gather(index, torch.ones_like(index, dtype=torch.float32))
 
+    def starts(self) -> int:
+        """How many transitions can be sampled; a scan of the flags."""
+        segments = ring_segments(*self._window(), self.rows)
+        return sum(int((self._flag_rows[a:b] & SKIP == 0).sum()) for a, b in segments)
+
+    def newest_starts(self, rows: int) -> Tensor:
+        """Flat indices of the newest ``rows`` rows that can be sampled, ``[rows, N]``, or of fewer.
+
+        Starts that are SKIP are among them.
+        """
+        first, stop = self._window()
+        row = torch.arange(max(first, stop - rows), stop, device=self.device) % self.rows
+        env = torch.arange(self.num_envs, device=self.device)
+        return row.unsqueeze(1) * self.num_envs + env
+
     def update_priorities(self, index: Tensor, priority: Tensor) -> None:
         self._sampler.update(index, priority)
 
@@ -304,6 +319,10 @@ class Ring:
         if start <= newest % self.rows < stop:
             return newest
         return newest - (newest - (stop - 1)) % self.rows
+
+    def write_frames(self, row: int, frames: Tensor) -> None:
+        """Put a stored piece of frames back, for whoever cannot bring all of them at once."""
+        self._frames.write(row, frames)
 
     def load_state_dict(self, state: StateDict) -> None:
         theirs, ours = state["shape"], self._shape()

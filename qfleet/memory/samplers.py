@@ -246,6 +246,11 @@ class PrioritizedSampler:
         # (M·P)^-β over its maximum (M·P_min)^-β: M and the total mass cancel.
         return index, (self.block_minima.amin() / leaf).pow(beta)
 
+    def mass(self) -> tuple[float, float]:
+        """Sum of all leaves, and the smallest positive one (infinity where there is none)."""
+        self._settle()
+        return float(self.block_sums.sum()), float(self.block_minima.amin())
+
     def _stratified_mass(self, count: int) -> Tensor:
         device = self.leaves.device
         if self._unasked:

@@ -18,6 +18,7 @@ from qfleet.presets import recipes
 PRESETS: dict[str, Callable[[], Config]] = {
     "cartpole": recipes.cartpole,
     "cartpole-pqn": recipes.cartpole_pqn,
+    "cartpole-apex": recipes.cartpole_apex,
     "cartpole-n-step-q": recipes.cartpole_n_step_q,
     "cartpole-a3c": recipes.cartpole_a3c,
     "cartpole-sb3-zoo": recipes.cartpole_sb3_zoo,
@@ -33,6 +34,7 @@ PRESETS: dict[str, Callable[[], Config]] = {
     "atari-c51": recipes.atari_c51,
     "atari-rainbow": recipes.atari_rainbow,
     "atari-pqn": recipes.atari_pqn,
+    "atari-apex": recipes.atari_apex,
 }
 
 _SUITS = [
@@ -53,11 +55,19 @@ _SUITS_ROW = {
 }
 """Rows that need other settings than the rest: the usual preset and the row → theirs."""
 
+_SUITS_ENGINE = {
+    ("cartpole", "actors"): "cartpole-apex",
+    ("atari-dqn", "actors"): "atari-apex",
+}
+"""The same for engines, where no row was asked for."""
 
-def preset_for(env: str, algo: str | None) -> str | None:
+
+def preset_for(env: str, algo: str | None, engine: str | None = None) -> str | None:
     """The preset that suits an environment, if one does."""
     for pattern, name in _SUITS:
         if re.fullmatch(pattern, env):
+            if algo is None and engine is not None:
+                return _SUITS_ENGINE.get((name, engine), name)
             row = (algo or "").lower()
             return _SUITS_ROW.get((name, ALIASES.get(row, row)), name)
     return None
@@ -69,14 +79,18 @@ def resolve(
     preset: str | None = None,
     file_fields: Mapping[str, Any] | None = None,
     fields: Mapping[str, Any] | None = None,
+    engine: str | None = None,
 ) -> tuple[Config, str | None]:
-    """The configuration, not yet validated, and the name of the preset that was used."""
+    """The configuration, not yet validated, and the name of the preset that was used.
+
+    ``engine`` is one that was asked for elsewhere than in ``fields``.
+    """
     file_fields, fields = dict(file_fields or {}), dict(fields or {})
     check_fields({**file_fields, **fields})
     env = env or file_fields.get("env")
     asked = algo or file_fields.get("algo")
     if preset is None and env is not None and not file_fields:
-        preset = preset_for(env, asked)
+        preset = preset_for(env, asked, fields.get("engine", engine))
     if preset in (None, "none"):
         config = Config()
     elif preset in PRESETS:

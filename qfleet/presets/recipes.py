@@ -55,6 +55,11 @@ def cartpole_pqn() -> Config:
     )
 
 
+def cartpole_apex() -> Config:
+    """qfleet's own: `cartpole` for two actors, without what did not help there (docs/actors.md)."""
+    return cartpole().replace(engine="actors", workers=2)
+
+
 def cartpole_n_step_q() -> Config:
     """qfleet's own: a short search, told in docs/algorithms/n-step-q.md."""
     row = ALGORITHMS["n-step-q"]
@@ -289,6 +294,33 @@ def atari_pqn() -> Config:
         eval_freq=500_000,
         checkpoint_freq=1_000_000,
         log_interval=10_000,
+    )
+
+
+def atari_apex() -> Config:
+    """Horgan et al. 2018 (1803.00933), with fewer actors; one update per 640 env steps as theirs.
+
+    Their learner made 19 batches a second from the 12,500 transitions a second of 360 actors.
+    """
+    return atari_dqn().replace(
+        engine="actors",
+        double=True,
+        dueling=True,
+        prioritized_replay=True,
+        n_steps=3,
+        exploration_ladder=True,
+        exploration_final_eps=0.4,
+        learning_rate=6.25e-5,
+        optimizer="rmsprop",
+        optimizer_eps=1.5e-7,
+        max_grad_norm=40.0,
+        batch_size=512,
+        buffer_size=2_000_000,
+        learning_starts=50_000,
+        train_freq=640,
+        target_update_interval=1_600_000,  # 2,500 updates
+        replay_compression="lz4",
+        envs=8,
     )
 
 

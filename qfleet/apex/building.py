@@ -1,0 +1,202 @@
+"""Config → the parts of a run with many actors, and the cluster that they live on."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+
+import torch
+
+from qfleet.apex.account import Account
+from qfleet.apex.broadcast import Broadcast
+from qfleet.apex.fleet import ActorFleet
+from qfleet.apex.remote_actor import RemoteActor, actor_seed
+from qfleet.apex.replay import LETTERS_PER_ACTOR, PREFETCHED, ShardedReplay
+from qfleet.apex.shard import ReplayShard
+from qfleet.apex.shares import ring_capacity
+from qfleet.build import (
+    Parts,
+    Seeds,
+    make_network,
+    make_objective,
+    make_updater,
+    set_threads,
+)
+from qfleet.cluster import STORE_BYTES, Cluster, open_cluster
+from qfleet.config import Config
+from qfleet.core import Clock, EnvSpec
+from qfleet.envs import make_envs
+from qfleet.envs.seeding import env_seeds
+from qfleet.errors import ClusterError, ConfigError
+from qfleet.learner import Learner
+from qfleet.loop import RateLimiter, rows_per_block
+from qfleet.memory import check_fits
+from qfleet.placement import Placement
+from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.timers import Timers
+from qfleet.telemetry.trace import Trace
+
+VERSIONS = 4
+"""Versions of the weights that the object store holds: the newest, and those still being read."""
+BURST_BYTES = 64 * 2**20
+"""Samples drawn at once take no more than this, but for a single batch that does."""
+
+
+def build_actors(
+    config: Config, faults: FaultLog, restarted_at: int = 0, trace: Trace | None = None
+) -> Parts:
+    """All parts of a run; ``restarted_at`` (env steps) gives restarted envs new episodes."""
+    seeds = Seeds.of(config.seed)
+    # What is wrong with the environment is said here, before there is a cluster.
+    probe = make_envs(config, 1, seeds.envs, training=False, on_fault=faults)
+    spec = probe.spec
+    probe.close()
+    place = Placement.of(config, spec, in_background=False)
+    _check_rings(config, spec)
+    _set_threads(config, spec)
+    clock = Clock(frame_skip=spec.frame_skip)
+    account = Account(config.workers, config.servers)
+    timers = Timers(trace.lane("learner") if trace else None)
+    needed = store_bytes(config, spec, _weight_bytes(config, spec))
+    opened = contextlib.ExitStack()
+    with contextlib.ExitStack() as made:
+        made.callback(opened.close)
+        cluster = opened.enter_context(_open(config, needed))
+        _check_store(cluster, needed)
+        memory = ShardedReplay(
+            cluster,
+            config,
+            spec,
+            faults,
+            account,
+            seeds.memory,
+            spawn=lambda actors, life: cluster.spawn(ReplayShard, config, spec, actors, life),
+            close=opened.close,
+        )
+        learner = Learner(
+            config=config,
+            online=make_network(config, spec, place.device, seeds.network),
+            target=make_network(config, spec, place.device, seeds.network),
+            memory=memory,
+            objective=make_objective(config, place.device, seeds.objective),
+            make_updater=lambda weights: make_updater(config, weights, unasked=False),
+            clock=clock,
+            timers=timers,
+            device=place.device,
+            seed=seeds.learner,
+        )
+        learner.limit_bursts(min(learner.most_at_once, _batches_at_once(config, spec)))
+        channel = Broadcast(cluster, learner.weights, account)
+        each = [actor_seed(seeds.envs, i, 0, restarted_at) for i in range(config.workers)]
+        parts = Parts(
+            config=config,
+            spec=spec,
+            device=place.device,
+            envs=[],
+            env_seeds=[seed for own in each for seed in env_seeds(own, config.envs)],
+            memory=memory,
+            learner=learner,
+            limiter=RateLimiter(config, clock, memory),
+            clock=clock,
+            timers=[timers],
+            faults=faults,
+            seeds=seeds,
+            notes=[*place.notes, _note(config, cluster)],
+            account=account,
+        )
+        parts.channel = channel
+        parts.collector = ActorFleet(
+            cluster,
+            config,
+            spec,
+            channel,
+            clock,
+            timers,
+            faults,
+            account,
+            spawn=lambda number, life: cluster.spawn(
+                RemoteActor, config, number, life, restarted_at
+            ),
+        )
+        made.pop_all()
+    return parts
+
+
+def _set_threads(config: Config, spec: EnvSpec) -> None:
+    """The learner takes the cores that the actors leave: two on one core would wait in turns."""
+    left = (os.cpu_count() or 1) - (0 if config.address else config.workers)
+    set_threads(config.threads, spec)
+    if not config.threads:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), left)))
+
+
+def _open(config: Config, needed_bytes: int) -> contextlib.AbstractContextManager[Cluster]:
+    return open_cluster(
+        config.workers + config.servers,
+        config.address or None,
+        store_bytes=max(STORE_BYTES, needed_bytes),
+        timeout_s=max(config.worker_timeout_s, 60.0),
+    )
+
+
+def _note(config: Config, cluster: Cluster) -> str:
+    where = "this machine" if not config.address else f"the cluster at {cluster.address}"
+    shards = f"{config.servers} replay shard{'s' if config.servers > 1 else ''}"
+    return f"{config.workers} actors of {config.envs} envs and {shards} on {where}"
+
+
+def _check_rings(config: Config, spec: EnvSpec) -> None:
+    """Every actor has a ring of its own: it must hold its blocks, and all must fit in memory."""
+    rows = config.n_steps + spec.frame_stack + rows_per_block(config)
+    if ring_capacity(config) < rows * config.envs:
+        raise ConfigError(
+            f"buffer_size {config.buffer_size} gives each of {config.workers} actors "
+            f"{ring_capacity(config)} transitions, too few for {rows} rows of {config.envs} envs; "
+            f"use at least {rows * config.envs * config.workers}"
+        )
+    if not config.address:
+        check_fits(
+            spec,
+            config.envs,
+            config.buffer_size,
+            config.prioritized_replay,
+            compression=config.replay_compression,
+        )
+
+
+def _frame_bytes(spec: EnvSpec) -> int:
+    return math.prod(spec.frame_shape) * spec.torch_dtype.itemsize
+
+
+def _batch_bytes(config: Config, spec: EnvSpec) -> int:
+    return 2 * config.batch_size * spec.frame_stack * _frame_bytes(spec)
+
+
+def _batches_at_once(config: Config, spec: EnvSpec) -> int:
+    return max(1, BURST_BYTES // _batch_bytes(config, spec))
+
+
+def _weight_bytes(config: Config, spec: EnvSpec) -> int:
+    network = make_network(config, spec, torch.device("cpu"), 0)
+    return sum(parameter.nbytes for parameter in network.parameters())
+
+
+def store_bytes(config: Config, spec: EnvSpec, weight_bytes: int) -> int:
+    """What may be under way at one time, in the cluster's object store."""
+    at_once = min(_batches_at_once(config, spec), 32)
+    samples = (PREFETCHED + 1) * at_once * _batch_bytes(config, spec)
+    block = rows_per_block(config) * config.envs * _frame_bytes(spec)
+    letters = (LETTERS_PER_ACTOR + 2) * config.workers * block
+    return samples + letters + VERSIONS * weight_bytes
+
+
+def _check_store(cluster: Cluster, needed_bytes: int) -> None:
+    """Ray would go on by writing to the disk, many times slower: say it instead."""
+    there = cluster.store_bytes()
+    if there < needed_bytes:
+        raise ClusterError(
+            f"the object store of cluster {cluster.address} has {there / 2**20:.0f} MiB, too few "
+            f"for {needed_bytes / 2**20:.0f} MiB of samples, blocks and weights; give it more "
+            "(ray start --object-store-memory) or lower --batch-size, --workers or --block-rows"
+        )

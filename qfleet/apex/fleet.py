@@ -1,0 +1,167 @@
+"""The actors as one collector. In: a way to make them; out: blocks, in the order they are done.
+
+An actor is given its next slice at the moment its last block is taken, so it works while the
+learner learns, one block ahead at most: the ordinary limiter says when a block may be taken. One
+that dies or falls silent is replaced by a new one, with new episodes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from qfleet import schedules
+from qfleet.algorithms.exploration import epsilon_ladder
+from qfleet.apex.account import Account
+from qfleet.apex.broadcast import Broadcast
+from qfleet.apex.messages import Order, Report
+from qfleet.apex.replay import FarBlock
+from qfleet.cluster import RUN_AGAIN, Cluster
+from qfleet.config import Config
+from qfleet.core import Clock, EnvSpec, Episode, StateDict
+from qfleet.crew import Crew
+from qfleet.errors import ClusterError
+from qfleet.loop import rows_per_block
+from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.timers import Timers
+
+LOOK_S = 1.0
+"""How long nothing may come before the run looks at its clockwork (a signal, the wall clock)."""
+
+
+@dataclass
+class _Member:
+    handle: Any
+    life: int = 0
+    version: int = -1
+    """Of the weights that it has."""
+    letter: Any = None
+    """Stands for the rows that it is collecting."""
+    failures: int = 0
+    """Times in a row that it was lost without having done anything."""
+
+
+class _Done(NamedTuple):
+    number: int
+    report: Report
+    letter: Any
+
+
+class ActorFleet:
+    def __init__(
+        self,
+        cluster: Cluster,
+        config: Config,
+        spec: EnvSpec,
+        channel: Broadcast,
+        clock: Clock,
+        timers: Timers,
+        faults: FaultLog,
+        account: Account,
+        spawn: Callable[[int, int], Any],
+    ) -> None:
+        """``spawn`` makes an actor with this number and life."""
+        self._cluster, self._config, self._spec = cluster, config, spec
+        self._channel, self._clock, self._waiting = channel, clock, timers.span("idle")
+        self._faults, self._account, self._spawn = faults, account, spawn
+        self._crew = Crew(cluster, "actor", config.worker_timeout_s)
+        self._members = [_Member(spawn(number, 0)) for number in range(config.workers)]
+        self._done: deque[_Done] = deque()
+        self._episodes: list[Episode] = []
+        self._begun = False
+
+    def collect(self, rows: int) -> FarBlock:
+        """The block that was done first; an empty one where none is done for a while."""
+        if not self._begun:
+            self._begun = True
+            for number in range(len(self._members)):
+                self._order(number, rows)
+        if not self._done:
+            with self._waiting:
+                self._hear(LOOK_S)
+        if not self._done:
+            return FarBlock.of(
+                self._spec, 0, self._config.envs, self._clock.updates, actor=0, letter=None
+            )
+        number, report, letter = self._done.popleft()
+        self._note(number, report)
+        self._order(number, min(rows, rows_per_block(self._config)))
+        return FarBlock.of(
+            self._spec, report.rows, self._config.envs, report.version, number, letter
+        )
+
+    def _order(self, number: int, rows: int) -> None:
+        member = self._members[number]
+        order = Order(rows, self._channel.version, self._clock.progress)
+        news = self._channel.reference if member.version != order.version else None
+        work = member.handle.work.options(num_returns=2)
+        report, member.letter = work.remote(order, news)
+        member.version = order.version
+        self._account.messages += 1
+        # An actor waits for nobody. It answers when its slice is done, or it hangs.
+        self._crew.called(number, report, member.handle.ping.remote)
+
+    def _hear(self, wait_s: float) -> None:
+        """Take note of who is done, and replace who was lost."""
+        for came in self._crew.come(wait_s):
+            member = self._members[came.number]
+            if came.report is None:
+                self._replace(came.number, came.loss)
+            else:
+                member.failures = 0
+                self._done.append(_Done(came.number, came.report, member.letter))
+                member.letter = None
+
+    def _replace(self, number: int, why: str) -> None:
+        member = self._members[number]
+        member.failures += 1
+        if member.failures > self._config.max_env_restarts:
+            raise ClusterError(
+                f"actor {number} was lost {member.failures} times in a row: {why}; mend the cause "
+                "or raise max_env_restarts"
+            )
+        self._faults("actor", f"{why.removesuffix(RUN_AGAIN)}; replaced")
+        self._account.actors_replaced += 1
+        self._cluster.stop(member.handle)
+        self._members[number] = _Member(
+            self._spawn(number, member.life + 1), member.life + 1, failures=member.failures
+        )
+        self._order(number, rows_per_block(self._config))
+
+    def _note(self, number: int, report: Report) -> None:
+        self._episodes += report.episodes
+        for kind, message in report.faults:
+            self._faults(kind, message)
+        self._account.letter_bytes += report.letter_bytes
+        self._account.env_steps[number] += report.rows * self._config.envs
+        self._account.actor_seconds.update(report.seconds)
+
+    def take_episodes(self) -> list[Episode]:
+        """Episodes finished in the blocks taken since the last call."""
+        episodes, self._episodes = self._episodes, []
+        return episodes
+
+    def exploration_rate(self) -> float:
+        """ε now, or the mean of the ladder's."""
+        config = self._config
+        if not config.exploration_ladder:
+            return schedules.epsilon(config, self._clock.progress)
+        envs = config.workers * config.envs
+        return float(epsilon_ladder(envs, config.exploration_final_eps).mean())
+
+    def state_dict(self) -> StateDict:
+        """Envs are ahead of the memory, in other processes: they have no state here."""
+        return {"envs": None, "episodes": [[e.env, e.reward, e.length] for e in self._episodes]}
+
+    def load_state_dict(self, state: StateDict, _env_steps: int) -> bool:
+        """False: the envs have to start new episodes."""
+        self._episodes = [Episode(*fields) for fields in state["episodes"]]
+        return False
+
+    def land(self) -> None:
+        """Nothing is in flight here."""
+
+    def close(self) -> None:
+        """Actors end with their cluster."""

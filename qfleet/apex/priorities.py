@@ -1,0 +1,63 @@
+"""First priorities of new transitions. In: blocks of rows; out: the error of each by one network.
+
+Rows are kept just long enough to have n rows after them, in a small ring of the ordinary kind, so
+that n-step returns and stacks are the very ones that the memory will make of the same rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from qfleet.algorithms.objective import Objective, Samples
+from qfleet.config import Config
+from qfleet.core import Block, EnvSpec
+from qfleet.memory import Ring, UniformSampler
+from qfleet.networks import QNetwork
+
+AT_ONCE = 1024
+"""Most transitions in one pass of the network."""
+
+
+class FirstPriorities:
+    def __init__(
+        self, config: Config, spec: EnvSpec, network: QNetwork, objective: Objective, rows: int
+    ) -> None:
+        """``rows`` is the longest block that will come."""
+        # Where one network chooses and values, double makes no difference but for a third pass.
+        self._network = network
+        self._objective = dataclasses.replace(objective, double=False)
+        device = torch.device("cpu")
+        kept = rows + config.n_steps + spec.frame_stack
+        self._ring = Ring(
+            spec,
+            config.envs,
+            kept * config.envs,
+            config.n_steps,
+            config.gamma,
+            UniformSampler(torch.Generator(device)),  # nothing is drawn
+            device,
+        )
+
+    @torch.no_grad()
+    def __call__(self, block: Block) -> NDArray[np.float32]:
+        """``[P, N]``: of the newest P rows that have n rows after them, as many as have come."""
+        self._ring.extend(block)
+        starts = self._ring.newest_starts(block.rows)
+        errors = [self._errors(part) for part in torch.split(starts.view(-1), AT_ONCE)]
+        joined = torch.cat(errors) if errors else torch.zeros(0)
+        found: NDArray[np.float32] = joined.view(starts.shape).float().numpy()
+        return found
+
+    def _errors(self, index: torch.Tensor) -> torch.Tensor:
+        envs = self._ring.num_envs
+        batch = self._ring.gather(index // envs, index % envs)
+        samples = Samples(batch.obs, batch.action, batch.reward, batch.discount, batch.next_obs)
+        network = self._network
+        outlook = self._objective.outlook(samples, network)
+        target = self._objective.target(samples, outlook, network, network)
+        prediction = self._objective.predict(samples.obs, network)
+        return self._objective.loss(prediction, samples.action, network, target).priority

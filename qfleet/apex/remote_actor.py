@@ -1,0 +1,126 @@
+"""An actor in a process of its own. In: orders and weights; out: reports, and letters of rows.
+
+It is the ordinary ``Actor`` with a network of its own on the CPU. With prioritised replay it also
+finds how surprising each of its transitions is, by its own network, so that the memory need not
+treat all new ones alike. Every call is one slice of work: who supervises, calls again.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from qfleet.acting import HostInference
+from qfleet.actor import Actor
+from qfleet.algorithms.exploration import epsilon_ladder
+from qfleet.apex.letters import Letter, seal
+from qfleet.apex.messages import Order, Report
+from qfleet.apex.priorities import FirstPriorities
+from qfleet.build import Seeds, make_network, make_objective, set_threads
+from qfleet.config import Config
+from qfleet.envs import latency_of, make_envs
+from qfleet.envs.seeding import mix_seeds
+from qfleet.loop import rows_per_block
+from qfleet.telemetry.timers import Timers
+from qfleet.weights import FlatWeights
+
+HOST = torch.device("cpu")
+
+
+def actor_seed(seed: int, number: int, life: int, restarted_at: int) -> int:
+    """A seed of its own for every actor, and another one for each that takes its place."""
+    salts = (restarted_at, number, life)
+    # All or none: mixing in only those that are not 0 would make life 1 of actor 0 actor 1.
+    return functools.reduce(mix_seeds, salts, seed) if any(salts) else seed
+
+
+def own_ladder(config: Config, number: int) -> NDArray[np.float32] | None:
+    """This actor's rungs of the ladder over all envs of all actors; None where ε falls instead."""
+    if not config.exploration_ladder:
+        return None
+    ladder = epsilon_ladder(config.workers * config.envs, config.exploration_final_eps).numpy()
+    own: NDArray[np.float32] = ladder[number * config.envs : (number + 1) * config.envs]
+    return own
+
+
+class RemoteActor:
+    def __init__(self, config: Config, number: int, life: int = 0, restarted_at: int = 0) -> None:
+        """``life``: how often it was replaced; ``restarted_at``: env steps at a resume."""
+        self._config, self._number, self._life = config, number, life
+        seeds = Seeds.of(config.seed)
+        own_seed = actor_seed(seeds.actor, number, life, restarted_at)
+        self._faults: list[tuple[str, str]] = []
+        self._timers = Timers()
+        env_seed = actor_seed(seeds.envs, number, life, restarted_at)
+        self._envs = make_envs(
+            config.replace(step_latency_s=latency_of(config, number)),
+            config.envs,
+            env_seed,
+            training=True,
+            on_fault=self._note_fault,
+        )
+        spec = self._spec = self._envs.spec
+        set_threads(1, spec)  # the other cores have actors of their own
+        self._network = make_network(config, spec, HOST, seeds.network)
+        self._weights = FlatWeights(self._network)
+        inference = HostInference(self._network, HOST, spec.obs_dtype, own_seed)
+        rows = rows_per_block(config)
+        self._actor = Actor(
+            [self._envs],
+            inference,
+            config,
+            self._timers,
+            rows,
+            own_seed,
+            ladder=own_ladder(config, number),
+        )
+        self._rows_made = 0
+        objective = make_objective(config, HOST, own_seed)
+        self._judge = (
+            FirstPriorities(config, spec, self._network, objective, rows)
+            if config.prioritized_replay
+            else None
+        )
+
+    def work(self, order: Order, weights: NDArray[np.float32] | None) -> tuple[Report, Letter]:
+        """Collect one block, with ``weights`` from now on if there are any."""
+        before = dict(self._timers.seconds)
+        if weights is not None:
+            np.copyto(self._weights.data.numpy(), weights)
+        self._actor.env_steps = 0  # ε follows the whole run, which only the order knows
+        self._actor.elsewhere_env_steps = order.progress
+        block = self._actor.collect(order.rows, order.version)
+        with self._timers.span("copy"):
+            priority = None if self._judge is None else self._judge(block)
+            letter = seal(
+                block,
+                self._number,
+                self._life,
+                self._rows_made,
+                self._spec.num_actions,
+                priority,
+                self._config.replay_compression,
+            )
+        self._rows_made += block.rows
+        faults, self._faults = self._faults, []
+        seconds = {stage: s - before[stage] for stage, s in self._timers.seconds.items()}
+        return (
+            Report(
+                rows=block.rows,
+                version=block.version,
+                letter_bytes=letter.nbytes,
+                episodes=self._actor.take_episodes(),
+                faults=faults,
+                seconds=seconds,
+            ),
+            letter,
+        )
+
+    def ping(self) -> None:
+        """Answer: between two slices, so that one that hangs does not."""
+
+    def _note_fault(self, kind: str, message: str) -> None:
+        self._faults.append((kind, f"actor {self._number}: {message}"))

@@ -1,0 +1,30 @@
+"""The actors engine (Ape-X): many actors and replay shards in processes, one learner here.
+
+It is the serial loop with its parts placed otherwise (``qfleet/apex/building.py``): blocks come
+from whichever actor is done first and go to its shard without passing through this process, samples
+are drawn by the shards while the learner learns. The replay ratio is held where blocks enter the
+memory, by the ordinary limiter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from qfleet.apex.replay import NothingToSample
+from qfleet.build import Parts
+from qfleet.engines.serial import run_serial
+
+
+def run_actors(parts: Parts, keep_going: Callable[[], bool]) -> None:
+    """Advance the loop until ``keep_going`` says no, then wait for the device."""
+    while True:
+        try:
+            run_serial(parts, keep_going)
+            break
+        except NothingToSample:
+            # All shards died in the middle of a burst, which was told. Collecting comes first now.
+            continue
+    if parts.device.type != "cpu":
+        torch.accelerator.synchronize(parts.device)

@@ -1,0 +1,356 @@
+"""Whole runs with actors and shards, in one process: ratio, losses, checkpoints, resumes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from one_process import Handle, OneProcess, small
+
+import qfleet
+from qfleet.apex import building
+from qfleet.apex.account import Account
+from qfleet.apex.broadcast import INTERVAL_S, Broadcast
+from qfleet.apex.replay import ShardedReplay
+from qfleet.build import Parts, build
+from qfleet.config import Config
+from qfleet.core import Clock
+from qfleet.engines import ENGINES
+from qfleet.errors import CheckpointError, ClusterError, ConfigError
+from qfleet.loop import RateLimiter
+from qfleet.run import Run, Sitting
+from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from qfleet.telemetry.faults import FaultLog
+from qfleet.weights import FlatWeights
+
+
+@pytest.fixture
+def clusters(monkeypatch: pytest.MonkeyPatch) -> list[OneProcess]:
+    """Every cluster that is opened, in order."""
+    opened: list[OneProcess] = []
+
+    @contextlib.contextmanager
+    def open_one(*_: object, **__: object) -> Iterator[OneProcess]:
+        cluster = OneProcess()
+        opened.append(cluster)
+        yield cluster
+        cluster.address = "gone"
+
+    monkeypatch.setattr(building, "open_cluster", open_one)
+    return opened
+
+
+def train_until(parts: Parts, env_steps: int, between: Callable[[], None] = lambda: None) -> None:
+    def keep_going() -> bool:
+        between()
+        return parts.clock.env_steps < env_steps
+
+    ENGINES["actors"](parts, keep_going)
+
+
+@contextlib.contextmanager
+def built(config: Config, faults: FaultLog | None = None) -> Iterator[Parts]:
+    parts = build(config, faults or FaultLog())
+    try:
+        yield parts
+    finally:
+        parts.close()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"prioritized_replay": True, "servers": 2},
+        {"workers": 3, "servers": 2, "prioritized_replay": True, "double": True, "dueling": True},
+        {"noisy": True, "head": "c51", "prioritized_replay": True},
+        {"exploration_ladder": True, "exploration_final_eps": 0.4},
+    ],
+    ids=["uniform", "prioritised", "three actors", "rainbow", "ladder"],
+)
+def test_a_run_goes_through_and_says_what_it_cost(
+    fields: dict[str, Any], clusters: list[OneProcess], tmp_path: Path
+) -> None:
+    config = small(**fields)
+    result = Run(config, tmp_path / "run", Sitting()).go()
+    assert result.stopped_by == "steps"
+    assert result.env_steps >= 400
+    # (400 − 40) / 4, to within the last block.
+    assert result.updates == (result.env_steps - 40) // 4
+    assert result.faults == {}
+    assert clusters[0].address == "gone"
+    fleet = result.fleet
+    assert fleet is not None
+    assert sum(fleet["env_steps_each"]) == result.env_steps
+    assert min(fleet["env_steps_each"]) > 0
+    assert fleet["letter_bytes"] > 0
+    received = result.communication["bytes_received"]
+    assert received is not None
+    assert received >= result.updates * config.batch_size * 2 * 16  # two observations of 4 floats
+    each = json.loads((tmp_path / "run" / "seeds.json").read_text())["each_env"]
+    assert len(set(each)) == config.workers * config.envs
+
+
+def test_the_replay_ratio_is_held_where_blocks_enter_the_memory(
+    clusters: list[OneProcess],
+) -> None:
+    with built(small(replay_slack=3, learning_starts=0)) as parts:
+        owed: list[int] = []
+        train_until(parts, 400, lambda: owed.append(parts.limiter.updates_owed()))
+        # Asked before each block: never more than the band, and a block (10 steps) owes 2.5.
+        assert max(owed[5:]) <= 3
+        assert parts.clock.updates >= (parts.clock.env_steps // 4) - 3
+        assert clusters[0].living("RemoteActor")
+
+
+def test_blocks_wait_while_updates_are_owed(clusters: list[OneProcess]) -> None:
+    with built(small()) as parts:
+        train_until(parts, 100)
+        clock = parts.clock
+        parts.limiter = RateLimiter(parts.config, clock, parts.memory)
+        clock.updates -= 7
+        assert parts.limiter.updates_owed() == 7
+        assert not parts.limiter.may_collect()
+    del clusters
+
+
+def test_an_actor_that_dies_is_replaced_and_its_ring_goes_on(clusters: list[OneProcess]) -> None:
+    faults = FaultLog()
+    with built(small(prioritized_replay=True), faults) as parts:
+        train_until(parts, 100)
+        victim = next(h for h in clusters[0].handles if h.kind == "RemoteActor" and h.args[1] == 1)
+        victim.doomed = True
+        before = dict(parts.account.env_steps) if parts.account else {}
+        train_until(parts, 200)
+        assert faults.counts == {"actor": 1}
+        assert faults.first_messages("actor") == ["actor 1 died; replaced"]
+        living = clusters[0].living("RemoteActor")
+        assert [(h.args[1], h.args[2]) for h in living] == [(0, 0), (1, 1)]
+        assert parts.account is not None
+        assert parts.account.actors_replaced == 1
+        assert parts.account.env_steps[1] > before[1]
+        # Its ring holds the rows of both lives.
+        shard = clusters[0].living("ReplayShard")[0].instance
+        life, start = shard._kept[1].follows
+        assert life == 1
+        assert len(shard._kept[1].ring) > start * 2
+
+
+def test_an_actor_that_dies_time_and_again_ends_the_run(clusters: list[OneProcess]) -> None:
+    with built(small(max_env_restarts=2)) as parts:
+        train_until(parts, 100)
+
+        def doom() -> None:
+            for handle in clusters[0].living("RemoteActor"):
+                handle.doomed = handle.args[1] == 0
+
+        spawn = clusters[0].spawn
+
+        def spawn_doomed(kind: type, *args: Any) -> Handle:
+            handle = spawn(kind, *args)
+            handle.doomed = True
+            return handle
+
+        clusters[0].spawn = spawn_doomed  # type: ignore[method-assign]
+        with pytest.raises(ClusterError, match="actor 0 was lost 3 times in a row: actor 0 died"):
+            train_until(parts, 400, doom)
+
+
+def test_the_survivors_are_sampled_while_a_lost_shard_is_refilled(
+    clusters: list[OneProcess],
+) -> None:
+    faults = FaultLog()
+    config = small(servers=2, prioritized_replay=True, steps=2000)
+    with built(config, faults) as parts:
+        train_until(parts, 200)
+        memory = parts.memory
+        assert isinstance(memory, ShardedReplay)
+        held = memory.holdings()[1].starts
+        victim = clusters[0].living("ReplayShard")[1]
+        assert victim.args[2] == [1]
+        victim.doomed = True
+        updates = parts.clock.updates
+        train_until(parts, 400)
+        assert faults.counts == {"replay_shard": 1}
+        assert "replay shard 1 died" in faults.first_messages("replay_shard")[0]
+        assert "refilling" in faults.first_messages("replay_shard")[0]
+        assert parts.account is not None
+        assert parts.account.transitions_lost >= held
+        assert parts.clock.updates > updates
+        assert (parts.clock.env_steps - 40) // 4 == parts.clock.updates  # nothing owed was dropped
+        assert memory.holdings()[1].starts > 0
+
+
+def test_when_all_is_lost_collecting_comes_first(clusters: list[OneProcess]) -> None:
+    faults = FaultLog()
+    config = small(learning_starts=100, steps=2000)
+    with built(config, faults) as parts:
+        train_until(parts, 200)
+        clusters[0].living("ReplayShard")[0].doomed = True
+        least: list[int] = []
+        memory = parts.memory
+        assert isinstance(memory, ShardedReplay)
+        sample = memory.sample
+
+        def watched(count: int, beta: Any) -> Any:
+            least.append(sum(held.starts for held in memory.holdings().values()))
+            return sample(count, beta)
+
+        memory.sample = watched  # type: ignore[method-assign]
+        train_until(parts, 600)
+        assert faults.counts == {"replay_shard": 1}
+        assert (parts.clock.env_steps - 100) // 4 == parts.clock.updates
+        refilled = least[least.index(min(least)) + 1 :]
+        assert min(refilled) >= 50  # half of what a run begins with
+
+
+def test_priorities_of_learnt_samples_reach_their_rings(clusters: list[OneProcess]) -> None:
+    with built(small(servers=2, prioritized_replay=True)) as parts:
+        train_until(parts, 100)
+        memory = parts.memory
+        memory.update_priorities(
+            torch.tensor([3, 203, 7]), torch.tensor([1e6, -1e6, 1e6])
+        )  # 200 slots a ring
+        assert isinstance(memory, ShardedReplay)
+        memory._request(1)
+        for actor, places in ((0, [3, 7]), (1, [3])):
+            shard = clusters[0].living("ReplayShard")[actor].instance
+            leaves = shard._kept[actor].prioritized.leaves
+            assert sorted(torch.topk(leaves, len(places)).indices.tolist()) == places
+
+
+def test_checkpoints_hold_the_rings_and_servers_may_change(
+    clusters: list[OneProcess], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    config = small(servers=2, prioritized_replay=True)
+    Run(config, folder, Sitting(stop_after=200)).go()
+    (step,) = list_checkpoints(folder / "checkpoints")[-1:]
+    checkpoint = load_checkpoint(folder / "checkpoints")
+    assert checkpoint.env_steps == step
+    before = {
+        actor: kept.ring.state_dict()
+        for handle in clusters[0].handles
+        if handle.kind == "ReplayShard"
+        for actor, kept in handle.instance._kept.items()
+    }
+    with built(config.replace(servers=1)) as parts:
+        parts.memory.load_state_dict(checkpoint.parts["memory"])
+        shard = clusters[1].living("ReplayShard")[0].instance
+        for actor, state in before.items():
+            ring = shard._kept[actor].ring.state_dict()
+            assert ring["total_rows"] == state["total_rows"] > 0
+            for name in ("action", "reward", "flags"):
+                assert torch.equal(ring[name], state[name])
+            for mine, theirs in zip(ring["frames"].tensors, state["frames"].tensors, strict=True):
+                assert torch.equal(mine, theirs)
+            assert torch.equal(ring["sampler"]["leaves"], state["sampler"]["leaves"])
+        assert parts.memory.can_sample()
+
+
+def test_another_number_of_actors_is_refused_and_both_are_named(
+    clusters: list[OneProcess], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    Run(small(), folder, Sitting(stop_after=200)).go()
+    checkpoint = load_checkpoint(folder / "checkpoints")
+    with (
+        built(small(workers=3)) as parts,
+        pytest.raises(CheckpointError, match=r"that of 2 actors, not of 3; .*--workers 2"),
+    ):
+        parts.memory.load_state_dict(checkpoint.parts["memory"])
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"workers": 2', '"workers": 3'))
+    with pytest.raises(CheckpointError, match=r"that of 2 actors, not of 3"):
+        qfleet.resume(folder)
+    del clusters
+
+
+def test_a_resumed_run_goes_on_with_new_episodes(
+    clusters: list[OneProcess], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    Run(small(), folder, Sitting(stop_after=200)).go()
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"servers": 1', '"servers": 2'))
+    resumed = qfleet.resume(folder)
+    assert len(clusters[1].living("ReplayShard")) == 2
+    assert resumed.result.env_steps >= 400
+    assert resumed.result.updates == (resumed.result.env_steps - 40) // 4
+    first, second = (
+        [h.instance._envs.seeds for h in cluster.handles if h.kind == "RemoteActor"]
+        for cluster in clusters
+    )
+    assert not set(map(tuple, first)) & set(map(tuple, second))
+
+
+def test_a_shard_that_dies_while_it_is_saved_costs_the_checkpoint_only(
+    clusters: list[OneProcess], tmp_path: Path
+) -> None:
+    run = Run(small(), tmp_path / "run", Sitting(stop_after=250))
+    state_dict = run.parts.memory.state_dict
+    calls: list[int] = []
+
+    def dying() -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            clusters[0].living("ReplayShard")[0].doomed = True
+        return state_dict()
+
+    run.parts.memory.state_dict = dying  # type: ignore[method-assign]
+    result = run.go()
+    assert result.faults == {"checkpoint": 1, "replay_shard": 1}
+    assert list_checkpoints(tmp_path / "run" / "checkpoints") == [result.env_steps]
+
+
+def test_an_object_store_that_is_too_small_is_refused(
+    monkeypatch: pytest.MonkeyPatch, clusters: list[OneProcess]
+) -> None:
+    monkeypatch.setattr(OneProcess, "store_bytes", lambda _: 1000)
+    with pytest.raises(ClusterError, match=r"object store .* has 0 MiB, too few for .* MiB"):
+        build(small(batch_size=64), FaultLog())
+    assert clusters[0].address == "gone"
+
+
+def test_rings_too_small_for_their_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="gives each of 2 actors 12 transitions, too few"):
+        build(small(buffer_size=25, batch_size=4), FaultLog())
+
+
+def test_weights_are_stored_once_per_version_and_not_too_often() -> None:
+    cluster, account, now = OneProcess(), Account(1, 1), [0.0]
+    flat = FlatWeights(torch.nn.Linear(2, 1))
+    channel = Broadcast(cast("Any", cluster), flat, account, clock=lambda: now[0])
+    first = channel.reference
+    channel.publish(1)
+    assert channel.reference is first
+    now[0] += INTERVAL_S
+    channel.publish(0)  # nothing new
+    assert (channel.reference is first, channel.version) == (True, 0)
+    with torch.no_grad():
+        flat.data += 1
+    channel.publish(5)
+    assert channel.refresh() == channel.version == 5
+    assert np.array_equal(channel.reference.value, flat.data.numpy())
+    assert not np.array_equal(first.value, channel.reference.value)
+    channel.restart(2)
+    assert channel.version == 2
+    assert account.broadcasts == 3
+    assert account.bytes_sent == 3 * flat.data.nbytes
+
+
+def test_a_silent_fleet_gives_empty_blocks_so_that_a_signal_is_heard(
+    clusters: list[OneProcess],
+) -> None:
+    with built(small()) as parts:
+        clusters[0].ready = lambda _pending, _wait_s: []  # type: ignore[method-assign]
+        asked: list[Clock] = []
+        ENGINES["actors"](parts, lambda: len(asked) < 3 and not asked.append(parts.clock))
+        assert parts.clock.env_steps == 0
+        assert len(asked) == 3

@@ -1,0 +1,27 @@
+"""Two actors and one learner solve CartPole with their preset, in processes of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from qfleet.presets import resolve
+from qfleet.run import Run, Sitting
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'qfleet[ray]'"
+)
+def test_two_actors_reach_475(tmp_path: Path) -> None:
+    config, preset = resolve("CartPole-v1", engine="actors")
+    assert preset == "cartpole-apex"
+    assert config.workers == 2
+    config = config.replace(target_return=475.0, eval_freq=2500, tensorboard=False)
+    result = Run(config, tmp_path / "run", Sitting()).go()
+    assert result.stopped_by == "target_return", result
+    assert result.faults == {}
+    assert result.fleet is not None
+    assert min(result.fleet["env_steps_each"]) > 0
