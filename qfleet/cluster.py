@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from qfleet.errors import ClusterError, MemberLost, UserError
+from qfleet.errors import ClusterError, MemberLost, MemberSilent, UserError
 
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 256 * 2**20
@@ -35,6 +35,8 @@ GRACE_S = 5.0
 """How long processes that were told to end may take before they are killed."""
 RUN_AGAIN = "; run it again"
 """How a loss ends that nobody makes good; who replaces what was lost leaves it out."""
+LEAST = 0.001
+"""Of a node's own resource: a thousand members may name the node that they are to be on."""
 PROBE_S = 5.0
 """How long a cluster's port may take to answer at all."""
 _LONGEST_TMP = 40
@@ -68,22 +70,35 @@ class Cluster:
     """Where a cluster of our own keeps its sockets and logs; None of one that was joined."""
     timeout_s: float
 
+    def processors(self) -> int:
+        """Of all nodes that are there now."""
+        return int(self.ray.cluster_resources().get("CPU", 0))
+
     def require_room(self, workers: int) -> None:
         """Refuse more workers than there are processors: they would never be placed."""
-        there = int(self.ray.cluster_resources().get("CPU", 0))
+        there = self.processors()
         if there < workers:
             raise ClusterError(
                 f"cluster {self.address} has {there} processors, too few for {workers} workers; "
                 "ask for fewer workers or add nodes"
             )
 
-    def spawn(self, kind: type, *args: Any, processors: int = 1, at_once: int = 1) -> Any:
+    def spawn(
+        self, kind: type, *args: Any, processors: int = 1, at_once: int = 1, is_here: bool = False
+    ) -> Any:
         """One instance of ``kind`` in a process of its own; it is not restarted if it dies.
 
         It takes so many of the cluster's ``processors``, and answers so many calls ``at_once``, in
-        threads.
+        threads. ``is_here``: on the node of this process.
         """
-        options = {"num_cpus": processors, "max_restarts": 0, "max_concurrency": at_once}
+        options: dict[str, Any] = {
+            "num_cpus": processors,
+            "max_restarts": 0,
+            "max_concurrency": at_once,
+        }
+        if is_here:
+            # Not Ray's affinity: who takes no processor is put anywhere, whatever that says.
+            options["resources"] = {f"node:{self.node_ip()}": LEAST}
         return self.ray.remote(**options)(kind).remote(*args)
 
     def stop(self, worker: Any) -> None:
@@ -104,7 +119,7 @@ class Cluster:
         """The first of these references whose value, or failure, is there."""
         done, _ = self.ray.wait(pending, num_returns=1, timeout=self.timeout_s)
         if not done:
-            self._complain_of_silence(who)
+            self._complain_of_silence(who, self.timeout_s)
         return done[0]
 
     def ready(self, pending: list[Any], wait_s: float) -> list[Any]:
@@ -115,13 +130,20 @@ class Cluster:
         also, _ = self.ray.wait(rest, num_returns=len(rest), timeout=0) if rest else ([], [])
         return [*done, *also]
 
-    def get(self, reference: Any, who: str) -> Any:
-        """The value of a reference, or a ClusterError that says what became of ``who``."""
+    def get(self, reference: Any, who: str, wait_s: float | None = None) -> Any:
+        """The value of a reference, or a ClusterError that says what became of ``who``.
+
+        It is waited for so long, or as long as everything here.
+        """
         failures = self.ray.exceptions
+        wait_s = self.timeout_s if wait_s is None else wait_s
         try:
-            return self.ray.get(reference, timeout=self.timeout_s)
+            return self.ray.get(reference, timeout=wait_s)
         except failures.GetTimeoutError:
-            self._complain_of_silence(who)
+            self._complain_of_silence(who, wait_s)
+        except failures.ActorUnavailableError as error:
+            # Not its death: the connection broke, and it may be heard of again.
+            raise MemberSilent(f"{who} cannot be reached ({_first_line(error)})") from None
         except failures.RayActorError as error:
             raise MemberLost(f"{who} died ({_first_line(error)}){RUN_AGAIN}") from None
         except failures.RayTaskError as error:
@@ -130,9 +152,15 @@ class Cluster:
         except failures.RayError as error:
             raise ClusterError(f"{who} was lost: {_first_line(error)}") from error
 
-    def _complain_of_silence(self, who: str) -> NoReturn:
-        raise ClusterError(
-            f"{who} did not answer within {self.timeout_s:g} s; if slowness is all, raise timeout_s"
+    def node_ip(self) -> str:
+        """Of the node that this process is on."""
+        here = self.ray.get_runtime_context().get_node_id()
+        nodes = self.ray.nodes()
+        return next(str(n["NodeManagerAddress"]) for n in nodes if n["NodeID"] == here)
+
+    def _complain_of_silence(self, who: str, waited_s: float) -> NoReturn:
+        raise MemberSilent(
+            f"{who} did not answer within {waited_s:g} s; if slowness is all, raise timeout_s"
         )
 
 

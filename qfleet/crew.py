@@ -63,13 +63,16 @@ class Crew:
         """Members that were called and have not reported yet."""
         return frozenset(self._calls)
 
-    def called(self, number: int, reference: Any, ask: Callable[[], Any]) -> None:
+    def called(
+        self, number: int, reference: Any, ask: Callable[[], Any], grace_s: float = 0.0
+    ) -> None:
         """This member's ``work`` is under way; ``reference`` stands for its report.
 
-        ``ask`` starts a call that it answers at once, whatever else it does.
+        ``ask`` starts a call that it answers at once, whatever else it does. ``grace_s`` is for one
+        that has yet to start: so much later it is looked after.
         """
         assert number not in self._calls, f"{self._kind} {number} works already"
-        self._calls[number] = _Call(reference, ask, self._clock())
+        self._calls[number] = _Call(reference, ask, self._clock() + grace_s)
 
     def drop(self, number: int) -> None:
         """Expect nothing more from this member."""

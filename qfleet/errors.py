@@ -79,3 +79,7 @@ class ClusterError(QfleetError):
 
 class MemberLost(ClusterError):
     """A process of the cluster died, or the call of it that was under way did."""
+
+
+class MemberSilent(MemberLost):
+    """It did not answer in time, or cannot be reached; it may live on, and answer later."""

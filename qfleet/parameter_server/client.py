@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from qfleet.cluster import Cluster
-from qfleet.errors import ClusterError, MemberLost
+from qfleet.errors import MemberLost, MemberSilent
 from qfleet.parameter_server.compression import Codec, Sent, bytes_of, decode
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.server import Answer, answer_from_plain
@@ -41,7 +41,7 @@ class Line(Protocol):
     def start(self, method: str, *arguments: Any) -> Any: ...
 
     def finish(self, started: Any) -> Any:
-        """Wait for the answer; ``MemberLost`` if the server died."""
+        """Wait for the answer; ``MemberLost`` if the server died, ``MemberSilent`` if none came."""
         ...
 
 
@@ -99,9 +99,14 @@ class Servers:
         lines: Sequence[Line],
         timers: Timers,
         make_codec: Callable[[], Codec | None] = lambda: None,
+        life: int = 0,
     ) -> None:
-        """``make_codec`` gives the codec of a shard's gradients; None sends them as they are."""
+        """``make_codec`` gives the codec of a shard's gradients; None sends them as they are.
+
+        ``life`` counts the workers that had this number before.
+        """
         self._worker, self._lines, self._timers = worker, list(lines), timers
+        self._life = life
         self._slices = cut(size, len(lines))
         self._codecs = [make_codec() for _ in lines]
         self._known: list[Stamp | None] = [None] * len(lines)
@@ -139,7 +144,7 @@ class Servers:
                 loss,
                 weight,
             )
-            return push, to_wire(sent[number]), PATIENCE_S
+            return push, to_wire(sent[number]), PATIENCE_S, self._life
 
         answers = self._ask("push", arguments, sent)
         self._count(answers)
@@ -157,7 +162,7 @@ class Servers:
             exchange = Exchange(
                 self._worker, self._sequences[number], known.epoch, _ELSEWHERE, alpha
             )
-            return exchange, to_wire(sent[number])
+            return exchange, to_wire(sent[number]), self._life
 
         answers = self._ask("exchange", arguments, sent)
         self._count(answers)
@@ -171,7 +176,8 @@ class Servers:
 
     def _enter(self, numbers: set[int]) -> dict[int, Answer]:
         """Take part in these shards; one may have to wait there for what it sent before it left."""
-        for number, welcome in self._ask("join", lambda _: (self._worker,), only=numbers).items():
+        welcomes = self._ask("join", lambda _: (self._worker, self._life), only=numbers)
+        for number, welcome in welcomes.items():
             self._sequences[number] = welcome.sequence
             self._known[number] = None
         return self._wait(numbers)
@@ -181,7 +187,9 @@ class Servers:
         answers: dict[int, Answer] = {}
         while numbers:
             again = self._ask(
-                "wait", lambda number: (self._worker, self._known[number], PATIENCE_S), only=numbers
+                "wait",
+                lambda number: (self._worker, self._known[number], PATIENCE_S, self._life),
+                only=numbers,
             )
             answers |= again
             numbers = {number for number, answer in again.items() if answer.waits}
@@ -232,9 +240,7 @@ class Servers:
         for _ in range(TRIES - 1):
             try:
                 return self._lines[number].finish(call)
-            except MemberLost:
-                raise
-            except ClusterError:
+            except MemberSilent:
                 call = self._lines[number].start(method, *arguments(number))
         return self._lines[number].finish(call)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qfleet.cluster import Cluster, open_cluster
+from qfleet.cluster import TIMEOUT_S, Cluster, open_cluster
 from qfleet.config import Config
 from qfleet.core import Clock, Episode, StateDict
 from qfleet.crew import Crew
@@ -45,11 +45,15 @@ END_S = 15.0
 """How long workers may take to finish when the run is over."""
 MOST_LOSSES = 10
 """Times in a row that a worker or a server may die before it was heard of."""
+ANSWER_S = 30.0
+"""How long a server may take to answer, its start included, before it is as good as dead."""
 
 
 @dataclass
 class _WorkerState:
     handle: Any
+    is_there: bool = False
+    """It has started: a node had room for it, and it said so."""
     report: Report | None = None
     """Its newest, since it was started."""
     earlier: Counter[str] = field(default_factory=Counter)
@@ -187,7 +191,7 @@ class Fleet:
         """The servers' weights, where they answer, into the run's own."""
         for part, server in zip(self._slices, self._servers, strict=True):
             try:
-                answer = self._cluster.get(server.handle.pull.remote(None), "a server")
+                answer = self._cluster.get(server.handle.pull.remote(None), "a server", ANSWER_S)
             except MemberLost:
                 continue  # the supervisor sees to it
             self._weights[part].copy_(decode(from_wire(answer.weights)))
@@ -226,21 +230,22 @@ class Fleet:
             snapshot,
             processors=0,
             at_once=calls_at_once(self._config),
+            # Where a node that is lost takes workers along, but no server.
+            is_here=True,
         )
 
     def _spawn_worker(self, number: int) -> Any:
         handles = [server.handle for server in self._servers]
-        # One that takes another's place must not play its first episodes again.
-        restarted_at = self._restarted_at + (
-            self._workers[number].restarts if number in self._workers else 0
-        )
+        life = self._workers[number].restarts if number in self._workers else 0
         return self._cluster.spawn(
             RemoteWorker,
             self._config,
             number,
             handles,
-            restarted_at,
+            # One that takes another's place must not play its first episodes again.
+            self._restarted_at + life,
             self._traced,
+            life,
             at_once=2,  # so that it can say that it is there while it works
         )
 
@@ -261,25 +266,57 @@ class Fleet:
         self._news.set()
 
     def _come(self, wait_s: float) -> None:
-        for number, report, loss in self._crew.come(wait_s):
+        came = self._crew.come(wait_s)
+        for number, report, loss in came:
+            worker = self._workers[number]
             if report is None:
-                self._replace_worker(number, loss)
+                if worker.is_there or self._has_room():
+                    self._replace_worker(number, loss)
+            elif not worker.is_there:
+                worker.is_there = True
             else:
                 self._take_report(number, report)
                 for server in report.lost_servers:
-                    known = self._workers[number].renewals.get(server, 0)
-                    if known == self._servers[server].restores:
+                    known = worker.renewals.get(server, 0)
+                    if known == self._servers[server].restores and self._is_lost(server):
                         self._replace_server(server)
             self._set_to_work(number)
             self._news.set()
+        if any(report is None for _, report, _ in came):
+            # What the lost ones were to do is to be done by those that had nothing left to do.
+            for number in set(self._workers) - self._crew.busy:
+                self._set_to_work(number)
+
+    def _has_room(self) -> bool:
+        """Or is a worker only waiting for a node to come? Not for ever, if all of them are."""
+        there = self._cluster.processors()
+        if there >= self._config.workers:
+            return True
+        if not any(worker.is_there for worker in self._workers.values()):
+            raise ClusterError(
+                f"no worker is left, and cluster {self._cluster.address} has {there} processors; "
+                "add nodes and resume the run, perhaps with fewer workers"
+            )
+        return False
+
+    def _is_lost(self, number: int) -> bool:
+        """A worker that is cut off says so of servers that are well."""
+        try:
+            call = self._servers[number].handle.ping.remote()
+            self._cluster.get(call, f"server {number}", ANSWER_S)
+        except MemberLost:
+            return True
+        return False
 
     def _end(self) -> None:
         """Nobody is called again; who has reported is waited for by nobody."""
         until_s = time.monotonic() + END_S
+        for number in [n for n, worker in self._workers.items() if not worker.is_there]:
+            self._crew.drop(number)
         idle = set(self._workers) - self._crew.busy
         while True:
             for number in idle:
-                self._leave(number)
+                self._leave(number, self._workers[number].restarts)
             if not self._crew.busy or time.monotonic() > until_s:
                 return
             idle = set()
@@ -290,6 +327,11 @@ class Fleet:
 
     def _set_to_work(self, number: int) -> None:
         worker = self._workers[number]
+        if not worker.is_there:
+            # It is granted nothing yet: where no node has room for it, others do its part.
+            ask = worker.handle.ping.remote
+            self._crew.called(number, ask(), ask, grace_s=TIMEOUT_S)
+            return
         with self._lock:
             granted = sum(other.granted for other in self._workers.values())
             done = self._base_env_steps + self._env_steps()
@@ -298,7 +340,7 @@ class Fleet:
             grant = 0 if over else -(-left // len(self._workers))
             worker.granted = grant
         if grant == 0:
-            self._leave(number)
+            self._leave(number, worker.restarts)
             return
         own = worker.report.env_steps if worker.report else 0
         renewed = tuple(
@@ -321,10 +363,12 @@ class Fleet:
             return 1.0
         return paces[number] / max(paces.values())
 
-    def _leave(self, number: int) -> None:
-        for server in self._servers:
+    def _leave(self, number: int, life: int) -> None:
+        """Servers wait for it no more, and listen to no life of it before this one."""
+        calls = [server.handle.leave.remote(number, life) for server in self._servers]
+        for call in calls:
             with contextlib.suppress(MemberLost):
-                self._cluster.get(server.handle.leave.remote(number), "a server")
+                self._cluster.get(call, "a server", ANSWER_S)
 
     def _take_report(self, number: int, report: Report) -> None:
         worker = self._workers[number]
@@ -344,17 +388,19 @@ class Fleet:
         worker = self._workers[number]
         worker.restarts += 1
         worker.losses += 1
-        self._faults("worker", f"{loss}; another takes its place")
+        room = "" if self._cluster.processors() >= self._config.workers else " when there is room"
+        self._faults("worker", f"{loss}; another takes its place{room}")
         if worker.losses > MOST_LOSSES:
             raise ClusterError(f"worker {number} died {worker.losses} times in a row: {loss}")
         with contextlib.suppress(Exception):
             self._cluster.stop(worker.handle)
-        self._leave(number)
+        # It may only be cut off, and come back: the servers must not hear two of one number.
+        self._leave(number, worker.restarts)
         with self._lock:
             if worker.report is not None:
                 worker.earlier["env_steps"] += worker.report.env_steps
                 worker.earlier["updates"] += worker.report.updates
-            worker.report, worker.granted = None, 0
+            worker.report, worker.granted, worker.is_there = None, 0, False
         for kind in [key for key in self._told_faults if key[0] == number]:
             del self._told_faults[kind]
         worker.renewals = {shard: s.restores for shard, s in enumerate(self._servers)}
@@ -375,6 +421,8 @@ class Fleet:
             before = server.snapshot["counters"][name]
             server.earlier[name] += server.account.get(name, before) - before
         server.lost_updates += lost
+        with contextlib.suppress(Exception):
+            self._cluster.stop(server.handle)  # if it was only silent: there are never two
         part = self._slices[number]
         weights = self._weights[part].cpu().numpy()
         server.handle = self._spawn_server(weights, None, server.restores, server.snapshot)
@@ -387,7 +435,7 @@ class Fleet:
         calls = [server.handle.snapshot.remote() for server in self._servers]
         for number, (server, call) in enumerate(zip(self._servers, calls, strict=True)):
             try:
-                server.snapshot = self._cluster.get(call, f"server {number}")
+                server.snapshot = self._cluster.get(call, f"server {number}", ANSWER_S)
                 server.version, server.losses = server.snapshot["version"], 0
             except MemberLost:
                 self._replace_server(number)
@@ -404,7 +452,8 @@ class Fleet:
     def _account_servers(self) -> None:
         for number, server in enumerate(self._servers):
             with contextlib.suppress(QfleetError):
-                found = self._cluster.get(server.handle.account.remote(), f"server {number}")
+                call = server.handle.account.remote()
+                found = self._cluster.get(call, f"server {number}", ANSWER_S)
                 server.account, server.version = found, found["version"]
 
     # --- what a run asks a collector ----------------------------------------------------------
@@ -457,7 +506,8 @@ class Fleet:
         if self._servers and not self._stopping.is_set():
             with contextlib.suppress(MemberLost):
                 calls = [server.handle.snapshot.remote() for server in self._servers]
-                self._remember([self._cluster.get(call, "a server") for call in calls])
+                found = [self._cluster.get(call, "a server", ANSWER_S) for call in calls]
+                self._remember(found)
         return {"envs": None, "update": self._config.update, "optimiser": self._optimiser or {}}
 
     def load_state_dict(self, state: StateDict, env_steps: int) -> bool:

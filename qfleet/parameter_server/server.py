@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qfleet.config import Config
 from qfleet.core import StateDict
+from qfleet.errors import ProtocolError
 from qfleet.parameter_server.admission import (
     Admission,
     AgeLimit,
@@ -117,6 +118,8 @@ class Server:
         self._shard = Shard(mine, made, make_admission(config), wire, epoch)
         self._clock = clock
         self._changed = Condition()
+        self._lives: dict[int, int] = {}
+        """Of each worker: the one that is listened to. Those before it were given up."""
         if snapshot is not None:
             self._shard.restore(_as_tensors(snapshot))
             # They come again by themselves; what they had sent is in the weights then.
@@ -125,8 +128,19 @@ class Server:
 
     # --- what workers call --------------------------------------------------------------------
 
-    def join(self, worker: int) -> Welcome:
+    def join(self, worker: int, life: int = 0) -> Welcome:
+        """``life`` counts those that had this number before.
+
+        One that was cut off may come back when another has its place: it is not let in.
+        """
         with self._changed:
+            now = self._lives.get(worker, 0)
+            if life < now:
+                raise ProtocolError(
+                    f"worker {worker} was given up, and its place is another's: life {life} "
+                    f"comes after {now}; end it"
+                )
+            self._lives[worker] = life
             return self._shard.add_worker(worker)
 
     def ping(self) -> None:
@@ -136,23 +150,23 @@ class Server:
         with self._changed:
             return self._with_weights(None, known, 0.0)
 
-    def push(self, push: Push, gradient: Wire, patience_s: float) -> Answer:
+    def push(self, push: Push, gradient: Wire, patience_s: float, life: int = 0) -> Answer:
         """``push`` without its gradient, which comes beside it."""
         with self._changed:
-            if push.worker not in self._shard.present:
+            if not self._is_present(push.worker, life):
                 return Answer(None, False, self._shard.stamp, is_present=False)
             whole = push._replace(gradient=from_wire(gradient))
             receipt = self._watched(lambda: self._shard.push(whole, self._clock()))
-            return self._when_free(push.worker, receipt, push.based_on, patience_s)
+            return self._when_free(push.worker, life, receipt, push.based_on, patience_s)
 
-    def wait(self, worker: int, known: Stamp | None, patience_s: float) -> Answer:
+    def wait(self, worker: int, known: Stamp | None, patience_s: float, life: int = 0) -> Answer:
         with self._changed:
-            return self._when_free(worker, None, known, patience_s)
+            return self._when_free(worker, life, None, known, patience_s)
 
-    def exchange(self, exchange: Exchange, weights: Wire) -> Answer:
+    def exchange(self, exchange: Exchange, weights: Wire, life: int = 0) -> Answer:
         """Elastic averaging; the answer's weights are the difference to be subtracted."""
         with self._changed:
-            if exchange.worker not in self._shard.present:
+            if not self._is_present(exchange.worker, life):
                 return Answer(None, False, self._shard.stamp, is_present=False)
             whole = exchange._replace(weights=from_wire(weights))
             done = self._watched(lambda: self._shard.exchange(whole))
@@ -161,9 +175,12 @@ class Server:
 
     # --- what the supervisor calls ------------------------------------------------------------
 
-    def leave(self, worker: int) -> None:
-        """Nobody waits for this worker any more."""
+    def leave(self, worker: int, life: int = 0) -> None:
+        """Nobody waits for this worker any more; who comes back must be of this life or later."""
         with self._changed:
+            if life < self._lives.get(worker, 0):
+                return
+            self._lives[worker] = life
             self._watched(lambda: self._shard.remove_worker(worker, self._clock()))
             self._changed.notify_all()
 
@@ -194,13 +211,21 @@ class Server:
             self._changed.notify_all()
         return done
 
+    def _is_present(self, worker: int, life: int) -> bool:
+        return worker in self._shard.present and life == self._lives.get(worker, 0)
+
     def _when_free(
-        self, worker: int, receipt: Receipt | None, known: Stamp | None, patience_s: float
+        self,
+        worker: int,
+        life: int,
+        receipt: Receipt | None,
+        known: Stamp | None,
+        patience_s: float,
     ) -> Answer:
         since_s = self._clock()
         until_s = since_s + patience_s
         while True:
-            if worker not in self._shard.present:
+            if not self._is_present(worker, life):
                 return Answer(receipt, False, self._shard.stamp, is_present=False)
             if not self._shard.waits(worker):
                 return self._with_weights(receipt, known, self._clock() - since_s)

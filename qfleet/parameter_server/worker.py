@@ -93,8 +93,12 @@ class Worker:
         restarted_at: int = 0,
         traced: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        life: int = 0,
     ) -> None:
-        """``config`` is the run's; ``lines`` lead to its servers, in order."""
+        """``config`` is the run's; ``lines`` lead to its servers, in order.
+
+        ``life`` counts those that had this number before.
+        """
         self._clock = clock
         self._faults = FaultLog()
         self._trace = Trace() if traced else None
@@ -104,7 +108,7 @@ class Worker:
 
         def remote(weights: Any, timers: Any) -> RemoteUpdater:
             self._servers = Servers(
-                number, weights.data.numel(), lines, timers, lambda: make_codec(config)
+                number, weights.data.numel(), lines, timers, lambda: make_codec(config), life
             )
             self._updater = make_remote_updater(config, weights, self._servers)
             return self._updater
@@ -132,9 +136,9 @@ class Worker:
         began_s = self._clock()
         until_s = began_s + told.slice_s
         self._began_s = began_s if self._began_s is None else self._began_s
-        self._lost = ()
         try:
             self._join(told)
+            self._lost = ()
             self._servers.ping()
             run_serial(
                 parts,
@@ -162,7 +166,8 @@ class Worker:
             self._updater.join()
             self._parts.learner.adopt_weights()
             self._has_joined = True
-        elif told.renewed:
+        elif told.renewed or self._lost:
+            # Or a server that only could not be reached: what it has heard, it knows.
             self._updater.join()
 
     def _report(self) -> Report:
@@ -195,9 +200,12 @@ class Worker:
             spans=spans,
             clock_s=time.perf_counter(),
             lost_servers=self._lost,
-            host=socket.gethostname(),
+            host=self._host(),
             pid=os.getpid(),
         )  # fmt: skip
+
+    def _host(self) -> str:
+        return socket.gethostname()
 
     def close(self) -> None:
         self._parts.close()
@@ -213,13 +221,19 @@ class RemoteWorker(Worker):
         handles: Sequence[Any],
         restarted_at: int,
         traced: bool,
+        life: int,
     ) -> None:
         self._cluster = from_inside(TIMEOUT_S)
+        self._node_ip = self._cluster.node_ip()
         lines = [self._line(shard, handle) for shard, handle in enumerate(handles)]
-        super().__init__(config, number, lines, restarted_at, traced)
+        super().__init__(config, number, lines, restarted_at, traced, life=life)
 
     def _line(self, shard: int, handle: Any) -> Line:
         return RemoteLine(self._cluster, handle, shard)
+
+    def _host(self) -> str:
+        """With its address: machines may be of one name."""
+        return f"{super()._host()} ({self._node_ip})"
 
     def ping(self) -> bool:
         """Here."""
