@@ -40,6 +40,8 @@ from qfleet.telemetry.timers import Timers
 SIZES = {"CartPole's MLP": 4_610, "an MLP of 256 × 256": 67_586, "Nature's CNN": 1_687_206}
 UPDATES = ("sync", "async", "ssp", "hybrid", "easgd", "local-sgd", "admm")
 LATENCY_S = "0.005"
+WAITING = {"envs": 1, "train_freq": 32, "gradient_steps": 1, "batch_size": 32, "net_arch": [64, 64]}
+"""Of the rows with a latency: workers wait for their environments nine tenths of their time."""
 KILLING_S = 120.0
 
 
@@ -121,7 +123,17 @@ def _seconds(
 def speedup(updates: str, workers: str, *more: str) -> None:
     """By the lab's own verb, which draws the figure."""
     lab_speedup.run(
-        ["--updates", updates, "--workers", workers, "--step-latency-s", LATENCY_S, *more]
+        [
+            "--updates",
+            updates,
+            "--workers",
+            workers,
+            "--step-latency-s",
+            LATENCY_S,
+            "--fields",
+            json.dumps(WAITING),
+            *more,
+        ]
     )
 
 

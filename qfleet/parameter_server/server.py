@@ -251,15 +251,15 @@ class RemoteServer(Server):
         """A call of another method, as one argument: each costs Ray some time of its own."""
         method, *arguments = message
         if method == "push":
-            (worker, sequence, based_on, *rest), gradient, patience_s = arguments
+            (worker, sequence, based_on, *rest), gradient, patience_s, life = arguments
             push = Push(worker, sequence, Stamp(*based_on), *rest)
-            return plain(self.push(push, wire_from_plain(gradient), patience_s))
+            return plain(self.push(push, wire_from_plain(gradient), patience_s, life))
         if method == "wait":
-            worker, known, patience_s = arguments
-            return plain(self.wait(worker, known and Stamp(*known), patience_s))
+            worker, known, patience_s, life = arguments
+            return plain(self.wait(worker, known and Stamp(*known), patience_s, life))
         if method == "exchange":
-            exchange, weights = arguments
-            return plain(self.exchange(Exchange(*exchange), wire_from_plain(weights)))
+            exchange, weights, life = arguments
+            return plain(self.exchange(Exchange(*exchange), wire_from_plain(weights), life))
         if method == "join":
             return plain(self.join(*arguments))
         assert method == "ping", f"workers do not call {method}"

@@ -147,17 +147,17 @@ def test_messages_travel_without_classes_of_ours() -> None:
         engine="parameter-server", optimizer="sgd", workers=1, weight_compression="bf16"
     )
     server = RemoteServer(config, np.zeros(3, dtype=np.float32))
-    joined = server.ask(("join", 0))
+    joined = server.ask(("join", 0, 0))
     assert answer_from_plain(joined) == Welcome(0, 0)
     gradient = to_wire(TopK(0.4).encode(torch.tensor([1.0, 3.0, 2.0])))
     message = Push(0, 0, Stamp(0, 0), NOBODY, learning_rate=1.0)
-    said = server.ask(plain(("push", message, gradient, 0.0)))
+    said = server.ask(plain(("push", message, gradient, 0.0, 0)))
     assert is_plain(said)
     assert is_plain(joined)
     answer = answer_from_plain(said)
     assert answer.receipt == Receipt(Stamp(0, 1), "applied")
     assert decode(from_wire(answer.weights)).tolist() == [0.0, -3.0, -2.0]
-    known = server.ask(("wait", 0, plain(answer.stamp), 0.0))
+    known = server.ask(("wait", 0, plain(answer.stamp), 0.0, 0))
     assert answer_from_plain(known).weights is None
     assert answer_from_plain(server.ask(("ping",))) is None
 
