@@ -93,10 +93,14 @@ def test_killed_actors_and_shards_are_replaced_and_a_signal_leaves_nothing_behin
         assert run.poll() is None, run.communicate()
 
     try:
-        goes_on()
         kinds = ("RemoteActor", "ReplayShard")
+
+        def all_there() -> bool:
+            return all(len(members(run.pid, kind)) == 2 for kind in kinds)
+
+        goes_on()  # with the first actor that has come up
+        wait_for("two of each", all_there)
         before = {kind: members(run.pid, kind) for kind in kinds}
-        assert [len(there) for there in before.values()] == [2, 2]
         for there in before.values():
             os.kill(min(there), signal.SIGKILL)
         goes_on()
@@ -104,7 +108,7 @@ def test_killed_actors_and_shards_are_replaced_and_a_signal_leaves_nothing_behin
             fresh = functools.partial(lambda k, t: members(run.pid, k) - t, kind, there)
             wait_for(f"another {kind}", fresh)
         goes_on()
-        assert [len(members(run.pid, kind)) for kind in kinds] == [2, 2]
+        wait_for("two of each, again", all_there)
         started = descendants(run.pid)
         # To the whole group of a terminal, as Ctrl-C does.
         os.killpg(run.pid, signal.SIGINT)
