@@ -189,9 +189,7 @@ def open_cluster(
 @contextlib.contextmanager
 def _start(workers: int, store_bytes: int, timeout_s: float) -> Iterator[Cluster]:
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
-    # Ray warns when four times as many processes start at once; workers of a run always do.
-    many = {"RAY_maximum_startup_concurrency": str(max(os.cpu_count() or 1, workers))}
-    with _folder() as folder, _environment(_QUIET | _HERE_ONLY | token | many):
+    with _folder() as folder, _environment(_QUIET | _HERE_ONLY | token):
         import ray
 
         # Ray brings it along, so it cannot be imported before. It knows a process from a later one
