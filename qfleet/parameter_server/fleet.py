@@ -272,6 +272,10 @@ class Fleet:
             if report is None:
                 if worker.is_there or self._has_room():
                     self._replace_worker(number, loss)
+                else:
+                    with contextlib.suppress(Exception):
+                        self._cluster.stop(worker.handle)
+                    worker.handle = self._spawn_worker(number)
             elif not worker.is_there:
                 worker.is_there = True
             else:
