@@ -145,7 +145,7 @@ class Cluster:
             # Not its death: the connection broke, and it may be heard of again.
             raise MemberSilent(f"{who} cannot be reached ({_first_line(error)})") from None
         except failures.RayActorError as error:
-            raise MemberLost(f"{who} died ({_first_line(error)}){RUN_AGAIN}") from None
+            raise MemberLost(f"{who} died ({_cause(error)}){RUN_AGAIN}") from None
         except failures.RayTaskError as error:
             cause = f"{type(error.cause).__name__}: {_first_line(error.cause)}"
             raise ClusterError(f"{who} failed: {cause}") from error
@@ -388,6 +388,12 @@ def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _cause(error: BaseException) -> str:
+    """One line about a death; of one that could not begin, what its traceback ends with."""
+    first = _first_line(error)
+    return str(error).strip().splitlines()[-1].strip() if "creation task" in first else first
 
 
 def _first_line(error: BaseException) -> str:

@@ -101,3 +101,13 @@ def test_the_end_is_waited_for_so_long_and_no_longer() -> None:
     hands.crew.come = come  # type: ignore[method-assign]
     assert hands.crew.end(3.0) == [Came(1, "report")]
     assert hands.crew.busy == frozenset()
+
+
+def test_one_that_has_yet_to_start_is_given_longer() -> None:
+    hands = Hands()
+    hands.crew.called(0, "call 0", lambda: "ping", grace_s=100.0)
+    for now_s in (50.0, 110.0, 110.1, 110.1 + PING_S):
+        hands.now_s = now_s
+        assert hands.crew.come(0.0) == []
+    hands.now_s += 0.1
+    assert [came.report for came in hands.crew.come(0.0)] == [None]

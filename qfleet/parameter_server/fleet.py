@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qfleet.cluster import TIMEOUT_S, Cluster, open_cluster
+from qfleet.cluster import RUN_AGAIN, TIMEOUT_S, Cluster, open_cluster
 from qfleet.config import Config
 from qfleet.core import Clock, Episode, StateDict
 from qfleet.crew import Crew
@@ -272,6 +272,10 @@ class Fleet:
             if report is None:
                 if worker.is_there or self._has_room():
                     self._replace_worker(number, loss)
+                else:
+                    with contextlib.suppress(Exception):
+                        self._cluster.stop(worker.handle)
+                    worker.handle = self._spawn_worker(number)
             elif not worker.is_there:
                 worker.is_there = True
             else:
@@ -386,6 +390,7 @@ class Fleet:
 
     def _replace_worker(self, number: int, loss: str) -> None:
         worker = self._workers[number]
+        loss = loss.removesuffix(RUN_AGAIN)
         worker.restarts += 1
         worker.losses += 1
         room = "" if self._cluster.processors() >= self._config.workers else " when there is room"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from qfleet.config import Config
+from qfleet.errors import ProtocolError
 from qfleet.parameter_server.compression import Cast, TopK, decode
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.server import (
@@ -170,3 +171,28 @@ def test_optimisers_of_shards_are_cut_and_joined() -> None:
     joined = join_states(states, [3, 2, 2])
     assert torch.equal(joined["first"], whole["first"])
     assert float(joined["steps"]) == 3.0
+
+
+def test_one_that_was_cut_off_is_not_heard_beside_its_successor() -> None:
+    """Both have one number, and each the right sequence for its next message."""
+    server = make_server(update="async")
+    server.join(1)
+    push(server, 1, 0, 1.0, 0.0)
+    known = server.pull(None).stamp
+    late = Push(1, 1, known, NOBODY, learning_rate=1.0)
+    server.leave(1, life=1)
+    with pytest.raises(ProtocolError, match="was given up"):
+        server.join(1, life=0)
+    assert server.join(1, life=1).sequence == 1
+    # What was under way when the link went down arrives.
+    refused = server.push(late, to_wire(torch.full((3,), 50.0)), 0.0, 0)
+    assert (refused.receipt, refused.is_present) == (None, False)
+    assert not server.wait(1, known, 0.0, 0).is_present
+    moved = Exchange(1, 1, known.epoch, NOBODY, 0.5)
+    assert not server.exchange(moved, to_wire(torch.zeros(3)), 0).is_present
+    server.leave(1, life=0)  # what is late does not send the successor away
+    answer = server.push(late, to_wire(torch.full((3,), 2.0)), 0.0, 1)
+    assert answer.receipt.outcome == "applied"
+    assert answer.weights.tolist() == [-3.0] * 3
+    account = server.account()
+    assert (account["applied"], account["repeated"]) == (2, 0)

@@ -13,7 +13,8 @@ from torch import Tensor
 from qfleet.build import build
 from qfleet.config import Config
 from qfleet.engines.serial import run_serial
-from qfleet.parameter_server.client import DirectLine, ServersLost
+from qfleet.errors import MemberSilent
+from qfleet.parameter_server.client import TRIES, DirectLine, ServersLost
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.server import Server
 from qfleet.parameter_server.worker import Told, Worker, apart, worker_config
@@ -254,3 +255,33 @@ def test_spans_inside_others_are_cut_out() -> None:
         ("env", 0.0, 1.0), ("learn", 2.0, 3.0), ("communicate", 3.0, 4.0), ("idle", 4.0, 5.0),
         ("learn", 5.0, 6.0),
     ]  # fmt: skip
+
+
+class Cut(DirectLine):
+    """A server that cannot be reached for so many answers in a row; it hears everything."""
+
+    def __init__(self, server: Server, calls: int, lost: int) -> None:
+        super().__init__(server)
+        self.left, self.lost = calls, lost
+
+    def finish(self, started: Any) -> Any:
+        self.left -= 1
+        if -self.lost <= self.left < 0:
+            raise MemberSilent("server 1 cannot be reached")
+        return super().finish(started)
+
+
+@pytest.mark.parametrize("lost", [1, TRIES])
+def test_a_server_that_could_not_be_reached_has_heard_everything_once(lost: int) -> None:
+    config = make_config(servers=2)
+    servers = make_servers(config)
+    worker = Worker(config, 0, [DirectLine(servers[0]), Cut(servers[1], 20, lost)])
+    report = worker.work(Told(0, STEPS, LONG_S))
+    assert report.lost_servers == ((1,) if lost == TRIES else ())
+    if report.lost_servers:  # the supervisor finds it well: nothing was renewed
+        report = worker.work(Told(0, STEPS, LONG_S))
+    assert (report.lost_servers, report.env_steps) == ((), STEPS)
+    near, far = (server.account() for server in servers)
+    assert far["repeated"] == lost - (lost == TRIES)
+    assert near["repeated"] == 0
+    assert near["applied"] == far["applied"] == far["received"] - far["repeated"]
