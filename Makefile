@@ -10,7 +10,7 @@ train: $(STAMP)
 	$(BIN)/qfleet train CartPole-v1
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The same, counting which lines ran; that takes a third more time.
 coverage: $(STAMP)
