@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from qfleet.errors import ClusterError, MemberLost, MemberSilent, UserError
+from qfleet.errors import ClusterError, GivenUp, MemberLost, MemberSilent, UserError
 
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 256 * 2**20
@@ -147,6 +147,8 @@ class Cluster:
         except failures.RayActorError as error:
             raise MemberLost(f"{who} died ({_cause(error)}){RUN_AGAIN}") from None
         except failures.RayTaskError as error:
+            if isinstance(error.cause, GivenUp):
+                raise error.cause from None
             cause = f"{type(error.cause).__name__}: {_first_line(error.cause)}"
             raise ClusterError(f"{who} failed: {cause}") from error
         except failures.RayError as error:

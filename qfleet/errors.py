@@ -73,6 +73,10 @@ class ProtocolError(QfleetError):
     """A worker and a parameter server have lost track of each other, or never spoke the same."""
 
 
+class GivenUp(ProtocolError):
+    """A worker that was cut off is heard again, and another has its place."""
+
+
 class ClusterError(QfleetError):
     """A cluster that cannot be started, reached or used, or a worker of it that was lost."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qfleet.config import Config
 from qfleet.core import StateDict
-from qfleet.errors import ProtocolError
+from qfleet.errors import GivenUp
 from qfleet.parameter_server.admission import (
     Admission,
     AgeLimit,
@@ -136,7 +136,7 @@ class Server:
         with self._changed:
             now = self._lives.get(worker, 0)
             if life < now:
-                raise ProtocolError(
+                raise GivenUp(
                     f"worker {worker} was given up, and its place is another's: life {life} "
                     f"comes after {now}; end it"
                 )

@@ -19,6 +19,7 @@ from qfleet.config import Config
 from qfleet.engines.serial import run_serial
 from qfleet.envs.latency import latency_of
 from qfleet.envs.seeding import mix_seeds
+from qfleet.errors import GivenUp
 from qfleet.parameter_server.client import Line, RemoteLine, Servers, ServersLost
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import SpanRecord, Trace
@@ -241,7 +242,11 @@ class RemoteWorker(Worker):
 
     def work(self, told: Told) -> Report:
         renewed = tuple((shard, self._line(shard, handle)) for shard, handle in told.renewed)
-        return super().work(told._replace(renewed=renewed))
+        try:
+            return super().work(told._replace(renewed=renewed))
+        except GivenUp:
+            # Whoever gave it up could not reach it to end it, and its processor is wanted.
+            os._exit(1)
 
 
 def apart(spans: Sequence[SpanRecord]) -> list[SpanRecord]:

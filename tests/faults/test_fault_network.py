@@ -26,7 +26,8 @@ import pytest
 
 import qfleet
 
-DEADLINE_S = 120.0
+DEADLINE_S = 90.0
+TOLD = 2000
 HEAD_IP, FAR_IP = "10.213.7.1", "10.213.7.2"
 PORT = 6399
 ADDRESS = f"{HEAD_IP}:{PORT}"
@@ -38,11 +39,11 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def wait_for(what: str, condition: Callable[[], object]) -> None:
+def wait_for(what: str, condition: Callable[[], object], log: Path) -> None:
     """Until it holds; the deadline only ends a test that has failed anyway."""
     until_s = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < until_s, f"{what} did not come about"
+        assert time.monotonic() < until_s, f"no {what}:\n{log.read_text()[-TOLD:]}"
         time.sleep(0.05)
 
 
@@ -177,21 +178,30 @@ def test_a_run_outlives_its_link_and_its_other_host(network: Network, tmp_path: 
     words = ["train", "CartPole-v1", "--preset", "none", "--config", str(settings)]
     run = head.qfleet(log, *words, "--steps", str(10**8), "--run-dir", str(folder))
 
+    def wait(what: str, condition: Callable[[], object]) -> None:
+        wait_for(what, condition, log)
+
     def more_lines(count: int = 5) -> None:
         assert run.poll() is None, log.read_text()
         before = log_lines(folder)
-        wait_for("more log lines", lambda: log_lines(folder) >= before + count)
+        wait("more log lines", lambda: log_lines(folder) >= before + count)
 
     def another_worker(than: int | None) -> int:
-        wait_for("a worker on the other host", lambda: far.worker() not in (None, than))
+        seen: list[int | None] = [None]
+
+        def is_there() -> bool:
+            seen.append(far.worker())
+            return seen[-1] not in (None, than)
+
+        wait("worker on the other host", is_there)
         more_lines()
-        found = far.worker()
-        return another_worker(than) if found is None else found
+        assert seen[-1] is not None
+        return seen[-1]
 
     first = another_worker(than=None)
-    assert head.worker() is not None
+    wait("worker on this host", head.worker)
     network.link("down")
-    wait_for("the loss", lambda: "was not heard of" in log.read_text())
+    wait("loss", lambda: "was not heard of" in log.read_text())
     more_lines()  # the other worker does not wait
     network.link("up")
     second = another_worker(than=first)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qfleet.config import Config
-from qfleet.errors import ProtocolError
+from qfleet.errors import GivenUp
 from qfleet.parameter_server.compression import Cast, TopK, decode
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.server import (
@@ -181,7 +181,7 @@ def test_one_that_was_cut_off_is_not_heard_beside_its_successor() -> None:
     known = server.pull(None).stamp
     late = Push(1, 1, known, NOBODY, learning_rate=1.0)
     server.leave(1, life=1)
-    with pytest.raises(ProtocolError, match="was given up"):
+    with pytest.raises(GivenUp, match="was given up"):
         server.join(1, life=0)
     assert server.join(1, life=1).sequence == 1
     # What was under way when the link went down arrives.
