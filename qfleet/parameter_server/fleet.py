@@ -424,7 +424,8 @@ class Fleet:
         )
         for name in ("received", "applied", "repeated", "bytes_in", "bytes_out"):
             before = server.snapshot["counters"][name]
-            server.earlier[name] += server.account.get(name, before) - before
+            # Either may be the newer of the two: the server died somewhere in between.
+            server.earlier[name] += max(0, server.account.get(name, before) - before)
         server.lost_updates += lost
         with contextlib.suppress(Exception):
             self._cluster.stop(server.handle)  # if it was only silent: there are never two

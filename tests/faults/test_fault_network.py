@@ -147,6 +147,8 @@ class Network:
 def network() -> Iterator[Network]:
     if find_spec("ray") is None:
         pytest.skip("needs the extra [ray]")
+    if os.environ.get("QFLEET_NETWORK_TESTS") != "1":
+        pytest.skip("makes network namespaces, as root: set QFLEET_NETWORK_TESTS=1")
     missing = [tool for tool in ("ip", "unshare", "mount") if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
