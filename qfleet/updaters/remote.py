@@ -12,6 +12,7 @@ admm                      ``Consensus``        own steps towards agreement, then
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -126,7 +127,7 @@ class RemoteGradients(_Base):
         return {"grad_norm": norm, "skipped": 0.0 if math.isfinite(norm) else 1.0}
 
 
-class _Periodic(_Base):
+class _Periodic(_Base, ABC):
     """Own steps, and every ``period`` of them something with the servers."""
 
     def __init__(
@@ -147,8 +148,9 @@ class _Periodic(_Base):
     def _prepare(self) -> None:
         """Before an own step."""
 
+    @abstractmethod
     def _meet(self) -> None:
-        raise NotImplementedError
+        """After ``period`` of them."""
 
 
 class Elastic(_Periodic):
