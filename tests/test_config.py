@@ -287,6 +287,18 @@ def test_the_actors_engine_has_presets_of_its_own() -> None:
     assert resolve("CartPole-v1", preset="cartpole", engine="actors")[1] == "cartpole"
 
 
+def test_workers_have_a_preset_that_suits_rows_without_their_own() -> None:
+    for algo, preset in [
+        (None, "cartpole-parameter-server"),
+        ("double-dqn", "cartpole-parameter-server"),
+        ("a3c", "cartpole-a3c"),
+    ]:
+        config, used = resolve("CartPole-v1", algo, engine="parameter-server")
+        assert used == preset
+        assert config.algo == (algo or "n-step-dqn")
+    assert resolve("Acrobot-v1", engine="parameter-server")[1] == "acrobot"
+
+
 def test_a_preset_that_is_a_row_of_its_own_gives_way_to_other_rows() -> None:
     assert resolve("CartPole-v1")[0].n_steps == 5
     assert resolve("CartPole-v1", "n-step-dqn")[0].n_steps == 5

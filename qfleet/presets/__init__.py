@@ -19,6 +19,7 @@ PRESETS: dict[str, Callable[[], Config]] = {
     "cartpole": recipes.cartpole,
     "cartpole-pqn": recipes.cartpole_pqn,
     "cartpole-apex": recipes.cartpole_apex,
+    "cartpole-parameter-server": recipes.cartpole_parameter_server,
     "cartpole-n-step-q": recipes.cartpole_n_step_q,
     "cartpole-a3c": recipes.cartpole_a3c,
     "cartpole-sb3-zoo": recipes.cartpole_sb3_zoo,
@@ -57,19 +58,24 @@ _SUITS_ROW = {
 
 _SUITS_ENGINE = {
     ("cartpole", "actors"): "cartpole-apex",
+    ("cartpole", "parameter-server"): "cartpole-parameter-server",
     ("atari-dqn", "actors"): "atari-apex",
 }
 """The same for engines, where no row was asked for."""
+_ENGINES_OF_ROWS = ("parameter-server",)
+"""Engines whose presets switch on nothing that belongs to a row: they suit other rows too."""
 
 
 def preset_for(env: str, algo: str | None, engine: str | None = None) -> str | None:
     """The preset that suits an environment, if one does."""
     for pattern, name in _SUITS:
         if re.fullmatch(pattern, env):
-            if algo is None and engine is not None:
-                return _SUITS_ENGINE.get((name, engine), name)
             row = (algo or "").lower()
-            return _SUITS_ROW.get((name, ALIASES.get(row, row)), name)
+            if (own := _SUITS_ROW.get((name, ALIASES.get(row, row)))) is not None:
+                return own
+            if engine is not None and (algo is None or engine in _ENGINES_OF_ROWS):
+                return _SUITS_ENGINE.get((name, engine), name)
+            return name
     return None
 
 

@@ -60,6 +60,19 @@ def cartpole_apex() -> Config:
     return cartpole().replace(engine="actors", workers=2)
 
 
+def cartpole_parameter_server() -> Config:
+    """qfleet's own: `cartpole` for four workers, which take four times as many gradients, each of
+    a quarter of the samples (docs/parameter-server.md)."""
+    return cartpole().replace(
+        engine="parameter-server",
+        workers=4,
+        steps=120_000,
+        train_freq=1,
+        batch_size=64,
+        learning_rate=1e-3,
+    )
+
+
 def cartpole_n_step_q() -> Config:
     """qfleet's own: a short search, told in docs/algorithms/n-step-q.md."""
     row = ALGORITHMS["n-step-q"]
