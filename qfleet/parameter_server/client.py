@@ -21,7 +21,7 @@ from qfleet.errors import MemberLost, MemberSilent
 from qfleet.parameter_server.compression import Codec, Sent, bytes_of, decode
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.server import Answer, answer_from_plain
-from qfleet.parameter_server.shard import OTHER_EPOCH, Exchange, Push, Stamp
+from qfleet.parameter_server.shard import OTHER_EPOCH, Exchange, Push, Stamp, Welcome
 from qfleet.parameter_server.wire import bytes_of_wire, from_wire, plain, to_wire
 from qfleet.telemetry.timers import Timers
 
@@ -31,6 +31,11 @@ TRIES = 3
 """How often a message is sent whose answer does not come."""
 KEPT_CALLS = 256
 FLOAT_BYTES = 4
+UNANSWERED, HEARD, SERVER_LOST = "unanswered", "heard", "server-lost"
+NOT_PRESENT = "not-present"
+FATES = (UNANSWERED, HEARD, SERVER_LOST, NOT_PRESENT)
+"""Of messages without a receipt: nobody knows yet, or it never arrived; it did arrive, as turned
+out later; its server died; the server had given the worker up and did not look at it."""
 _ELSEWHERE: Any = None
 """Stands in a message for the vector, which travels beside it."""
 
@@ -86,7 +91,9 @@ class Traffic:
     plain_bytes_received: int = 0
     messages: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Of pushes and exchanges, over all shards: applied, kept, dropped by reason, lost."""
+    """Of pushes and exchanges, over all shards: what their receipts said, or ``FATES``."""
+    sent: list[dict[int, int]] = field(default_factory=list)
+    """By shard and its epoch: the number after that of the last message that was taken there."""
     calls: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT_CALLS))
     """Bytes and seconds of the newest messages, without what was waited for others."""
 
@@ -111,7 +118,10 @@ class Servers:
         self._codecs = [make_codec() for _ in lines]
         self._known: list[Stamp | None] = [None] * len(lines)
         self._sequences = [0] * len(lines)
-        self.traffic = Traffic()
+        self._unanswered: dict[int, Stamp] = {}
+        """By shard: epoch and number of the message whose answer did not come."""
+        self.takes_part = False
+        self.traffic = Traffic(sent=[{} for _ in lines])
 
     def replace(self, number: int, line: Line) -> None:
         """Another server stands in for this one."""
@@ -121,6 +131,11 @@ class Servers:
     def join(self, into: Tensor) -> None:
         """Take part everywhere, again where need be, and fetch the newest weights."""
         self._take(self._enter(set(range(len(self._lines)))), into)
+        self.takes_part = True
+
+    def look(self, into: Tensor) -> None:
+        """Fetch the newest weights without taking part: nobody waits for who only looks."""
+        self._take(self._ask("pull", lambda _: (None,)), into)
 
     def ping(self) -> None:
         """An empty message to everybody, for the account of what messages cost."""
@@ -146,6 +161,7 @@ class Servers:
             )
             return push, to_wire(sent[number]), PATIENCE_S, self._life
 
+        self._begin()
         answers = self._ask("push", arguments, sent)
         self._count(answers)
         answers |= self._wait({number for number, answer in answers.items() if answer.waits})
@@ -164,6 +180,7 @@ class Servers:
             )
             return exchange, to_wire(sent[number]), self._life
 
+        self._begin()
         answers = self._ask("exchange", arguments, sent)
         self._count(answers)
         for number, answer in answers.items():
@@ -174,13 +191,37 @@ class Servers:
 
     # --- inside -------------------------------------------------------------------------------
 
+    def _begin(self) -> None:
+        """Before a message of which no shard may be told less than the others."""
+        if not self.takes_part:
+            # Whoever only looked takes part from his first gradient on, which is as old as it is.
+            looked = list(self._known)
+            self._enter(set(range(len(self._lines))))
+            self._known, self.takes_part = looked, True
+        for known, sequence, sent in zip(
+            self._known, self._sequences, self.traffic.sent, strict=True
+        ):
+            assert known is not None, "join first"
+            sent[known.epoch] = sequence + 1
+
     def _enter(self, numbers: set[int]) -> dict[int, Answer]:
         """Take part in these shards; one may have to wait there for what it sent before it left."""
         welcomes = self._ask("join", lambda _: (self._worker, self._life), only=numbers)
         for number, welcome in welcomes.items():
+            self._settle_unanswered(number, welcome)
             self._sequences[number] = welcome.sequence
             self._known[number] = None
         return self._wait(numbers)
+
+    def _settle_unanswered(self, number: int, welcome: Welcome) -> None:
+        """What became of a message without an answer: now the shard says how far it has heard."""
+        if number not in self._unanswered:
+            return
+        epoch, sequence = self._unanswered.pop(number)
+        was_heard = welcome.sequence > sequence
+        if was_heard or welcome.epoch > epoch:
+            self.traffic.outcomes[UNANSWERED] -= 1
+            self.traffic.outcomes[HEARD if was_heard else SERVER_LOST] += 1
 
     def _wait(self, numbers: set[int]) -> dict[int, Answer]:
         """Until these shards let the worker go on, or have given it up."""
@@ -229,7 +270,8 @@ class Servers:
         self.traffic.calls.append((moved, ended_s - began_s - waited_s))
         if lost:
             if sent is not None:
-                self.traffic.outcomes["lost"] += len(lost)
+                self._count(answers)
+                self._miss(lost)
             raise ServersLost(lost)
         return answers
 
@@ -260,13 +302,25 @@ class Servers:
             traffic.plain_bytes_received += FLOAT_BYTES * weights.size
         return traffic.bytes_sent + traffic.bytes_received - before
 
+    def _miss(self, numbers: list[int]) -> None:
+        self.traffic.outcomes[UNANSWERED] += len(numbers)
+        for number in numbers:
+            known = self._known[number]
+            assert known is not None, "who sends knows weights"
+            self._unanswered[number] = Stamp(known.epoch, self._sequences[number])
+
     def _count(self, answers: dict[int, Answer]) -> None:
         for number, answer in answers.items():
-            if answer.receipt is not None:
-                self._sequences[number] += 1
-                self.traffic.outcomes[answer.receipt.reason or answer.receipt.outcome] += 1
+            receipt, known = answer.receipt, self._known[number]
+            assert known is not None, "who sends knows weights"
+            self.traffic.outcomes[
+                NOT_PRESENT if receipt is None else receipt.reason or receipt.outcome
+            ] += 1
+            if receipt is None or receipt.reason == OTHER_EPOCH:
+                # It was not looked at, and its number is free.
+                self.traffic.sent[number][known.epoch] = self._sequences[number]
             else:
-                self.traffic.outcomes["not-present"] += 1
+                self._sequences[number] += 1
 
     def _take(self, answers: dict[int, Answer], into: Tensor) -> None:
         for number, answer in answers.items():

@@ -40,6 +40,8 @@ TICK_S = 0.02
 """How often a waiting call looks at the clock, for time windows."""
 SPARE_CALLS = 8
 """Calls that a server answers beside those of workers that wait."""
+MOST_GROWTH = 4
+"""How many times as many workers as it began with a run may have: servers keep calls for them."""
 OUTLIER_WINDOW = 100
 """Newest losses and norms that a gradient is judged by."""
 CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -85,7 +87,7 @@ def calls_at_once(config: Config) -> int:
     Threads that take turns cost a push a tenth of its time.
     """
     nobody_waits = config.update in ("async", "easgd")
-    return 1 if nobody_waits else config.workers + SPARE_CALLS
+    return 1 if nobody_waits else MOST_GROWTH * config.workers + SPARE_CALLS
 
 
 def make_shard_optimiser(config: Config, weights: Tensor) -> FlatOptimiser:
@@ -175,14 +177,17 @@ class Server:
 
     # --- what the supervisor calls ------------------------------------------------------------
 
-    def leave(self, worker: int, life: int = 0) -> None:
-        """Nobody waits for this worker any more; who comes back must be of this life or later."""
+    def leave(self, worker: int, life: int = 0) -> Welcome:
+        """Nobody waits for this worker any more; who comes back must be of this life or later.
+
+        The answer is how far it has come.
+        """
         with self._changed:
-            if life < self._lives.get(worker, 0):
-                return
-            self._lives[worker] = life
-            self._watched(lambda: self._shard.remove_worker(worker, self._clock()))
-            self._changed.notify_all()
+            if life >= self._lives.get(worker, 0):
+                self._lives[worker] = life
+                self._watched(lambda: self._shard.remove_worker(worker, self._clock()))
+                self._changed.notify_all()
+            return self._shard.heard_from(worker)
 
     def snapshot(self) -> StateDict:
         with self._changed:
@@ -262,6 +267,8 @@ class RemoteServer(Server):
             return plain(self.exchange(Exchange(*exchange), wire_from_plain(weights), life))
         if method == "join":
             return plain(self.join(*arguments))
+        if method == "pull":
+            return plain(self.pull(*arguments))
         assert method == "ping", f"workers do not call {method}"
         return self.ping()
 

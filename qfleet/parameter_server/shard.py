@@ -184,6 +184,10 @@ class Shard:
             self._present.remove(worker)
             self._make(self._admission.settle(self._moment(now_s)))
 
+    def heard_from(self, worker: int) -> Welcome:
+        """How far the worker has come, whether it is present or not."""
+        return Welcome(self._epoch, self._records.get(worker, _Record()).sequence)
+
     def waits(self, worker: int) -> bool:
         """Whether the worker has to wait before it pulls weights for its next gradient."""
         self._check_present(worker)

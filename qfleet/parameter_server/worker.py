@@ -95,10 +95,12 @@ class Worker:
         traced: bool = False,
         clock: Callable[[], float] = time.monotonic,
         life: int = 0,
+        is_late: bool = False,
     ) -> None:
         """``config`` is the run's; ``lines`` lead to its servers, in order.
 
-        ``life`` counts those that had this number before.
+        ``life`` counts those that had this number before. Who ``is_late`` comes when others have
+        long begun, who must not wait while it fills its memory.
         """
         self._clock = clock
         self._faults = FaultLog()
@@ -120,7 +122,7 @@ class Worker:
         )
         self._processor_s = time.process_time()
         self._began_s: float | None = None
-        self._has_joined = False
+        self._is_late, self._has_joined = is_late, False
         self._share = 1.0
         self._updater.share = float(config.batch_size)
         self._lost: tuple[int, ...] = ()
@@ -164,12 +166,12 @@ class Worker:
         for number, line in told.renewed:
             self._servers.replace(number, line)
         if not self._has_joined:
-            self._updater.join()
+            self._updater.join(takes_part=not self._is_late)
             self._parts.learner.adopt_weights()
             self._has_joined = True
         elif told.renewed or self._lost:
             # Or a server that only could not be reached: what it has heard, it knows.
-            self._updater.join()
+            self._updater.join(self._servers.takes_part)
 
     def _report(self) -> Report:
         parts = self._parts
@@ -192,7 +194,10 @@ class Worker:
             seconds=seconds,
             processor_s=time.process_time() - self._processor_s,
             traffic={
-                **vars(traffic), "outcomes": dict(traffic.outcomes), "calls": list(traffic.calls)
+                **vars(traffic),
+                "outcomes": +traffic.outcomes,
+                "sent": [dict(counts) for counts in traffic.sent],
+                "calls": list(traffic.calls),
             },
             faults={
                 kind: (count, self._faults.first_messages(kind))
@@ -223,11 +228,12 @@ class RemoteWorker(Worker):
         restarted_at: int,
         traced: bool,
         life: int,
+        is_late: bool,
     ) -> None:
         self._cluster = from_inside(TIMEOUT_S)
         self._node_ip = self._cluster.node_ip()
         lines = [self._line(shard, handle) for shard, handle in enumerate(handles)]
-        super().__init__(config, number, lines, restarted_at, traced, life=life)
+        super().__init__(config, number, lines, restarted_at, traced, life=life, is_late=is_late)
 
     def _line(self, shard: int, handle: Any) -> Line:
         return RemoteLine(self._cluster, handle, shard)

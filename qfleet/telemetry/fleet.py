@@ -40,6 +40,8 @@ class WorkerAccount:
     bytes_sent: int
     bytes_received: int
     messages: int
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    """What became of what it sent, once for each server: applied, kept, dropped by reason …"""
     calls: Sequence[tuple[int, float]] = ()
     """Bytes and seconds of some of its messages."""
     restarts: int = 0
@@ -70,6 +72,7 @@ class WorkerAccount:
         return {
             **figures,
             "seconds": dict(self.seconds),
+            "outcomes": dict(self.outcomes),
             "env_steps_per_s": self.env_steps_per_s,
             "own_pace": self.own_pace,
             "shares": self.shares,
@@ -93,8 +96,12 @@ class ServerAccount:
     staleness: Mapping[int, int]
     """How many gradients were of weights so many updates old."""
     restores: int = 0
-    lost_updates: int = 0
-    """Made since the snapshots that the restores went back to."""
+    lost: int = 0
+    """What workers had sent that is in no weights: sent after the snapshots that were gone back to,
+    or under way when the server died."""
+    unknown: int = 0
+    """Times that a worker died when this server could not be asked what it had sent: so often
+    ``lost`` may be too small by what that worker sent since its last report."""
 
     def as_dict(self) -> dict[str, Any]:
         # Not asdict, which gets Counters wrong.
@@ -335,7 +342,8 @@ class FleetAccount:
             for worker in self.workers
         ]
         for server in self.servers:
-            lost = f" ({_several(server.lost_updates, 'update')} lost)"
+            least = "at least " if server.unknown else ""
+            lost = f" ({least}{_several(server.lost, 'gradient')} lost)"
             parts.append((f"server {server.number} ×{server.restores}{lost}", server.restores))
         return ", ".join(text for text, count in parts if count)
 

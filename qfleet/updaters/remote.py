@@ -49,8 +49,11 @@ class RemoteUpdater(Protocol):
     share: float
     """The samples behind a gradient, relative to other workers'."""
 
-    def join(self) -> None:
-        """Take part, again where need be, and take over the servers' weights."""
+    def join(self, takes_part: bool = True) -> None:
+        """Take over the servers' weights, and take part, again where need be.
+
+        Who does not take part yet does so with its first gradient: until then nobody waits for it.
+        """
         ...
 
     def apply(self, learning_rate: float | Tensor, loss: Loss | None = None) -> Metrics: ...
@@ -93,10 +96,12 @@ class _Base:
     def load_state_dict(self, state: StateDict) -> None:
         assert not state, "what workers know is on the servers"
 
-    def join(self) -> None:
-        """Take part, again where need be, and take over the servers' weights."""
+    def join(self, takes_part: bool = True) -> None:
         held = self._held()
-        self._servers.join(held)
+        if takes_part:
+            self._servers.join(held)
+        else:
+            self._servers.look(held)
         self._put(held)
 
     def _held(self) -> Tensor:
@@ -183,8 +188,8 @@ class LocalSteps(_Periodic):
         self._rate = rate
         self._start = weights.data.cpu().clone()
 
-    def join(self) -> None:
-        super().join()
+    def join(self, takes_part: bool = True) -> None:
+        super().join(takes_part)
         self._start = self._weights.data.cpu().clone()
 
     def _meet(self) -> None:
@@ -205,8 +210,8 @@ class Consensus(_Periodic):
         self._agreed = weights.data.cpu().clone()
         self._prices = torch.zeros_like(self._agreed)
 
-    def join(self) -> None:
-        super().join()
+    def join(self, takes_part: bool = True) -> None:
+        super().join(takes_part)
         self._agreed = self._weights.data.cpu().clone()
         self._prices.zero_()
 

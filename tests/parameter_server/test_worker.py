@@ -228,7 +228,7 @@ def test_a_lost_server_ends_the_slice_and_another_goes_on() -> None:
     report = worker.work(Told(0, STEPS, LONG_S))
     assert report.lost_servers == (1,)
     assert report.env_steps < STEPS
-    assert report.traffic["outcomes"]["lost"] == 1
+    assert report.traffic["outcomes"]["unanswered"] == 1
     snapshot = servers[1].snapshot()
     other = Server(config, snapshot["weights"], snapshot=snapshot)
     report = worker.work(Told(0, STEPS, LONG_S, renewed=((1, DirectLine(other)),)))

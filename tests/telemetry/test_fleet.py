@@ -237,7 +237,7 @@ def test_the_table() -> None:
         worker(2, 400, QUICK),
     )
     servers = (
-        server(0, {0: 19}, restores=1, lost_updates=7),
+        server(0, {0: 19}, restores=1, lost=7),
         server(1, {5: 1}, dropped={}),
     )
     account = fleet(workers=workers, servers=servers, uncompressed_bytes_sent=12_000)
@@ -251,7 +251,7 @@ def test_the_table() -> None:
         "worker 2                   40            40%            10%            50%",
         "all                        90            53%            10%            33%",
         "straggler     worker 0 takes 8.00 times the median's time for a step",
-        "restarts      worker 0 ×2, server 0 ×1 (7 updates lost)",
+        "restarts      worker 0 ×2, server 0 ×1 (7 gradients lost)",
         "staleness     0.25 updates in the mean, 95 % up to 0, at most 5",
         "dropped       too-old ×3",
         "sent          3,000 bytes, 75% saved by compression",
