@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting_network import COUNTERS
 from test_fault_signals import children_of, is_alive, wait_for
 
 import qfleet
@@ -126,6 +128,43 @@ def test_workers_and_servers_that_are_killed_are_replaced(tmp_path: Path) -> Non
     for server in servers:
         dropped = sum(server["dropped"].values())
         assert server["applied"] <= server["received"] - dropped - server["repeated"]
+
+
+@pytest.mark.parametrize("killed", [["server 0", "server 1"], ["server 0", "worker 1", "server 0"]])
+def test_the_weights_know_every_gradient_that_was_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: list[str]
+) -> None:
+    """Each gradient moves a counter among the weights by the learning rate: they tell how many were
+    applied, whatever the processes say that they did."""
+    monkeypatch.chdir(Path(__file__).parent)  # where the network is
+    told: Counter[str] = Counter()
+    acts = []
+    for who in killed:
+        told[who.split()[0]] += 1
+        acts += [kill(who), heard_again(who, told[who.split()[0]]), few_more_steps(200)]
+    rate = 2.0**-10
+    plain = {**SMALL, "optimizer": "sgd", "learning_rate": rate, "max_grad_norm": 0.0}
+    result = qfleet.train(
+        "CartPole-v1", run_dir=tmp_path / "run", callbacks=[Script(*acts)], workers=2, servers=2,
+        steps=10**7, snapshot_s=1.0, network="counting_network:Counting", **plain,
+    ).result  # fmt: skip
+    assert Counter(result.faults) == told
+    weights = load_checkpoint(tmp_path / "run" / "checkpoints").parts["learner"]["weights"]
+    counted = (-weights[:COUNTERS] / rate).tolist()
+    assert result.fleet is not None
+    servers, workers = result.fleet["servers"], result.fleet["workers"]
+    applied, lost = ([server[name] for server in servers] for name in ("applied", "lost"))
+    assert [counted[0], counted[-1]] == applied
+    assert set(counted) == set(applied)
+    assert lost[0] > 0
+    assert not any(server["unknown"] for server in servers)
+    fates = sum((Counter(worker["outcomes"]) for worker in workers), Counter())
+    assert set(fates) <= {"applied", "heard", "server-lost"}
+    sent = sum(applied) + sum(lost)
+    if told["worker"]:  # it did not live to say what it sent last; the servers know
+        assert sent >= sum(fates.values())
+    else:
+        assert sent == sum(fates.values())
 
 
 def test_a_stopped_worker_holds_sync_up_until_it_is_given_up(tmp_path: Path) -> None:
