@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qfleet.api import Trained, TrainedSeeds, evaluate, load, resume, train, train_seeds
+    from qfleet.api import Trained, TrainedSeeds, evaluate, load, resume, scale, train, train_seeds
     from qfleet.callbacks import Callback
     from qfleet.config import Config
     from qfleet.policy import Policy
@@ -26,6 +26,7 @@ __all__ = [
     "evaluate",
     "load",
     "resume",
+    "scale",
     "train",
     "train_seeds",
 ]

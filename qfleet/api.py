@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from qfleet import scaling
 from qfleet.callbacks import Callback
 from qfleet.config import Config, read_fields
 from qfleet.errors import CheckpointError, ConfigError, RunBusyError
@@ -166,6 +167,13 @@ def resume(
     for alert in alerts:
         runner.alert(alert)
     return _go(runner)
+
+
+def scale(run: Path | str, workers: int) -> None:
+    """Give a run that is training in another process so many workers from now on."""
+    folder = _one_run(run)
+    scaling.check(Config(**read_fields(folder / "config.json")), workers)
+    scaling.ask(folder, workers)
 
 
 def load(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from qfleet import tournament
+from qfleet import scaling, tournament
 from qfleet.accounts import learning_scalars, make_result, pipeline_scalars
 from qfleet.best import save_best
 from qfleet.build import Parts, TorchSettings, build
@@ -150,6 +150,7 @@ class Run:
             # After the writers, which may refuse: until then the folder is not a run's.
             atomic_write_text(self.folder / "config.json", self.config.to_json())
             atomic_write_text(self.folder / "seeds.json", json.dumps(self.seeds(), indent=2))
+            scaling.forget(self.folder)
             self._started_s = time.monotonic()
             self._logged = (self._started_s, resumed)
             self._tell([self._chosen, *self.parts.notes])
@@ -234,6 +235,8 @@ class Run:
     def _keep_going(self) -> bool:
         """Asked by the engine whenever no update is owed: do what is due, then decide."""
         clock, config = self.parts.clock, self.config
+        if self.parts.fleet is not None:
+            self._tell([scaling.heed(self.folder, self.parts.fleet.resize)])
         if self._learning_since is None and clock.updates > 0:
             self._learning_since = (time.monotonic(), clock.env_steps)
             self._aside_s = 0.0

@@ -12,7 +12,9 @@ from importlib.metadata import version
 
 from qfleet.errors import QfleetError, UnknownNameError
 
-VERBS = ("train", "resume", "evaluate", "plot", "video", "runs", "profile", "doctor", "lab")
+VERBS = (
+    "train", "resume", "scale", "evaluate", "plot", "video", "runs", "profile", "doctor", "lab",
+)  # fmt: skip
 
 EXAMPLES = """\
 examples:

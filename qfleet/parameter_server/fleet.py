@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
+from qfleet import scaling
 from qfleet.cluster import open_cluster
 from qfleet.config import Config
 from qfleet.core import Clock, Episode, StateDict
-from qfleet.errors import CheckpointError, ConfigError
-from qfleet.parameter_server.server import MOST_GROWTH
+from qfleet.errors import CheckpointError
 from qfleet.parameter_server.servers import ServerRow
 from qfleet.parameter_server.supervisor import LOOK_S, Supervisor
 from qfleet.parameter_server.worker import Report
@@ -115,12 +115,7 @@ class Fleet:
 
     def resize(self, workers: int) -> None:
         """From now on so many workers: others join, or the last ones leave after their slice."""
-        most = MOST_GROWTH * self._config.workers
-        if not 1 <= workers <= most:
-            raise ConfigError(
-                f"{workers} workers: a run that began with {self._config.workers} may have 1 to "
-                f"{most}; for more, stop it and resume it with --workers {workers}"
-            )
+        scaling.check(self._config, workers)
         if self._supervisor is not None:
             self._supervisor.resize(workers)
 

@@ -34,14 +34,13 @@ from qfleet.parameter_server.compression import Cast
 from qfleet.parameter_server.schemes import Nesterov
 from qfleet.parameter_server.shard import Exchange, Push, Receipt, Shard, Stamp, Welcome
 from qfleet.parameter_server.wire import Wire, from_wire, plain, to_wire, wire_from_plain
+from qfleet.scaling import MOST_GROWTH
 from qfleet.updaters.optimisers import SGD, FlatOptimiser, make_optimiser
 
 TICK_S = 0.02
 """How often a waiting call looks at the clock, for time windows."""
 SPARE_CALLS = 8
 """Calls that a server answers beside those of workers that wait."""
-MOST_GROWTH = 4
-"""How many times as many workers as it began with a run may have: servers keep calls for them."""
 OUTLIER_WINDOW = 100
 """Newest losses and norms that a gradient is judged by."""
 CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}

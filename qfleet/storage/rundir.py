@@ -131,6 +131,23 @@ class RunLock:
             _held.discard(self)
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process is at work in this run's folder."""
+    try:
+        descriptor = os.open(path / ".lock", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 _held: set[RunLock] = set()
 
 

@@ -1,0 +1,39 @@
+"""``qfleet scale``: another number of workers for a run that is training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tyro
+
+from qfleet.cli.parsing import parse
+
+HELP = "let workers join or leave a run that is training"
+
+DESCRIPTION = """Give a run that is training in another process more workers, or fewer.
+
+Those that join take over the newest weights and take part from their first gradient on; those that
+leave finish their slice of work first. Nothing is lost, and nobody waits. For runs on
+--engine parameter-server.
+
+Examples:
+  qfleet scale runs/NAME --workers 8
+  qfleet scale NAME --workers 2
+"""
+
+
+@dataclass(frozen=True)
+class ScaleOptions:
+    run: tyro.conf.Positional[str]
+    """Name or folder of the run."""
+    workers: int
+    """So many from now on."""
+
+
+def run(argv: list[str]) -> int:
+    options = parse(ScaleOptions, argv, "scale", description=DESCRIPTION)
+    from qfleet import api
+
+    api.scale(options.run, options.workers)
+    print(f"{options.run}: {options.workers} workers from now on")
+    return 0
