@@ -201,8 +201,9 @@ def _start(workers: int, store_bytes: int, timeout_s: float) -> Iterator[Cluster
         _check_unused(ray)
         this = psutil.Process()
         others = set(this.children())
+        theirs = signal.getsignal(signal.SIGTERM)
         try:
-            with _sigterm_exits():
+            with _sigterm_unwinds(theirs):
                 cluster = _connect(
                     ray,
                     timeout_s,
@@ -217,7 +218,7 @@ def _start(workers: int, store_bytes: int, timeout_s: float) -> Iterator[Cluster
                 )
                 _check_settings(ray, cluster)
                 # Once more: connecting put a handler of Ray's in its place.
-                with _sigterm_exits():
+                with _sigterm_unwinds(theirs):
                     yield cluster
         finally:
             with _undisturbed():
@@ -261,13 +262,14 @@ def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
         import ray
 
         _check_unused(ray)
+        theirs = signal.getsignal(signal.SIGTERM)
         try:
-            with _sigterm_exits():
+            with _sigterm_unwinds(theirs):
                 with _silence():
                     cluster = _connect(ray, timeout_s, folder=None, address=address)
                 cluster.require_room(workers)
                 # Once more: connecting put a handler of Ray's in its place.
-                with _sigterm_exits():
+                with _sigterm_unwinds(theirs):
                     yield cluster
         finally:
             with _undisturbed():
@@ -353,8 +355,15 @@ def _silence() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sigterm_exits() -> Iterator[None]:
-    """SIGTERM unwinds the block, so that it is tidied up, and ends with the usual code."""
+def _sigterm_unwinds(theirs: Any) -> Iterator[None]:
+    """SIGTERM unwinds the block, so that it is tidied up, and ends with the usual code.
+
+    Whoever handled it before, as a run does that wants its checkpoint, goes on doing so.
+    """
+    if callable(theirs):
+        with _handling({signal.SIGTERM: theirs}):
+            yield
+        return
     came = []
 
     def leave(number: int, _frame: object) -> None:

@@ -134,6 +134,30 @@ def test_signals_are_left_alone_outside_the_main_thread() -> None:
     assert passed == [before]
 
 
+def test_who_handles_sigterm_goes_on_doing_so() -> None:
+    """A run does, and writes its checkpoint; connecting puts a handler of Ray's in between."""
+    heard: list[int] = []
+
+    def theirs(number: int, _frame: object) -> None:
+        heard.append(number)
+
+    before = signal.signal(signal.SIGTERM, theirs)
+    try:
+        with clusters._handling({signal.SIGTERM: signal.SIG_IGN}):
+            with clusters._sigterm_unwinds(theirs):
+                signal.raise_signal(signal.SIGTERM)
+                assert heard == [signal.SIGTERM]
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        with (
+            pytest.raises(SystemExit) as left,
+            clusters._sigterm_unwinds(signal.SIG_DFL),
+        ):
+            signal.raise_signal(signal.SIGTERM)
+        assert (left.value.code, len(heard)) == (143, 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 PROGRAM = """
 import os, time
 from qfleet.cluster import open_cluster
