@@ -37,6 +37,8 @@ RUN_AGAIN = "; run it again"
 """How a loss ends that nobody makes good; who replaces what was lost leaves it out."""
 LEAST = 0.001
 """Of a node's own resource: a thousand members may name the node that they are to be on."""
+LEAST_BYTES = 32 * 2**20
+"""No worker does with less memory of its own; those with torch take several times as much."""
 PROBE_S = 5.0
 """How long a cluster's port may take to answer at all."""
 _LONGEST_TMP = 40
@@ -184,8 +186,21 @@ def open_cluster(
     if importlib.util.find_spec("ray") is None:
         raise UserError("a cluster needs Ray, which is not installed: pip install 'qfleet[ray]'")
     if address is None:
+        _check_memory(workers)
         return _start(workers, store_bytes, timeout_s)
     return _join(workers, address, timeout_s)
+
+
+def _check_memory(workers: int) -> None:
+    """Ray starts a process per processor, whatever becomes of the machine."""
+    from qfleet.memory.sizing import available_bytes  # torch, which --help need not wait for
+
+    most = available_bytes() // LEAST_BYTES
+    if workers > most:
+        raise ClusterError(
+            f"{workers} workers cannot be on this machine, whose memory has room for {most} at the "
+            "very most; ask for fewer workers or join a cluster with --address"
+        )
 
 
 @contextlib.contextmanager

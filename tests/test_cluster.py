@@ -134,6 +134,12 @@ def test_signals_are_left_alone_outside_the_main_thread() -> None:
     assert passed == [before]
 
 
+@needs_ray
+def test_more_workers_than_memory_has_room_for_are_refused() -> None:
+    with pytest.raises(ClusterError, match="1000000000 workers cannot be on this machine"):
+        open_cluster(10**9)
+
+
 def test_who_handles_sigterm_goes_on_doing_so() -> None:
     """A run does, and writes its checkpoint; connecting puts a handler of Ray's in between."""
     heard: list[int] = []
