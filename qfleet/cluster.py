@@ -41,8 +41,9 @@ LEAST_BYTES = 32 * 2**20
 """No worker does with less memory of its own; those with torch take several times as much."""
 PROBE_S = 5.0
 """How long a cluster's port may take to answer at all."""
-_LONGEST_TMP = 40
-"""Ray's sockets lie in the temporary folder, and a socket's path has some 100 bytes at most."""
+_LONGEST_TMP = 20
+"""Ray's sockets lie below the temporary folder. Their paths have 103 bytes at most (macOS), some 80
+of which are names of ours and of Ray's."""
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -229,7 +230,8 @@ def _start(workers: int, store_bytes: int, timeout_s: float) -> Iterator[Cluster
                     object_store_memory=store_bytes,
                     include_dashboard=False,
                     _node_ip_address=LOOPBACK,
-                    _temp_dir=str(folder),
+                    # Below ours: Ray opens its own to everybody.
+                    _temp_dir=str(folder / "ray"),
                 )
                 _check_settings(ray, cluster)
                 # Once more: connecting put a handler of Ray's in its place.
@@ -313,6 +315,9 @@ def _connect(ray: Any, timeout_s: float, folder: Path | None, **options: Any) ->
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
         context = ray.init(**options, **quiet)
+    except SystemExit:
+        # From a handler of Ray's that is there for a moment, and exits with the bare number.
+        raise SystemExit(128 + signal.SIGTERM) from None
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         if folder is not None:
             raise ClusterError(f"cannot start a cluster: {_first_line(error)}") from error
