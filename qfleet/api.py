@@ -147,7 +147,7 @@ def resume(
         config = config.replace(device=device)
     fleet = {"workers": workers, "servers": servers, "address": address}
     fleet = {name: value for name, value in fleet.items() if value is not None}
-    if fleet and config.engine != "parameter-server":
+    if fleet and config.engine not in ("parameter-server", "actors"):
         raise ConfigError(f"'{folder}' is a run on {config.engine}, without {', '.join(fleet)}")
     config = config.replace(**fleet)
     alerts: list[str] = []

@@ -37,10 +37,13 @@ RUN_AGAIN = "; run it again"
 """How a loss ends that nobody makes good; who replaces what was lost leaves it out."""
 LEAST = 0.001
 """Of a node's own resource: a thousand members may name the node that they are to be on."""
+LEAST_BYTES = 32 * 2**20
+"""No worker does with less memory of its own; those with torch take several times as much."""
 PROBE_S = 5.0
 """How long a cluster's port may take to answer at all."""
-_LONGEST_TMP = 40
-"""Ray's sockets lie in the temporary folder, and a socket's path has some 100 bytes at most."""
+_LONGEST_TMP = 20
+"""Ray's sockets lie below the temporary folder. Their paths have 103 bytes at most (macOS), some 80
+of which are names of ours and of Ray's."""
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -184,8 +187,21 @@ def open_cluster(
     if importlib.util.find_spec("ray") is None:
         raise UserError("a cluster needs Ray, which is not installed: pip install 'qfleet[ray]'")
     if address is None:
+        _check_memory(workers)
         return _start(workers, store_bytes, timeout_s)
     return _join(workers, address, timeout_s)
+
+
+def _check_memory(workers: int) -> None:
+    """Ray starts a process per processor, whatever becomes of the machine."""
+    from qfleet.memory.sizing import available_bytes  # torch, which --help need not wait for
+
+    most = available_bytes() // LEAST_BYTES
+    if workers > most:
+        raise ClusterError(
+            f"{workers} workers cannot be on this machine, whose memory has room for {most} at the "
+            "very most; ask for fewer workers or join a cluster with --address"
+        )
 
 
 @contextlib.contextmanager
@@ -201,8 +217,9 @@ def _start(workers: int, store_bytes: int, timeout_s: float) -> Iterator[Cluster
         _check_unused(ray)
         this = psutil.Process()
         others = set(this.children())
+        theirs = signal.getsignal(signal.SIGTERM)
         try:
-            with _sigterm_exits():
+            with _sigterm_unwinds(theirs):
                 cluster = _connect(
                     ray,
                     timeout_s,
@@ -213,11 +230,12 @@ def _start(workers: int, store_bytes: int, timeout_s: float) -> Iterator[Cluster
                     object_store_memory=store_bytes,
                     include_dashboard=False,
                     _node_ip_address=LOOPBACK,
-                    _temp_dir=str(folder),
+                    # Below ours: Ray opens its own to everybody.
+                    _temp_dir=str(folder / "ray"),
                 )
                 _check_settings(ray, cluster)
                 # Once more: connecting put a handler of Ray's in its place.
-                with _sigterm_exits():
+                with _sigterm_unwinds(theirs):
                     yield cluster
         finally:
             with _undisturbed():
@@ -261,13 +279,14 @@ def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
         import ray
 
         _check_unused(ray)
+        theirs = signal.getsignal(signal.SIGTERM)
         try:
-            with _sigterm_exits():
+            with _sigterm_unwinds(theirs):
                 with _silence():
                     cluster = _connect(ray, timeout_s, folder=None, address=address)
                 cluster.require_room(workers)
                 # Once more: connecting put a handler of Ray's in its place.
-                with _sigterm_exits():
+                with _sigterm_unwinds(theirs):
                     yield cluster
         finally:
             with _undisturbed():
@@ -296,6 +315,9 @@ def _connect(ray: Any, timeout_s: float, folder: Path | None, **options: Any) ->
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
         context = ray.init(**options, **quiet)
+    except SystemExit:
+        # From a handler of Ray's that is there for a moment, and exits with the bare number.
+        raise SystemExit(128 + signal.SIGTERM) from None
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         if folder is not None:
             raise ClusterError(f"cannot start a cluster: {_first_line(error)}") from error
@@ -353,8 +375,15 @@ def _silence() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sigterm_exits() -> Iterator[None]:
-    """SIGTERM unwinds the block, so that it is tidied up, and ends with the usual code."""
+def _sigterm_unwinds(theirs: Any) -> Iterator[None]:
+    """SIGTERM unwinds the block, so that it is tidied up, and ends with the usual code.
+
+    Whoever handled it before, as a run does that wants its checkpoint, goes on doing so.
+    """
+    if callable(theirs):
+        with _handling({signal.SIGTERM: theirs}):
+            yield
+        return
     came = []
 
     def leave(number: int, _frame: object) -> None:

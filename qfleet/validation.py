@@ -28,13 +28,29 @@ _WITH_WORKERS = (
     ("inference_device", ("auto",), "a worker does everything on --device; leave it out"),
 )
 """Field, the values it may have, why and what to do."""
-_OF_UPDATES = (
-    ("backup_workers", "sync"),
-    ("balance", "sync"),
-    ("hybrid_workers", "hybrid"),
-    ("easgd_alpha", "easgd"),
-)
-"""Fields that mean something for one way to update only."""
+_GRADIENTS_OR_WAYS = ("sync", "async", "ssp", "hybrid", "local-sgd", "admm")
+_OF_UPDATES = {
+    "backup_workers": ("sync",),
+    "balance": ("sync",),
+    "staleness": ("ssp",),
+    "hybrid_workers": ("hybrid",),
+    "hybrid_window_s": ("hybrid",),
+    "local_steps": ("easgd", "local-sgd", "admm"),
+    "easgd_alpha": ("easgd",),
+    "outer_learning_rate": ("local-sgd",),
+    "outer_momentum": ("local-sgd",),
+    "admm_rho": ("admm",),
+    # At a barrier nothing is old, and the elastic centre asks no policy and packs nothing.
+    "max_gradient_age": ("async", "ssp", "hybrid"),
+    "outlier_sigmas": _GRADIENTS_OR_WAYS,
+    "gradient_compression": _GRADIENTS_OR_WAYS,
+    "weight_compression": _GRADIENTS_OR_WAYS,
+}
+"""Fields of a parameter server, and the ways to update for which they mean something."""
+_OF_SERVERS = (*_OF_UPDATES, "update", "top_k_share", "snapshot_s")
+"""Fields that mean something on a parameter server only."""
+_OF_PROCESSES = ("workers", "servers", "address", "worker_timeout_s", "straggler")
+"""The same for every engine with processes."""
 _WITHOUT_REPLAY = (
     ("double", False, "returns ask one network alone; switch it off"),
     ("munchausen", False, "its policy is that of targets, not of returns; switch it off"),
@@ -158,6 +174,7 @@ def check_rules(config: Config) -> None:
         config.straggler,
         "multiplies step_latency_s, which is 0: set that too",
     )
+    _check_fields_of_engines(config)
     if config.engine == "parameter-server":
         _check_workers(config)
     if config.engine == "actors":
@@ -218,18 +235,44 @@ def check_rules(config: Config) -> None:
     config.json_object("env_kwargs")
 
 
+def means_nothing(name: str, update: str) -> bool:
+    """Whether a parameter server never looks at this field with this way to update."""
+    return name in _OF_UPDATES and update not in _OF_UPDATES[name]
+
+
+def _is_set(config: Config, name: str) -> bool:
+    return bool(getattr(config, name) != Config.__dataclass_fields__[name].default)
+
+
+def _check_fields_of_engines(config: Config) -> None:
+    """What was asked of an engine that would not hear it."""
+    names: tuple[str, ...] = ()
+    engines = "parameter-server"
+    if config.engine == "actors":
+        names = _OF_SERVERS
+    elif config.engine != "parameter-server":
+        names, engines = (*_OF_PROCESSES, *_OF_SERVERS), "parameter-server or actors"
+    for name in names:
+        whose = "parameter-server" if name in _OF_SERVERS else engines
+        _require(
+            not _is_set(config, name),
+            name,
+            getattr(config, name),
+            f"is for --engine {whose}, not {config.engine}; name that engine or leave it out",
+        )
+
+
 def _check_workers(config: Config) -> None:
     """What cannot work in many processes."""
     for name, allowed, why in _WITH_WORKERS:
         value = getattr(config, name)
         _require(value in allowed, name, value, f"does not go with {config.engine}: {why}")
-    for name, update in _OF_UPDATES:
-        value, plain = getattr(config, name), Config.__dataclass_fields__[name].default
+    for name, updates in _OF_UPDATES.items():
         _require(
-            config.update == update or value == plain,
+            config.update in updates or not _is_set(config, name),
             name,
-            value,
-            f"is for --update {update}, not {config.update}",
+            getattr(config, name),
+            f"is for --update {' or '.join(updates)}, not {config.update}",
         )
     _require(
         config.backup_workers < config.workers,
@@ -248,6 +291,12 @@ def _check_workers(config: Config) -> None:
         "top_k_share",
         config.top_k_share,
         "must be above 0, at most 1",
+    )
+    _require(
+        config.gradient_compression == "top-k" or not _is_set(config, "top_k_share"),
+        "top_k_share",
+        config.top_k_share,
+        f"is for --gradient-compression top-k, not {config.gradient_compression}",
     )
     _require(
         config.update in ("sync", "async", "ssp", "hybrid")

@@ -60,7 +60,7 @@ class Watch:
 
     def bad(self, parts: Parts) -> set[int]:
         """Agents whose values are too large now."""
-        health = self._health(parts, parts.learner.read_metrics())
+        health = self._health(parts, parts.read_metrics())
         return {agent for agent, own in health.items() if self._is_bad(own)}
 
     def _is_bad(self, own: Health) -> bool:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,14 +102,16 @@ def test_the_folder_is_ours_alone_and_gone_after_an_error() -> None:
     assert not seen[0].exists()
 
 
-def test_a_long_temporary_folder_leaves_room_for_sockets(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    long = tmp_path / ("x" * 60)
-    long.mkdir()
-    monkeypatch.setattr(clusters.tempfile, "gettempdir", lambda: str(long))
-    with clusters._folder() as folder:
-        assert len(str(folder)) < 60
+def test_a_long_temporary_folder_leaves_room_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for length in range(1, 60):
+        usual = "/" + "x" * (length - 1)
+        monkeypatch.setattr(clusters.tempfile, "gettempdir", lambda usual=usual: usual)
+        monkeypatch.setattr(
+            clusters.tempfile, "mkdtemp", lambda prefix, dir: f"{dir}/{prefix}12345678"
+        )
+        with clusters._folder() as folder:
+            session = folder / "ray" / "session_2026-11-15_17-00-07_820450_1234567"
+            assert len(str(session / "sockets" / "plasma_store")) <= 103
 
 
 def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +135,46 @@ def test_signals_are_left_alone_outside_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert passed == [before]
+
+
+@needs_ray
+def test_more_workers_than_memory_has_room_for_are_refused() -> None:
+    with pytest.raises(ClusterError, match="1000000000 workers cannot be on this machine"):
+        open_cluster(10**9)
+
+
+def test_who_handles_sigterm_goes_on_doing_so() -> None:
+    """A run does, and writes its checkpoint; connecting puts a handler of Ray's in between."""
+    heard: list[int] = []
+
+    def theirs(number: int, _frame: object) -> None:
+        heard.append(number)
+
+    before = signal.signal(signal.SIGTERM, theirs)
+    try:
+        with clusters._handling({signal.SIGTERM: signal.SIG_IGN}):
+            with clusters._sigterm_unwinds(theirs):
+                signal.raise_signal(signal.SIGTERM)
+                assert heard == [signal.SIGTERM]
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        with (
+            pytest.raises(SystemExit) as left,
+            clusters._sigterm_unwinds(signal.SIG_DFL),
+        ):
+            signal.raise_signal(signal.SIGTERM)
+        assert (left.value.code, len(heard)) == (143, 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_while_ray_connects_ends_with_the_usual_code(tmp_path: Path) -> None:
+    def init(**_: object) -> None:
+        raise SystemExit(signal.SIGTERM)
+
+    ray = SimpleNamespace(init=init, exceptions=SimpleNamespace(RayError=ClusterError))
+    with pytest.raises(SystemExit) as left:
+        clusters._connect(ray, 1.0, tmp_path)
+    assert left.value.code == 143
 
 
 PROGRAM = """
@@ -182,7 +225,7 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) 
     try:
         assert running.stdout is not None
         folder, *pids = running.stdout.readline().split()
-        assert Path(folder).is_dir()
+        assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
         assert ours([int(pid) for pid in pids])
         running.send_signal(number)
         _, error = running.communicate(timeout=DEADLINE_S)

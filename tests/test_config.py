@@ -21,6 +21,7 @@ from qfleet.presets import PRESETS, preset_for, resolve
 
 CONFIG_FILE = Path(qfleet.config.__file__)
 FIELDS = [field.name for field in dataclasses.fields(Config)]
+SERVERS: dict[str, Any] = {"engine": "parameter-server"}
 
 
 # --- documented and read ----------------------------------------------------------------------
@@ -162,6 +163,40 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"engine": "actors", "workers": 2, "servers": 3},
         "servers 3 shards are more than there are actors to fill them (workers 2)",
+    ),
+    ({"workers": 8}, "workers 8 is for --engine parameter-server or actors, not auto"),
+    (
+        {"engine": "serial", "update": "sync"},
+        "update 'sync' is for --engine parameter-server, not serial",
+    ),
+    (
+        {"engine": "pipeline", "straggler": 2.0, "step_latency_s": 0.1},
+        "straggler 2.0 is for --engine parameter-server or actors, not pipeline",
+    ),
+    (
+        {"engine": "actors", "gradient_compression": "fp16"},
+        "gradient_compression 'fp16' is for --engine parameter-server, not actors",
+    ),
+    ({**SERVERS, "staleness": 9}, "staleness 9 is for --update ssp, not async"),
+    (
+        {**SERVERS, "local_steps": 3},
+        "local_steps 3 is for --update easgd or local-sgd or admm, not async",
+    ),
+    (
+        {**SERVERS, "update": "sync", "max_gradient_age": 3},
+        "max_gradient_age 3 is for --update async or ssp or hybrid, not sync",
+    ),
+    (
+        {**SERVERS, "update": "easgd", "gradient_compression": "fp16"},
+        "gradient_compression 'fp16' is for --update sync or async or ssp or hybrid or local-sgd",
+    ),
+    (
+        {**SERVERS, "update": "admm", "gradient_compression": "top-k"},
+        "gradient_compression 'top-k' is for gradients; workers of admm send weights",
+    ),
+    (
+        {**SERVERS, "gradient_compression": "fp16", "top_k_share": 0.5},
+        "top_k_share 0.5 is for --gradient-compression top-k, not fp16",
     ),
     ({"env_kwargs": "{"}, "env_kwargs '{' is not JSON"),
     ({"env_kwargs": "[1]"}, "env_kwargs '[1]' must be a JSON object"),

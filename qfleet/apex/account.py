@@ -29,6 +29,23 @@ class Account:
     """Of each actor, as far as they have entered the memory."""
     actor_seconds: Counter[str] = field(default_factory=Counter)
     """Of all actors together, by stage."""
+    _steady: tuple[float, int] | None = None
+    """When every actor had sent a block: time, and env steps by then."""
+    _newest_s: float = 0.0
+
+    def took(self, actor: int, env_steps: int, now_s: float) -> None:
+        """A block of so many env steps has come."""
+        self.env_steps[actor] += env_steps
+        self._newest_s = now_s
+        if self._steady is None and len(self.env_steps) == self.workers:
+            self._steady = (now_s, self.env_steps.total())
+
+    def env_steps_per_s(self) -> float | None:
+        """From when every actor had sent a block to the newest one; starting them is not in it."""
+        if self._steady is None or self._newest_s <= self._steady[0]:
+            return None
+        since_s, before = self._steady
+        return (self.env_steps.total() - before) / (self._newest_s - since_s)
 
     def sent(self, size_bytes: int) -> None:
         self.bytes_sent += size_bytes
@@ -48,7 +65,9 @@ class Account:
         return {
             "workers": self.workers,
             "servers": self.servers,
+            "env_steps": sum(steps),
             "env_steps_each": steps,
+            "env_steps_per_s": self.env_steps_per_s(),
             "actors_replaced": self.actors_replaced,
             "shards_replaced": self.shards_replaced,
             "transitions_lost": self.transitions_lost,

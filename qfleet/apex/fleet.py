@@ -7,6 +7,7 @@ that dies or falls silent is replaced by a new one, with new episodes.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ class ActorFleet:
         for kind, message in report.faults:
             self._faults(kind, message)
         self._account.letter_bytes += report.letter_bytes
-        self._account.env_steps[number] += report.rows * self._config.envs
+        self._account.took(number, report.rows * self._config.envs, time.monotonic())
         self._account.actor_seconds.update(report.seconds)
 
     def take_episodes(self) -> list[Episode]:

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,6 +29,7 @@ from qfleet.lab.speedup import (
     write_csv,
 )
 from qfleet.lab.speedup_plot import draw_speedup
+from qfleet.validation import means_nothing
 
 DESCRIPTION = """Train with more and more workers, and see what each of them brings.
 
@@ -97,7 +98,7 @@ def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
     cases = make_cases(updates, parse_workers(options.workers), options.straggler)
     if options.straggler > 1 and options.step_latency_s <= 0:
         raise ConfigError("straggler multiplies the latency: set --step-latency-s too")
-    fields = _fields(options)
+    fields = _fields(options, updates)
     points: list[Point] = []
     with tempfile.TemporaryDirectory(prefix="qfleet-speedup-") as folder:
         trainer = _trainer(options, fields, Path(folder), train)
@@ -117,7 +118,7 @@ def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
         print(f"\npicture    {report['picture']}\nfigures    {report['csv']}")
 
 
-def _fields(options: SpeedupOptions) -> dict[str, Any]:
+def _fields(options: SpeedupOptions, updates: Sequence[str]) -> dict[str, Any]:
     """Everything that is the same in all runs."""
     try:
         asked = json.loads(options.fields)
@@ -128,6 +129,8 @@ def _fields(options: SpeedupOptions) -> dict[str, Any]:
     for name in asked:
         if name in SWEPT:
             raise ConfigError(f"fields must not hold {name}; {SWEPT[name]} says it")
+        if all(means_nothing(name, update) for update in updates):
+            raise ConfigError(f"fields must not hold {name}; it means nothing to {options.updates}")
     check_fields(asked)
     own = {name: getattr(options, name) for name in OWN if name != "straggler"}
     return {**UNMEASURED, **asked, **own}
@@ -153,7 +156,12 @@ def _trainer(
             algo=options.algo,
             preset=options.preset,
             run_dir=folder / str(number),
-            **{**fields, **told, "log_interval": told["steps"]},
+            # Where several updates are compared, each is told what is for it.
+            **{
+                **{k: v for k, v in fields.items() if not means_nothing(k, told["update"])},
+                **told,
+                "log_interval": told["steps"],
+            },
         )
         if trained.interrupted_by is not None:
             raise KeyboardInterrupt

@@ -35,7 +35,7 @@ class ResumeOptions:
     workers: int | None = None
     """Parameter server: so many workers from now on."""
     servers: int | None = None
-    """Parameter server: so many servers from now on."""
+    """Parameter server, actors: so many servers from now on."""
     address: str | None = None
     """Ray cluster to join instead of the run's own choice."""
     trust: bool = False

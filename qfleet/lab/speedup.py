@@ -145,7 +145,9 @@ def _rated(fleet: Mapping[str, Any] | None, case: Case) -> tuple[float, Mapping[
 
 def _point(case: Case, rate: float, baseline: float, fleet: Mapping[str, Any]) -> Point:
     speed_up = rate / baseline
-    computing, communicating, waiting = (finite(fleet["shares"][kind]) for kind in KINDS)
+    # Actors have no servers to be stale for, and no account of their waits.
+    shares, staleness = fleet.get("shares", {}), fleet.get("staleness", {})
+    computing, communicating, waiting = (finite(shares.get(kind)) for kind in KINDS)
     return Point(
         update=case.update,
         straggler=case.straggler,
@@ -158,8 +160,8 @@ def _point(case: Case, rate: float, baseline: float, fleet: Mapping[str, Any]) -
         computing=computing,
         communicating=communicating,
         waiting=waiting,
-        staleness=finite(fleet["staleness"]["mean"]),
-        processor_s=finite(fleet["processor_s"]),
+        staleness=finite(staleness.get("mean")),
+        processor_s=finite(fleet.get("processor_s")),
     )
 
 

@@ -6,16 +6,20 @@ whose learner holds the weights that are evaluated and saved.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from qfleet.accelerator.compiling import Compilable
 from qfleet.build import Parts, Seeds, make_network, make_objective, make_updater, set_threads
 from qfleet.config import Config
-from qfleet.core import Batch, Block, Clock, StateDict
+from qfleet.core import Batch, Block, Clock, EnvSpec, StateDict
 from qfleet.envs import make_envs
 from qfleet.learner import Learner
 from qfleet.loop import RateLimiter
+from qfleet.memory import check_fits
 from qfleet.parameter_server.fleet import Fleet
+from qfleet.placement import Placement
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
@@ -59,6 +63,23 @@ class Elsewhere:
         """Workers begin with empty memories."""
 
 
+def _check_here(config: Config, spec: EnvSpec) -> None:
+    """What workers would refuse, each of them time and again; on other machines they must."""
+    if config.address:
+        return
+    Placement.of(config, spec, in_background=False)
+    if config.replay:
+        # A worker sees its own memory alone, and all of them are on this machine.
+        check_fits(
+            spec,
+            config.envs,
+            config.buffer_size,
+            config.prioritized_replay,
+            on_disk=Path(config.replay_dir) if config.replay_dir else None,
+            compression=config.replay_compression,
+        )
+
+
 def build_supervisor(
     config: Config, faults: FaultLog, restarted_at: int, trace: Trace | None
 ) -> Parts:
@@ -66,6 +87,7 @@ def build_supervisor(
     envs = make_envs(config, 1, seeds.envs, training=False, on_fault=faults)
     spec = envs.spec
     envs.close()
+    _check_here(config, spec)
     set_threads(config.threads, spec)
     clock, timers, memory = Clock(frame_skip=spec.frame_skip), Timers(), Elsewhere()
     online = make_network(config, spec, device, seeds.network)

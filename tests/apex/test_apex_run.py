@@ -23,6 +23,7 @@ from qfleet.config import Config
 from qfleet.core import Clock
 from qfleet.engines import ENGINES
 from qfleet.errors import CheckpointError, ClusterError, ConfigError
+from qfleet.lab.speedup import Case, sweep
 from qfleet.loop import RateLimiter
 from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
@@ -87,7 +88,7 @@ def test_a_run_goes_through_and_says_what_it_cost(
     assert clusters[0].address == "gone"
     fleet = result.fleet
     assert fleet is not None
-    assert sum(fleet["env_steps_each"]) == result.env_steps
+    assert sum(fleet["env_steps_each"]) == fleet["env_steps"] == result.env_steps
     assert min(fleet["env_steps_each"]) > 0
     assert fleet["letter_bytes"] > 0
     received = result.communication["bytes_received"]
@@ -95,6 +96,21 @@ def test_a_run_goes_through_and_says_what_it_cost(
     assert received >= result.updates * config.batch_size * 2 * 16  # two observations of 4 floats
     each = json.loads((tmp_path / "run" / "seeds.json").read_text())["each_env"]
     assert len(set(each)) == config.workers * config.envs
+
+
+def test_a_rate_is_that_of_actors_at_work() -> None:
+    account = Account(workers=2, servers=1)
+    account.took(0, 10, 5.0)
+    account.took(0, 10, 6.0)
+    assert account.env_steps_per_s() is None
+    account.took(1, 10, 7.0)
+    assert account.env_steps_per_s() is None
+    account.took(0, 30, 9.0)
+    account.took(1, 10, 11.0)
+    assert account.env_steps_per_s() == 40 / 4
+    # What ``qfleet lab speedup`` asks of every engine.
+    (point,) = sweep([Case("async", 1.0, 1)], 70, 1, lambda _: account.as_dict())
+    assert (point.env_steps, point.env_steps_per_s, point.computing) == (70, 10.0, None)
 
 
 def test_the_replay_ratio_is_held_where_blocks_enter_the_memory(
@@ -265,11 +281,11 @@ def test_another_number_of_actors_is_refused_and_both_are_named(
         pytest.raises(CheckpointError, match=r"that of 2 actors, not of 3; .*--workers 2"),
     ):
         parts.memory.load_state_dict(checkpoint.parts["memory"])
-    path = folder / "config.json"
-    path.write_text(path.read_text().replace('"workers": 2', '"workers": 3'))
     with pytest.raises(CheckpointError, match=r"that of 2 actors, not of 3"):
-        qfleet.resume(folder)
-    del clusters
+        qfleet.resume(folder, workers=3)
+    resumed = qfleet.resume(folder, servers=2)
+    assert resumed.result.stopped_by == "steps"
+    assert len(clusters[-1].handles) == 2 + 2
 
 
 def test_a_resumed_run_goes_on_with_new_episodes(

@@ -83,6 +83,15 @@ def test_the_report_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert {name: call[name] for name in expected} == expected
 
 
+def test_each_update_is_told_what_is_for_it(tmp_path: Path) -> None:
+    training = Training()
+    words = ["--updates", "sync,ssp", "--workers", "1", "--fields", '{"staleness": 2}']
+    lab_speedup.run([*words, "--out", str(tmp_path)], training)
+    assert [call.get("staleness") for call in training.calls] == [None, 2]
+    with pytest.raises(ConfigError, match="staleness; it means nothing to sync,async"):
+        lab_speedup.run(["--updates", "sync,async", *words[-2:]], training)
+
+
 def test_the_table_is_printed_and_the_runs_are_gone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,7 +180,10 @@ def test_a_stopped_worker_holds_sync_up_until_it_is_given_up(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lists processes by /proc")
-def test_ctrl_c_leaves_a_checkpoint_and_nobody_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_a_checkpoint_and_nobody_behind(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     told = {**SMALL, "steps": 10**7, "workers": 2, "update": "sync"}
     config = {key: value for key, value in told.items() if key != "preset"}
@@ -194,11 +197,11 @@ def test_ctrl_c_leaves_a_checkpoint_and_nobody_behind(tmp_path: Path) -> None:
         wait_for("a log line", lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
         family = descendants(process.pid)
         assert len(family) >= 3
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         output, _ = process.communicate(timeout=90)
     finally:
         process.kill()
-    assert process.returncode == 130, output
+    assert process.returncode == code, output
     assert b"Traceback" not in output
     assert list_checkpoints(folder / "checkpoints")
     wait_for("the end of all processes", lambda: not any(is_alive(pid) for pid in family))

@@ -133,12 +133,16 @@ def test_a_slice_ends_with_its_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"update": "ssp", "staleness": 0}, {"update": "hybrid", "hybrid_workers": 3}]
+    "fields",
+    [
+        {"update": "ssp", "staleness": 0},
+        {"update": "hybrid", "hybrid_workers": 3, "hybrid_window_s": 1e6},
+    ],
 )
 def test_three_workers_without_slack_are_sync(fields: dict[str, Any]) -> None:
     """A window that nobody reaches: k = m, and a bound of 0, make the very updates of sync."""
     sync = run_together(make_config(workers=3), 400)
-    other = run_together(make_config(workers=3, hybrid_window_s=1e6, **fields), 400)
+    other = run_together(make_config(workers=3, **fields), 400)
     assert torch.equal(held(sync), held(other))
 
 
