@@ -88,7 +88,8 @@ class Actor:
         self._stacked = self.spec.frame_stack > 1
         if ladder is None and config.exploration_ladder:
             ladder = epsilon_ladder(n, config.exploration_final_eps).numpy()
-        self._ladder = ladder
+        self.ladder = ladder
+        """The constant ε of each env; None where ε falls instead."""
         frames = inference.host_frames((blocks, max_rows, n, *self.spec.frame_shape))
         self._blocks = [Rows(max_rows, n, frames[i]) for i in range(blocks)]
         self._newest = 0
@@ -150,7 +151,7 @@ class Actor:
         with self._acting:
             # Before the step: envs may overwrite what they returned last time.
             filling.frames[row, columns] = obs[:, -1] if self._stacked else obs
-            rate = self.exploration_rate() if self._ladder is None else self._ladder[columns]
+            rate = self.exploration_rate() if self.ladder is None else self.ladder[columns]
             explore = chance[columns] < rate
             greedy = self._inference.choose(
                 group, block, row, columns, obs, self._first[columns], needed=not explore.all()
@@ -214,8 +215,8 @@ class Actor:
 
     def exploration_rate(self) -> float:
         """ε now, or the mean of the ladder's."""
-        if self._ladder is not None:
-            return float(self._ladder.mean())
+        if self.ladder is not None:
+            return float(self.ladder.mean())
         return schedules.epsilon(self._config, self.env_steps + self.elsewhere_env_steps)
 
     def take_episodes(self) -> list[Episode]:

@@ -17,7 +17,9 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from qfleet.actor import Actor
 from qfleet.config import Config
@@ -41,6 +43,10 @@ class Inline:
 
     def exploration_rate(self) -> float:
         return self._actor.exploration_rate()
+
+    def set_ladder(self, ladder: NDArray[np.float32]) -> None:
+        """The constant ε of each env, which is one of many."""
+        self._actor.ladder = ladder
 
     def set_elsewhere(self, env_steps: int) -> None:
         """So many steps were made by other workers of the run."""

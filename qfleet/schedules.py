@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
-from qfleet.algorithms.exploration import linear_epsilon
+import numpy as np
+from numpy.typing import NDArray
+
+from qfleet.algorithms.exploration import epsilon_ladder, linear_epsilon
 from qfleet.config import Config
 
 
@@ -42,3 +45,16 @@ def importance_exponent(config: Config, env_steps: int) -> float:
     """β of prioritised replay: from its first value to 1 at the end of the run."""
     beta = config.prioritized_replay_beta0
     return beta + (1.0 - beta) * progress(config, env_steps)
+
+
+def own_ladder(config: Config, worker: int) -> NDArray[np.float32] | None:
+    """A worker's rungs of the ladder over all envs of all workers; None where ε falls instead.
+
+    Who joins later than the rest stands beside one of them.
+    """
+    if not config.exploration_ladder:
+        return None
+    ladder = epsilon_ladder(config.workers * config.envs, config.exploration_final_eps).numpy()
+    first = worker % config.workers * config.envs
+    own: NDArray[np.float32] = ladder[first : first + config.envs]
+    return own

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from qfleet.acting import HostInference
 from qfleet.actor import Actor
-from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.apex.letters import Letter, seal
 from qfleet.apex.messages import Order, Report
 from qfleet.apex.priorities import FirstPriorities
@@ -24,6 +23,7 @@ from qfleet.config import Config
 from qfleet.envs import latency_of, make_envs
 from qfleet.envs.seeding import mix_seeds
 from qfleet.loop import rows_per_block
+from qfleet.schedules import own_ladder
 from qfleet.telemetry.timers import Timers
 from qfleet.weights import FlatWeights
 
@@ -35,15 +35,6 @@ def actor_seed(seed: int, number: int, life: int, restarted_at: int) -> int:
     salts = (restarted_at, number, life)
     # All or none: mixing in only those that are not 0 would make life 1 of actor 0 actor 1.
     return functools.reduce(mix_seeds, salts, seed) if any(salts) else seed
-
-
-def own_ladder(config: Config, number: int) -> NDArray[np.float32] | None:
-    """This actor's rungs of the ladder over all envs of all actors; None where ε falls instead."""
-    if not config.exploration_ladder:
-        return None
-    ladder = epsilon_ladder(config.workers * config.envs, config.exploration_final_eps).numpy()
-    own: NDArray[np.float32] = ladder[number * config.envs : (number + 1) * config.envs]
-    return own
 
 
 class RemoteActor:

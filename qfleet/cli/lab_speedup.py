@@ -156,12 +156,7 @@ def _trainer(
             algo=options.algo,
             preset=options.preset,
             run_dir=folder / str(number),
-            # Where several updates are compared, each is told what is for it.
-            **{
-                **{k: v for k, v in fields.items() if not means_nothing(k, told["update"])},
-                **told,
-                "log_interval": told["steps"],
-            },
+            **{**_fields_for(fields, told), **told, "log_interval": told["steps"]},
         )
         if trained.interrupted_by is not None:
             raise KeyboardInterrupt
@@ -169,6 +164,18 @@ def _trainer(
         return fleet
 
     return run_once
+
+
+def _fields_for(fields: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+    """Where several updates are compared, each is told what is for it.
+
+    Numbers of workers among the fields are cut to what there is: a single worker is the measure of
+    all, and has none to spare.
+    """
+    own = {name: v for name, v in fields.items() if not means_nothing(name, told["update"])}
+    most = {"backup_workers": told["workers"] - 1, "hybrid_workers": told["workers"]}
+    own |= {name: min(own[name], most[name]) for name in most if name in own}
+    return own
 
 
 def _write(

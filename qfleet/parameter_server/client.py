@@ -90,6 +90,8 @@ class Traffic:
     """What it would have been uncompressed."""
     plain_bytes_received: int = 0
     messages: int = 0
+    packing_s: float = 0.0
+    """Spent on compressing what was sent."""
     outcomes: Counter[str] = field(default_factory=Counter)
     """Of pushes and exchanges, over all shards: what their receipts said, or ``FATES``."""
     sent: list[dict[int, int]] = field(default_factory=list)
@@ -238,10 +240,13 @@ class Servers:
 
     def _packed(self, vector: Tensor) -> list[Sent]:
         parts = [vector[part] for part in self._slices]
-        return [
+        began_s = time.perf_counter()
+        packed = [
             part if codec is None else codec.encode(part)
             for part, codec in zip(parts, self._codecs, strict=True)
         ]
+        self.traffic.packing_s += time.perf_counter() - began_s
+        return packed
 
     def _ask(
         self,

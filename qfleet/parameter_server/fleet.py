@@ -214,7 +214,7 @@ class Fleet:
             update=self._config.update,
             wall_s=supervisor.newest_s - self._began_s,
             driver_processor_s=time.process_time() - self._processor_s,
-            workers=tuple(account for account in accounts if account is not None),
+            workers=tuple(accounts),
             servers=tuple(servers.accounts()),
             uncompressed_bytes_sent=sum(t["plain_bytes_sent"] for t in traffic),
             uncompressed_bytes_received=sum(t["plain_bytes_received"] for t in traffic),

@@ -24,7 +24,7 @@ from qfleet.parameter_server.compression import decode
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.ledger import Ledger
 from qfleet.parameter_server.server import RemoteServer, calls_at_once, cut_state, join_states
-from qfleet.parameter_server.shard import Welcome
+from qfleet.parameter_server.shard import Stamp, Welcome
 from qfleet.parameter_server.wire import from_wire
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import ServerAccount
@@ -49,6 +49,8 @@ class _State:
     earlier: Counter[str] = field(default_factory=Counter)
     """What those before it counted after the snapshots that were gone back to."""
     ledger: Ledger = field(default_factory=Ledger)
+    fetched: Stamp | None = None
+    """Which of its weights the run has."""
 
 
 class ServerRow:
@@ -119,10 +121,13 @@ class ServerRow:
         """Their weights, where they answer."""
         for part, state in zip(self._slices, self._states, strict=True):
             try:
-                answer = self._cluster.get(state.handle.pull.remote(None), "a server", ANSWER_S)
+                call = state.handle.pull.remote(state.fetched)
+                answer = self._cluster.get(call, "a server", ANSWER_S)
             except MemberLost:
                 continue  # the supervisor sees to it
-            weights[part].copy_(decode(from_wire(answer.weights)))
+            if answer.weights is not None:
+                weights[part].copy_(decode(from_wire(answer.weights)))
+                state.fetched = answer.stamp
 
     def take_snapshots(self) -> None:
         """One of every server, now; those that died go on from their last."""
@@ -149,8 +154,9 @@ class ServerRow:
 
     def remember(self, snapshots: list[StateDict], weights: Tensor) -> StateDict:
         """Take over the weights of these; the state of all their optimisers as that of one."""
-        for part, snapshot in zip(self._slices, snapshots, strict=True):
+        for part, state, snapshot in zip(self._slices, self._states, snapshots, strict=True):
             weights[part].copy_(torch.as_tensor(snapshot["weights"]))
+            state.fetched = None
         sizes = [part.stop - part.start for part in self._slices]
         return join_states([snapshot["optimiser"] for snapshot in snapshots], sizes)
 

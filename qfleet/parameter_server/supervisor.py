@@ -75,10 +75,8 @@ class WorkerState:
         self.report, self.granted, self.is_there = None, 0, False
         self.handle, self.life = None, self.life + 1
 
-    def account(self, number: int) -> WorkerAccount | None:
+    def account(self, number: int) -> WorkerAccount:
         reports = self.reports
-        if not reports:
-            return None
         outcomes: Counter[str] = Counter()
         for report in reports:
             outcomes.update(report.traffic["outcomes"])
@@ -88,7 +86,7 @@ class WorkerState:
         }
         return WorkerAccount(
             number=number,
-            host=reports[-1].host,
+            host=reports[-1].host if reports else "",
             env_steps=self.total("env_steps"),
             updates=self.total("updates"),
             wall_s=self.total("wall_s"),
@@ -96,7 +94,8 @@ class WorkerState:
             seconds={stage: sum(r.seconds[stage] for r in reports) for stage in STAGES},
             **traffic,
             outcomes=dict(outcomes),
-            calls=tuple(reports[-1].traffic["calls"]),
+            packing_s=sum(report.traffic["packing_s"] for report in reports),
+            calls=tuple(reports[-1].traffic["calls"]) if reports else (),
             restarts=self.restarts,
         )
 

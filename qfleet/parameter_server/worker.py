@@ -21,6 +21,7 @@ from qfleet.envs.latency import latency_of
 from qfleet.envs.seeding import mix_seeds
 from qfleet.errors import GivenUp
 from qfleet.parameter_server.client import Line, RemoteLine, Servers, ServersLost
+from qfleet.schedules import own_ladder
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import SpanRecord, Trace
 from qfleet.updaters.remote import RemoteUpdater, make_codec, make_remote_updater
@@ -120,7 +121,12 @@ class Worker:
         self._parts: Parts = build(
             self._own, self._faults, restarted_at, self._trace, remote=remote
         )
+        if (ladder := own_ladder(config, number)) is not None:
+            assert isinstance(self._parts.collector, Inline)
+            self._parts.collector.set_ladder(ladder)
         self._processor_s = time.process_time()
+        self._inside_s = 0.0
+        """Spent on messages and waits in the middle of learning."""
         self._began_s: float | None = None
         self._is_late, self._has_joined = is_late, False
         self._share = 1.0
@@ -143,13 +149,23 @@ class Worker:
             self._join(told)
             self._lost = ()
             self._servers.ping()
-            run_serial(
-                parts,
-                lambda: parts.clock.env_steps < told.until_env_steps and self._clock() < until_s,
-            )
+            before_s = self._apart_s()
+            try:
+                run_serial(
+                    parts,
+                    lambda: (
+                        parts.clock.env_steps < told.until_env_steps and self._clock() < until_s
+                    ),
+                )
+            finally:
+                self._inside_s += self._apart_s() - before_s
         except ServersLost as error:
             self._lost = error.numbers
         return self._report()
+
+    def _apart_s(self) -> float:
+        seconds = self._parts.timers[0].seconds
+        return seconds["communicate"] + seconds["idle"]
 
     def _take_share(self, share: float) -> None:
         """Collect and learn from less in each round, if others are quicker."""
@@ -181,8 +197,7 @@ class Worker:
             spans = apart(every[self._told_spans :])
             self._told_spans = len(every)
         seconds = dict(parts.timers[0].seconds)
-        # Messages are sent, and others waited for, in the middle of learning.
-        seconds["learn"] -= seconds["communicate"] + seconds["idle"]
+        seconds["learn"] -= self._inside_s
         traffic = self._servers.traffic
         return Report(
             env_steps=parts.clock.env_steps,

@@ -30,6 +30,7 @@ class WorkerAccount:
 
     number: int
     host: str
+    """Empty as long as it has not reported."""
     env_steps: int
     updates: int
     wall_s: float
@@ -42,6 +43,8 @@ class WorkerAccount:
     messages: int
     outcomes: Mapping[str, int] = field(default_factory=dict)
     """What became of what it sent, once for each server: applied, kept, dropped by reason …"""
+    packing_s: float = 0.0
+    """What compressing took, before messages left; part of computing."""
     calls: Sequence[tuple[int, float]] = ()
     """Bytes and seconds of some of its messages."""
     restarts: int = 0
@@ -308,7 +311,7 @@ class FleetAccount:
             ("restarts", self._restarts()),
             ("staleness", self._staleness()),
             ("dropped", ", ".join(f"{why} ×{count}" for why, count in self.dropped.items())),
-            ("sent", _way(self.bytes_sent, self.saved_sent)),
+            ("sent", _way(self.bytes_sent, self.saved_sent) + self._packing()),
             ("received", _way(self.bytes_received, self.saved_received)),
             ("messages", self._messages()),
             ("speed-up", self._speed_up(baseline_env_steps_per_s)),
@@ -316,7 +319,7 @@ class FleetAccount:
         return lines + [LABEL.format(name) + text for name, text in rows if text]
 
     def _size(self) -> str:
-        hosts = len({worker.host for worker in self.workers})
+        hosts = len({worker.host for worker in self.workers if worker.host})
         parts = [
             _several(len(self.workers), "worker"),
             _several(len(self.servers), "server") if self.servers else "",
@@ -367,6 +370,10 @@ class FleetAccount:
             f"{self.messages:,}; one takes {cost.latency_s * 1e3:.3g} ms{per_byte} "
             f"({_several(cost.messages, 'message')} measured{well})"
         )
+
+    def _packing(self) -> str:
+        seconds = sum(worker.packing_s for worker in self.workers)
+        return f" in {seconds:.2f} s of packing" if self.saved_sent else ""
 
     def _speed_up(self, baseline: float | None) -> str:
         speed_up, efficiency = self.speed_up(baseline), self.efficiency(baseline)

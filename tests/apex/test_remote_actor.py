@@ -11,9 +11,10 @@ from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.algorithms.objective import Samples
 from qfleet.apex.letters import unseal
 from qfleet.apex.messages import Order
-from qfleet.apex.remote_actor import RemoteActor, actor_seed, own_ladder
+from qfleet.apex.remote_actor import RemoteActor, actor_seed
 from qfleet.apex.shard import ReplayShard
 from qfleet.build import make_network, make_objective
+from qfleet.schedules import own_ladder
 from qfleet.weights import FlatWeights
 
 HOST = torch.device("cpu")

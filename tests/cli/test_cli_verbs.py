@@ -135,6 +135,8 @@ MISTAKES = [
     ("train CartPole-v1 --seeds 0", "seeds 0 must be at least 1"),
     ("resume", "run"),
     ("resume nosuch", "unknown run 'nosuch'"),
+    ("scale nosuch --workers 2", "unknown run 'nosuch'"),
+    ("scale nosuch", "--workers"),
     ("evaluate nosuch", "unknown run 'nosuch'"),
     ("train CartPole-v1 --stop-after 0", "--stop-after 0 must be positive"),
     ("train CartPole-v1 --max-wall 0s", "--max-wall 0s must be positive"),

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -165,6 +166,44 @@ def test_the_weights_know_every_gradient_that_was_not_lost(
         assert sent >= sum(fates.values())
     else:
         assert sent == sum(fates.values())
+
+
+def scale(workers: int) -> Callable[[Run], bool]:
+    """As another process would; the run goes on meanwhile."""
+
+    def act(run: Run) -> bool:
+        threading.Thread(target=qfleet.scale, args=(run.folder, workers), daemon=True).start()
+        return True
+
+    return act
+
+
+def at_work(*numbers: int) -> Callable[[Run], bool]:
+    def act(run: Run) -> bool:
+        assert run.parts.fleet is not None
+        workers = {who for who in run.parts.fleet.pids() if who.startswith("worker")}
+        return workers == {f"worker {number}" for number in numbers}
+
+    return act
+
+
+def test_workers_join_and_leave_a_run_and_come_back(tmp_path: Path) -> None:
+    script = Script(
+        scale(3), at_work(0, 1, 2), few_more_steps(200),
+        scale(1), at_work(0), few_more_steps(200),
+        scale(2), at_work(0, 1), few_more_steps(200),
+    )  # fmt: skip
+    result = qfleet.train(
+        "CartPole-v1", run_dir=tmp_path / "run", callbacks=[script], workers=2, update="sync",
+        steps=10**7, **SMALL,
+    ).result  # fmt: skip
+    assert result.stopped_by == "callback"
+    assert result.faults == {}
+    assert result.fleet is not None
+    workers = result.fleet["workers"]
+    assert [worker["restarts"] for worker in workers] == [0, 0, 0]
+    assert sum(worker["env_steps"] for worker in workers) == result.env_steps
+    assert all(worker["updates"] > 0 for worker in workers)
 
 
 def test_a_stopped_worker_holds_sync_up_until_it_is_given_up(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.build import build
 from qfleet.config import Config
 from qfleet.engines.serial import run_serial
 from qfleet.errors import MemberSilent
 from qfleet.parameter_server.client import TRIES, DirectLine, ServersLost
 from qfleet.parameter_server.layout import cut
+from qfleet.parameter_server.ledger import Ledger
 from qfleet.parameter_server.server import Server
 from qfleet.parameter_server.worker import Told, Worker, apart, worker_config
 from qfleet.presets import resolve
@@ -239,6 +241,68 @@ def test_a_lost_server_ends_the_slice_and_another_goes_on() -> None:
     assert (report.lost_servers, report.env_steps) == ((), STEPS)
     assert other.account()["epoch"] == 1
     assert other.account()["applied"] > snapshot["counters"]["applied"]
+    # It had come before the snapshot was taken: only its answer was lost.
+    assert (report.traffic["outcomes"]["heard"], report.traffic["outcomes"]["unanswered"]) == (1, 0)
+
+
+def test_what_a_worker_sent_tells_what_died_with_a_server() -> None:
+    config = make_config(servers=2)
+    servers = make_servers(config)
+    dying = Dying(servers[1], calls=10**6)
+    worker = Worker(config, 0, [DirectLine(servers[0]), dying])
+    worker.work(Told(0, 400, LONG_S))
+    snapshot = servers[1].snapshot()
+    dying.left = 10
+    assert worker.work(Told(0, STEPS, LONG_S)).lost_servers == (1,)
+    other = Server(config, snapshot["weights"], snapshot=snapshot)
+    report = worker.work(Told(0, STEPS, LONG_S, renewed=((1, DirectLine(other)),)))
+    assert report.traffic["outcomes"]["server-lost"] == 1
+    ledger = Ledger()
+    ledger.heard(0, report.traffic["sent"][1])
+    ledger.restored(0, {0: snapshot["records"]["0"]["sequence"]})
+    # What the dead server could have told: all of it was applied there, the last one unheard.
+    assert ledger.lost == servers[1].account()["applied"] - snapshot["counters"]["applied"]
+    assert ledger.lost > 1
+    applied = servers[0].account()["applied"] + other.account()["applied"]
+    assert applied + ledger.lost == sum(report.traffic["outcomes"].values())
+    assert set(report.traffic["sent"][1]) == {0, 1}
+
+
+def test_a_late_worker_takes_part_from_its_first_gradient_on() -> None:
+    config = make_config(workers=2, gradient_steps=1)
+    servers = make_servers(config)
+    early = make_worker(config, servers)
+    early.work(Told(0, 400, LONG_S))
+    late = make_worker(config, servers, 1, is_late=True)
+    report = late.work(Told(0, 48, LONG_S))  # its memory is not full enough to learn from yet
+    assert report.updates == 0
+    assert servers[0].account()["present"] == [0]
+    assert torch.equal(late._parts.learner.weights.data, held(servers))
+    early.work(Told(0, STEPS, LONG_S))  # and nobody waits for it
+    servers[0].leave(0)
+    report = late.work(Told(0, 400, LONG_S))
+    assert servers[0].account()["present"] == [1]
+    # The first gradient was of weights from before the others went on.
+    assert report.traffic["outcomes"] == {"late": 1, "applied": report.updates - 1}
+
+
+def test_messages_outside_of_learning_are_not_taken_from_it() -> None:
+    worker = make_worker(make_config(), make_servers(make_config()))
+    for _ in range(3):
+        report = worker.work(Told(0, 0, LONG_S))
+    assert report.seconds["communicate"] > 0
+    assert report.seconds["learn"] == 0
+
+
+def test_all_workers_stand_on_one_ladder() -> None:
+    config = make_config(workers=2, envs=2, exploration_ladder=True, exploration_final_eps=0.4)
+    servers = make_servers(config)
+    rates = [
+        make_worker(config, servers, number).work(Told(0, 0, LONG_S)).exploration_rate
+        for number in range(3)
+    ]
+    first, second = epsilon_ladder(4, 0.4).view(2, 2).mean(1).tolist()
+    assert rates == pytest.approx([first, second, first])
 
 
 def test_a_worker_that_was_given_up_comes_back() -> None:

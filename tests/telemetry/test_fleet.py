@@ -232,8 +232,8 @@ def test_a_fleet_of_nobody_is_all_null() -> None:
 def test_the_table() -> None:
     calls = tuple((size, 0.002 + size / 1e6) for size in (1000, 2000, 4000))
     workers = (
-        worker(0, 100, SLOW, calls=calls, restarts=2),
-        worker(1, 400, QUICK, host="there"),
+        worker(0, 100, SLOW, calls=calls, restarts=2, packing_s=0.25),
+        worker(1, 400, QUICK, host="there", packing_s=0.5),
         worker(2, 400, QUICK),
     )
     servers = (
@@ -254,7 +254,7 @@ def test_the_table() -> None:
         "restarts      worker 0 ×2, server 0 ×1 (7 gradients lost)",
         "staleness     0.25 updates in the mean, 95 % up to 0, at most 5",
         "dropped       too-old ×3",
-        "sent          3,000 bytes, 75% saved by compression",
+        "sent          3,000 bytes, 75% saved by compression in 0.75 s of packing",
         "received      9,000 bytes",
         "messages      60; one takes 2 ms + bytes at 1 MB/s (3 messages measured, 100% explained)",
         "speed-up      3.00 over one worker (30 steps/s), 100% of ideal",

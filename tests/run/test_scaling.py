@@ -1,0 +1,64 @@
+"""A wish for other workers: left by one process, seen by another."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from qfleet import scaling
+from qfleet.config import Config
+from qfleet.errors import ConfigError, UserError
+from qfleet.storage.rundir import RunLock, is_locked
+
+FLEET = Config(engine="parameter-server", workers=2)
+
+
+@pytest.mark.parametrize("workers", [0, -1, 2 * scaling.MOST_GROWTH + 1])
+def test_numbers_that_a_run_cannot_have_are_refused(workers: int) -> None:
+    with pytest.raises(ConfigError, match=f"{workers} workers: a run that began with 2 may have"):
+        scaling.check(FLEET, workers)
+
+
+def test_other_engines_keep_their_number() -> None:
+    with pytest.raises(ConfigError, match="a run on serial keeps its number of workers"):
+        scaling.check(Config(engine="serial"), 2)
+    scaling.check(FLEET, 2 * scaling.MOST_GROWTH)
+
+
+def test_a_wish_is_seen_once_and_its_file_is_gone(tmp_path: Path) -> None:
+    seen: list[int] = []
+    assert scaling.heed(tmp_path, seen.append) is None
+    with RunLock(tmp_path):
+        asking = threading.Thread(target=scaling.ask, args=(tmp_path, 3))
+        asking.start()
+        while not seen:
+            said = scaling.heed(tmp_path, seen.append)
+        asking.join()
+    assert (seen, said) == ([3], "3 workers from now on")
+    assert scaling.heed(tmp_path, seen.append) is None
+
+
+def test_nobody_is_asked_where_nobody_trains(tmp_path: Path) -> None:
+    assert not is_locked(tmp_path)
+    with pytest.raises(UserError, match="nobody trains in"):
+        scaling.ask(tmp_path, 3)
+    with RunLock(tmp_path):
+        assert is_locked(tmp_path)
+        with pytest.raises(UserError, match="did not look"):
+            scaling.ask(tmp_path, 3, wait_s=0.2)
+    assert not is_locked(tmp_path)
+    assert not (tmp_path / scaling.FILE).exists()
+
+
+def test_a_wish_that_cannot_be_is_told_and_forgotten(tmp_path: Path) -> None:
+    def refuse(workers: int) -> None:
+        scaling.check(FLEET, workers)
+
+    for text, words in [("many", "invalid literal"), ("100", "may have 1 to 8")]:
+        (tmp_path / scaling.FILE).write_text(text)
+        said = scaling.heed(tmp_path, refuse)
+        assert said is not None
+        assert words in said
+        assert not (tmp_path / scaling.FILE).exists()
