@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from server_cases import Client, assert_states_equal, make_push, make_shard, noise, weights_of
 
@@ -404,3 +404,33 @@ def test_several_shards_may_each_keep_somebody_and_a_window_ends_that() -> None:
     for shard in shards:
         shard.tick(5.0)
     assert not any(shard.waits(worker) for shard in shards for worker in range(4))
+
+
+@given(
+    st.integers(2, 5),
+    st.integers(0, 4),
+    st.integers(2, 3),
+    st.lists(st.integers(0, 99), max_size=60),
+)
+def test_backups_keep_nobody_on_several_shards_for_ever(
+    workers: int, backup: int, count: int, choices: list[int]
+) -> None:
+    """Whatever order messages come in, once all have come somebody may go on.
+
+    An update takes m − b workers along, so at most b are late for the next: the rest ends it.
+    """
+    assume(backup < workers)
+    shards = [make_shard(Sync(backup), [0.0], workers=workers) for _ in range(count)]
+    sequences, based_on = [0] * workers, [[0] * count for _ in range(workers)]
+    under_way = [(worker, number) for worker in range(workers) for number in range(count)]
+    for choice in choices:
+        worker, number = under_way.pop(choice % len(under_way))
+        push = make_push(worker, sequences[worker], [1.0], based_on[worker][number])
+        shards[number].push(push)
+        for free in range(workers):
+            has_come = all(who != free for who, _ in under_way)
+            if has_come and not any(shard.waits(free) for shard in shards):
+                sequences[free] += 1
+                based_on[free] = [shard.stamp.version for shard in shards]
+                under_way += [(free, number) for number in range(count)]
+        assert under_way
