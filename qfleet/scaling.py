@@ -23,6 +23,10 @@ WAIT_S = 120.0
 """How long a run may take to look: it does not while it evaluates."""
 
 
+def several(workers: int) -> str:
+    return f"{workers} worker{'s' if workers != 1 else ''}"
+
+
 def check(config: Config, workers: int) -> None:
     """Whether a run may have so many."""
     if config.engine != "parameter-server":
@@ -68,7 +72,7 @@ def heed(folder: Path, resize: Callable[[int], None]) -> str | None:
         return None
     try:
         resize(int(text))
-        said = f"{int(text)} workers from now on"
+        said = f"{several(int(text))} from now on"
     except (ValueError, ConfigError) as error:
         said = f"a wish for other workers was refused: {error}"
     forget(folder)

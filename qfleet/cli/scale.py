@@ -33,7 +33,8 @@ class ScaleOptions:
 def run(argv: list[str]) -> int:
     options = parse(ScaleOptions, argv, "scale", description=DESCRIPTION)
     from qfleet import api
+    from qfleet.scaling import several
 
     api.scale(options.run, options.workers)
-    print(f"{options.run}: {options.workers} workers from now on")
+    print(f"{options.run}: {several(options.workers)} from now on")
     return 0

@@ -20,6 +20,7 @@ from qfleet.loop import RateLimiter
 from qfleet.memory import check_fits
 from qfleet.parameter_server.fleet import Fleet
 from qfleet.placement import Placement
+from qfleet.scaling import several
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
@@ -117,7 +118,7 @@ def build_supervisor(
         timers=[timers],
         faults=faults,
         seeds=seeds,
-        notes=[f"{config.workers} workers and {servers}, {config.update}"],
+        notes=[f"{several(config.workers)} and {servers}, {config.update}"],
     )
     parts.channel = SameWeights()
     parts.fleet = Fleet(
