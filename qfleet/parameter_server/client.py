@@ -122,6 +122,13 @@ class Servers:
         """Take part everywhere, again where need be, and fetch the newest weights."""
         self._take(self._enter(set(range(len(self._lines)))), into)
 
+    @property
+    def version(self) -> int:
+        """Of the first shard's weights, as they were last fetched."""
+        known = self._known[0]
+        assert known is not None, "join first"
+        return known.version
+
     def ping(self) -> None:
         """An empty message to everybody, for the account of what messages cost."""
         self._ask("ping", lambda _: ())

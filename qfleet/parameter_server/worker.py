@@ -167,6 +167,10 @@ class Worker:
             self._updater.join()
             self._parts.learner.adopt_weights()
             self._has_joined = True
+            if self._own.update == "sync" and self._own.replay:
+                # The others stand in the middle of a burst, and wait: it is to end with theirs.
+                # Else all would collect in turns from now on. (A rollout is used up whole.)
+                self._parts.limiter.forgive(self._servers.version % self._own.gradient_steps)
         elif told.renewed or self._lost:
             # Or a server that only could not be reached: what it has heard, it knows.
             self._updater.join()
