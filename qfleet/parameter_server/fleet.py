@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qfleet.cluster import RUN_AGAIN, TIMEOUT_S, Cluster, open_cluster
+from qfleet.cluster import RUN_AGAIN, STORE_BYTES, TIMEOUT_S, Cluster, open_cluster
 from qfleet.config import Config
 from qfleet.core import Clock, Episode, StateDict
 from qfleet.crew import Crew
@@ -27,6 +27,7 @@ from qfleet.errors import CheckpointError, ClusterError, MemberLost, QfleetError
 from qfleet.parameter_server.compression import decode
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.server import RemoteServer, calls_at_once, cut_state, join_states
+from qfleet.parameter_server.store import check_store, store_bytes
 from qfleet.parameter_server.wire import from_wire
 from qfleet.parameter_server.worker import RemoteWorker, Report, Told
 from qfleet.telemetry.faults import FaultLog
@@ -132,7 +133,10 @@ class Fleet:
         self._base_env_steps, self._base_updates = self._clock.env_steps, self._clock.updates
         if not keep_going():
             return
-        with open_cluster(config.workers, config.address or None) as cluster:
+        needed = store_bytes(config, self._weights)
+        address, store = config.address or None, max(STORE_BYTES, needed)
+        with open_cluster(config.workers, address, store_bytes=store) as cluster:
+            check_store(cluster, needed)
             self._cluster = cluster
             self._crew = Crew(cluster, "worker", config.worker_timeout_s)
             try:
