@@ -281,9 +281,10 @@ def assert_one_truth(result: dict[str, Any]) -> None:
     assert result["faults"].get("worker", 0) == sum(worker["restarts"] for worker in workers)
 
 
-def start_both(network: Network, far_processors: int = 1) -> None:
-    network.head.ray_start("--head", f"--port={PORT}", "--include-dashboard=false")
-    network.far.ray_start(f"--address={ADDRESS}", processors=far_processors)
+def start_both(network: Network, here: int = 1, there: int = 1) -> None:
+    """With so many processors."""
+    network.head.ray_start("--head", f"--port={PORT}", "--include-dashboard=false", processors=here)
+    network.far.ray_start(f"--address={ADDRESS}", processors=there)
 
 
 def test_a_run_outlives_its_link_and_its_other_host(network: Network, tmp_path: Path) -> None:
@@ -393,24 +394,26 @@ def test_sync_goes_on_without_a_worker_that_is_cut_off(network: Network, tmp_pat
     assert_one_truth(result)
 
 
-def test_actors_and_shards_that_are_cut_off_are_replaced(network: Network, tmp_path: Path) -> None:
-    """One processor here, two there: of two actors and a shard, two are cut off."""
-    start_both(network, far_processors=2)
+@pytest.mark.parametrize("there", [2, 3])
+def test_actors_and_shards_that_are_cut_off_are_replaced(
+    network: Network, tmp_path: Path, there: int
+) -> None:
+    """So many of two actors and a shard are there: some of them, or all."""
+    start_both(network, 3 - there, there)
     run = Training(network, tmp_path, ACTORS, "slow:Slow", STEPS)
     titles = (b"ray::RemoteActor", b"ray::ReplayShard")
-    run.wait("both places there", lambda: len(network.far.members(*titles)) == 2)
+    run.wait("full house there", lambda: len(network.far.members(*titles)) == there)
     run.goes_on()
     before = network.far.members(*titles)
     network.link("down")
     time.sleep(LONG_S)
     network.link("up")
-    run.wait("others in their place", lambda: len(network.far.members(*titles) - before) == 2)
+    run.wait("others in their place", lambda: len(network.far.members(*titles) - before) == there)
     run.wait("end of who was given up", lambda: not before & set(network.far.pids()))
     run.goes_on()
     result = run.finished()
-    lost = result["faults"]
+    lost, fleet = result["faults"], result["fleet"]
     assert set(lost) <= {"actor", "replay_shard"}
-    fleet = result["fleet"]
     assert lost.get("actor", 0) == fleet["actors_replaced"]
     assert lost.get("replay_shard", 0) == fleet["shards_replaced"]
-    assert fleet["actors_replaced"] + fleet["shards_replaced"] >= 2
+    assert fleet["actors_replaced"] + fleet["shards_replaced"] >= there
