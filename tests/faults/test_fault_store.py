@@ -138,7 +138,7 @@ def test_a_run_never_fills_the_store_that_it_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """No more is given than was reckoned with, and there is no disk to go on with."""
-    monkeypatch.setattr(fleet, "STORE_BYTES", 0)
+    monkeypatch.setattr(fleet, "STORE_BYTES", SMALL_BYTES)
     monkeypatch.setenv(*NO_DISK)
-    trained = qfleet.train("CartPole-v1", run_dir=tmp_path / "run", net_arch=(1536, 1536), **SMALL)
+    trained = qfleet.train("CartPole-v1", run_dir=tmp_path / "run", net_arch=(2048, 2048), **SMALL)
     assert (trained.result.stopped_by, trained.result.faults) == ("steps", {})
