@@ -26,7 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from qfleet.errors import ClusterError, GivenUp, MemberLost, MemberSilent, UserError
+from qfleet.errors import (
+    ClusterError,
+    GivenUp,
+    MemberLost,
+    MemberSilent,
+    StoreFullError,
+    UserError,
+    ValueLost,
+)
 
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 256 * 2**20
@@ -50,6 +58,10 @@ _QUIET = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     # Workers without a GPU keep the environment as it is; unset, Ray warns of a change to come.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # What Ray's own processes tell of deaths and slow starts comes past ``log_to_driver`` and would
+    # stand among our lines: all of it is skipped. Errors of ours come with their calls.
+    "RAY_DEDUP_LOGS": "1",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "^",
 }
 # Of 20, a second each: nobody is let in later whose token is wrong now.
 _JOINING = {"RAY_NUM_REDIS_GET_RETRIES": "2"}
@@ -102,21 +114,33 @@ class Cluster:
         if is_here:
             # Not Ray's affinity: who takes no processor is put anywhere, whatever that says.
             options["resources"] = {f"node:{self.node_ip()}": LEAST}
-        return self.ray.remote(**options)(kind).remote(*args)
+        with self._storing():
+            return self.ray.remote(**options)(kind).remote(*args)
 
     def stop(self, worker: Any) -> None:
         self.ray.kill(worker)
 
     def put(self, value: Any) -> Any:
         """Store a value once, for any number of workers to read."""
-        try:
+        with self._storing():
             return self.ray.put(value)
-        except self.ray.exceptions.RayError as error:
-            raise ClusterError(f"the object store is full: {_first_line(error)}") from error
 
     def store_bytes(self) -> int:
         """What the object stores of all its machines hold together."""
         return int(self.ray.cluster_resources().get("object_store_memory", 0))
+
+    def store_bytes_here(self) -> int:
+        """What the object store of this process's node holds."""
+        return int(self._node()["Resources"].get("object_store_memory", 0))
+
+    @contextlib.contextmanager
+    def _storing(self) -> Iterator[None]:
+        """What is done inside may find the object store full."""
+        failures = self.ray.exceptions
+        try:
+            yield
+        except (failures.ObjectStoreFullError, failures.OutOfDiskError) as error:
+            raise StoreFullError(_store_full(error)) from error
 
     def first(self, pending: list[Any], who: str) -> Any:
         """The first of these references whose value, or failure, is there."""
@@ -150,8 +174,12 @@ class Cluster:
         except failures.RayActorError as error:
             raise MemberLost(f"{who} died ({_cause(error)}){RUN_AGAIN}") from None
         except failures.RayTaskError as error:
-            if isinstance(error.cause, GivenUp):
+            if isinstance(error.cause, GivenUp | StoreFullError):
                 raise error.cause from None
+            if isinstance(error.cause, failures.ObjectStoreFullError | failures.OutOfDiskError):
+                raise StoreFullError(_store_full(error.cause)) from error
+            if isinstance(error.cause, failures.ObjectLostError):
+                raise ValueLost(f"what {who} was sent was lost with its machine") from error
             cause = f"{type(error.cause).__name__}: {_first_line(error.cause)}"
             raise ClusterError(f"{who} failed: {cause}") from error
         except failures.RayError as error:
@@ -159,9 +187,11 @@ class Cluster:
 
     def node_ip(self) -> str:
         """Of the node that this process is on."""
+        return str(self._node()["NodeManagerAddress"])
+
+    def _node(self) -> Mapping[str, Any]:
         here = self.ray.get_runtime_context().get_node_id()
-        nodes = self.ray.nodes()
-        return next(str(n["NodeManagerAddress"]) for n in nodes if n["NodeID"] == here)
+        return next(node for node in self.ray.nodes() if node["NodeID"] == here)
 
     def _complain_of_silence(self, who: str, waited_s: float) -> NoReturn:
         raise MemberSilent(
@@ -419,6 +449,13 @@ def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _store_full(error: BaseException) -> str:
+    return (
+        f"the cluster's object store is full ({_first_line(error)}), and Ray has no room on the "
+        "disk to go on; free some, or give the store more (ray start --object-store-memory)"
+    )
 
 
 def _cause(error: BaseException) -> str:

@@ -81,6 +81,14 @@ class ClusterError(QfleetError):
     """A cluster that cannot be started, reached or used, or a worker of it that was lost."""
 
 
+class StoreFullError(ClusterError):
+    """The cluster's object store is full, and so is the disk that stands in for it."""
+
+
+class ValueLost(ClusterError):
+    """What a call was given lay on a machine that is gone; who was called is well."""
+
+
 class MemberLost(ClusterError):
     """A process of the cluster died, or the call of it that was under way did."""
 

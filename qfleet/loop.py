@@ -34,6 +34,11 @@ class RateLimiter:
         bursts = learnable // self._train_freq
         return bursts * self._config.gradient_steps - (self._clock.updates - updates)
 
+    def forgive(self, updates: int) -> None:
+        """So many fewer are owed, as if they had been made."""
+        env_steps, made = self._since
+        self._since = (env_steps, made - updates)
+
     def set_train_freq(self, train_freq: int) -> None:
         """Another number of steps between bursts from now on; what is owed stays owed."""
         if train_freq == self._train_freq:

@@ -19,7 +19,7 @@ from qfleet.apex.account import Account
 from qfleet.apex.broadcast import Broadcast
 from qfleet.apex.messages import Order, Report
 from qfleet.apex.replay import FarBlock
-from qfleet.cluster import RUN_AGAIN, Cluster
+from qfleet.cluster import RUN_AGAIN, TIMEOUT_S, Cluster
 from qfleet.config import Config
 from qfleet.core import Clock, EnvSpec, Episode, StateDict
 from qfleet.crew import Crew
@@ -36,6 +36,8 @@ LOOK_S = 1.0
 class _Member:
     handle: Any
     life: int = 0
+    is_there: bool = False
+    """It has reported: a node had room for it, and it has started."""
     version: int = -1
     """Of the weights that it has."""
     letter: Any = None
@@ -101,8 +103,10 @@ class ActorFleet:
         report, member.letter = work.remote(order, news)
         member.version = order.version
         self._account.messages += 1
-        # An actor waits for nobody. It answers when its slice is done, or it hangs.
-        self._crew.called(number, report, member.handle.ping.remote)
+        # An actor waits for nobody. It answers when its slice is done, or it hangs; but a new one
+        # has yet to start, and perhaps to find room.
+        grace_s = 0.0 if member.is_there else TIMEOUT_S
+        self._crew.called(number, report, member.handle.ping.remote, grace_s)
 
     def _hear(self, wait_s: float) -> None:
         """Take note of who is done, and replace who was lost."""
@@ -111,25 +115,38 @@ class ActorFleet:
             if came.report is None:
                 self._replace(came.number, came.loss)
             else:
-                member.failures = 0
+                member.failures, member.is_there = 0, True
                 self._done.append(_Done(came.number, came.report, member.letter))
                 member.letter = None
 
     def _replace(self, number: int, why: str) -> None:
         member = self._members[number]
-        member.failures += 1
-        if member.failures > self._config.max_env_restarts:
-            raise ClusterError(
-                f"actor {number} was lost {member.failures} times in a row: {why}; mend the cause "
-                "or raise max_env_restarts"
-            )
-        self._faults("actor", f"{why.removesuffix(RUN_AGAIN)}; replaced")
-        self._account.actors_replaced += 1
+        if member.is_there or self._has_room():
+            member.failures += 1
+            if member.failures > self._config.max_env_restarts:
+                raise ClusterError(
+                    f"actor {number} was lost {member.failures} times in a row: {why}; mend the "
+                    "cause or raise max_env_restarts"
+                )
+            self._faults("actor", f"{why.removesuffix(RUN_AGAIN)}; replaced")
+            self._account.actors_replaced += 1
         self._cluster.stop(member.handle)
         self._members[number] = _Member(
             self._spawn(number, member.life + 1), member.life + 1, failures=member.failures
         )
         self._order(number, rows_per_block(self._config))
+
+    def _has_room(self) -> bool:
+        """Or is an actor only waiting for a node to come? Not for ever, if all of them are."""
+        there = self._cluster.processors()
+        if there >= self._config.workers + self._config.servers:
+            return True
+        if not any(member.is_there for member in self._members):
+            raise ClusterError(
+                f"no actor is left, and cluster {self._cluster.address} has {there} processors; "
+                "add nodes and resume the run"
+            )
+        return False
 
     def _note(self, number: int, report: Report) -> None:
         self._episodes += report.episodes

@@ -21,10 +21,10 @@ from qfleet.accelerator.compiling import Compilable
 from qfleet.apex.account import Account
 from qfleet.apex.messages import COLUMNS, Drawn, News, as_arrays, as_tensors
 from qfleet.apex.shares import Holding, allot, relative_rarity, ring_slots, shares_of
-from qfleet.cluster import RUN_AGAIN, Cluster
+from qfleet.cluster import RUN_AGAIN, TIMEOUT_S, Cluster
 from qfleet.config import Config
 from qfleet.core import Batch, Block, EnvSpec, StateDict
-from qfleet.errors import CheckpointError, ClusterError, MemberLost, QfleetError
+from qfleet.errors import CheckpointError, ClusterError, MemberLost, QfleetError, ValueLost
 from qfleet.storage.segments import Segments
 from qfleet.telemetry.faults import FaultLog
 
@@ -89,6 +89,8 @@ class _Shard:
     calls: deque[_Call] = field(default_factory=deque)
     """In the order in which they were made, which is the order in which they are answered."""
     holdings: dict[int, Holding] = field(default_factory=dict)
+    is_there: bool = False
+    """It has answered: a node had room for it, and it has started."""
     failures: int = 0
     """Times in a row that it was lost without having answered."""
 
@@ -288,7 +290,7 @@ class ShardedReplay:
 
     def _hear(self, shard: _Shard) -> None:
         """Wait for one answer of this shard."""
-        wait_s = self._config.worker_timeout_s
+        wait_s = self._config.worker_timeout_s + (0.0 if shard.is_there else TIMEOUT_S)
         if self._cluster.ready([shard.calls[0].reference], wait_s):
             self._answer(shard)
         else:
@@ -302,7 +304,11 @@ class ShardedReplay:
             shard.calls.appendleft(call)
             self._lose(shard, str(error).removesuffix(RUN_AGAIN))
             return
-        shard.failures = 0
+        except ValueLost as error:
+            # A letter. The shard sees from the next one that rows are missing, and cuts there.
+            self._faults("letter", str(error))
+            return
+        shard.failures, shard.is_there = 0, True
         shard.holdings = answer.holdings
         if call.request is not None:
             assert isinstance(answer, Drawn)
@@ -328,7 +334,7 @@ class ShardedReplay:
         shard.calls.clear()
         shard.holdings = {}
         self._cluster.stop(shard.handle)
-        shard.life += 1
+        shard.life, shard.is_there = shard.life + 1, False
         shard.handle = self._spawn(shard.actors, shard.life)
 
     # --- the rest of a memory -------------------------------------------------------------------

@@ -123,6 +123,9 @@ class Servers:
         self._unanswered: dict[int, Stamp] = {}
         """By shard: epoch and number of the message whose answer did not come."""
         self.takes_part = False
+        self.on_entering: Callable[[int], None] = lambda _: None
+        """Told when one that only looked takes part: the version that its first message is for. At
+        a barrier that is a round."""
         self.traffic = Traffic(sent=[{} for _ in lines])
 
     def replace(self, number: int, line: Line) -> None:
@@ -198,8 +201,11 @@ class Servers:
         if not self.takes_part:
             # Whoever only looked takes part from his first gradient on, which is as old as it is.
             looked = list(self._known)
-            self._enter(set(range(len(self._lines))))
+            entered = self._enter(set(range(len(self._lines))))
             self._known, self.takes_part = looked, True
+            version, is_old = entered[0].stamp.version, entered[0].stamp != looked[0]
+            # One of an earlier round is dropped: the next is the first that counts.
+            self.on_entering(version - 1 if is_old else version)
         for known, sequence, sent in zip(
             self._known, self._sequences, self.traffic.sent, strict=True
         ):

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from qfleet import scaling
-from qfleet.cluster import open_cluster
+from qfleet.cluster import STORE_BYTES, open_cluster
 from qfleet.config import Config
 from qfleet.core import Clock, Episode, StateDict
 from qfleet.errors import CheckpointError
 from qfleet.parameter_server.servers import ServerRow
+from qfleet.parameter_server.store import check_store, store_bytes
 from qfleet.parameter_server.supervisor import LOOK_S, Supervisor
 from qfleet.parameter_server.worker import Report
 from qfleet.telemetry.faults import FaultLog
@@ -59,7 +60,10 @@ class Fleet:
         self._base_env_steps, self._base_updates = self._clock.env_steps, self._clock.updates
         if not keep_going():
             return
-        with open_cluster(config.workers, config.address or None) as cluster:
+        needed = store_bytes(config, self._weights)
+        address, store = config.address or None, max(STORE_BYTES, needed)
+        with open_cluster(config.workers, address, store_bytes=store) as cluster:
+            check_store(cluster, needed)
             servers = ServerRow(config, cluster, self._faults, self._weights, self._optimiser)
             supervisor = Supervisor(
                 config,

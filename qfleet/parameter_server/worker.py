@@ -114,6 +114,7 @@ class Worker:
             self._servers = Servers(
                 number, weights.data.numel(), lines, timers, lambda: make_codec(config), life
             )
+            self._servers.on_entering = self._fall_in_step
             self._updater = make_remote_updater(config, weights, self._servers)
             return self._updater
 
@@ -188,6 +189,15 @@ class Worker:
         elif told.renewed or self._lost:
             # Or a server that only could not be reached: what it has heard, it knows.
             self._updater.join(self._servers.takes_part)
+
+    def _fall_in_step(self, first_round: int) -> None:
+        """Who is late begins its first burst of updates somewhere in one of the others'.
+
+        It is to end a burst with them, by leaving some updates out. Else all would collect in turns
+        from now on, and be waited for. (A rollout is used up whole.)
+        """
+        if self._own.update == "sync" and self._own.replay:
+            self._parts.limiter.forgive(first_round % self._own.gradient_steps)
 
     def _report(self) -> Report:
         parts = self._parts

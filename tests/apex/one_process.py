@@ -15,7 +15,7 @@ import torch
 
 from qfleet.config import Config
 from qfleet.core import FIRST, SKIP, Block, EnvSpec
-from qfleet.errors import MemberLost
+from qfleet.errors import ClusterError, MemberLost, ValueLost
 
 SPEC = EnvSpec("Test-v0", (2,), "float32", 3)
 FRAMES = EnvSpec("Frames-v0", (2, 3, 5), "uint8", 3, frame_stack=2)
@@ -40,6 +40,8 @@ class Method:
         if handle.doomed and not handle.dead:
             handle.dead = True
             handle.instance = None
+        if any(isinstance(arg, Reference) and arg.lost for arg in args):
+            return Reference(ValueLost("what it was sent was lost"))
         if handle.dead:
             lost = [Reference(lost=True) for _ in range(self._returns)]
             return lost[0] if self._returns == 1 else lost
@@ -77,6 +79,7 @@ class OneProcess:
     address: str = "here"
     handles: list[Handle] = field(default_factory=list)
     store: int = 2**40
+    room: int = 2**10
 
     def spawn(self, kind: type, *args: Any) -> Handle:
         handle = Handle(kind(*_frozen(list(args))), kind.__name__, args)
@@ -95,7 +98,12 @@ class OneProcess:
     def get(self, reference: Reference, who: str) -> Any:
         if reference.lost:
             raise MemberLost(f"{who} died")
+        if isinstance(reference.value, ClusterError):
+            raise reference.value
         return reference.value
+
+    def processors(self) -> int:
+        return self.room
 
     def store_bytes(self) -> int:
         return self.store

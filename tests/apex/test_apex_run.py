@@ -178,6 +178,72 @@ def test_an_actor_that_dies_time_and_again_ends_the_run(clusters: list[OneProces
             train_until(parts, 400, doom)
 
 
+def test_an_actor_that_finds_no_room_is_waited_for(clusters: list[OneProcess]) -> None:
+    """Its node is gone: it is lost once, and those that wait in its place are not counted."""
+    faults = FaultLog()
+    with built(small(max_env_restarts=2), faults) as parts:
+        train_until(parts, 100)
+        cluster, spawn, spawned = clusters[0], clusters[0].spawn, []
+        cluster.room = 2
+
+        def spawn_pending(kind: type, *args: Any) -> Handle:
+            handle = spawn(kind, *args)
+            handle.doomed = cluster.room == 2
+            spawned.append(handle)
+            return handle
+
+        cluster.spawn = spawn_pending  # type: ignore[method-assign]
+        next(h for h in cluster.living("RemoteActor") if h.args[1] == 0).doomed = True
+        train_until(parts, 300)
+        assert len(spawned) > 3
+        assert faults.counts == {"actor": 1}
+        before = parts.account.env_steps[0] if parts.account else 0
+        cluster.room = 3
+        train_until(parts, 400)
+        assert parts.account is not None
+        assert parts.account.env_steps[0] > before
+        assert faults.counts["actor"] == parts.account.actors_replaced
+
+
+def test_when_no_actor_is_left_nor_room_for_one_the_run_ends(clusters: list[OneProcess]) -> None:
+    with built(small()) as parts:
+        train_until(parts, 100)
+        spawn = clusters[0].spawn
+
+        def spawn_pending(kind: type, *args: Any) -> Handle:
+            handle = spawn(kind, *args)
+            handle.doomed = True
+            return handle
+
+        clusters[0].room = 0
+        clusters[0].spawn = spawn_pending  # type: ignore[method-assign]
+        for handle in clusters[0].living("RemoteActor"):
+            handle.doomed = True
+        with pytest.raises(ClusterError, match="no actor is left, and cluster here has 0 proc"):
+            train_until(parts, 400)
+
+
+def test_a_letter_that_is_lost_with_its_machine_costs_itself_alone(
+    clusters: list[OneProcess],
+) -> None:
+    faults = FaultLog()
+    with built(small(), faults) as parts:
+        train_until(parts, 100)
+        collect, lost = parts.collector.collect, []
+
+        def losing(rows: int) -> Any:
+            block = collect(rows)
+            if not lost and block.letter is not None:
+                block.letter.lost = True
+                lost.append(block)
+            return block
+
+        parts.collector.collect = losing  # type: ignore[method-assign]
+        train_until(parts, 400)
+        assert faults.counts == {"letter": 1}
+        assert len(clusters[0].living("ReplayShard")) == 1
+
+
 def test_the_survivors_are_sampled_while_a_lost_shard_is_refilled(
     clusters: list[OneProcess],
 ) -> None:

@@ -220,7 +220,7 @@ def test_a_stopped_worker_holds_sync_up_until_it_is_given_up(tmp_path: Path) -> 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lists processes by /proc")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_leaves_a_checkpoint_and_nobody_behind(
+def test_a_killed_worker_is_one_line_and_a_signal_leaves_nobody_behind(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -233,7 +233,19 @@ def test_a_signal_leaves_a_checkpoint_and_nobody_behind(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         metrics = folder / "metrics.jsonl"
-        wait_for("a log line", lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
+
+        def logged() -> int:
+            return metrics.read_text().count("\n") if metrics.exists() else 0
+
+        def workers() -> list[int]:
+            return [pid for pid in descendants(process.pid) if b"RemoteWorker.work" in title(pid)]
+
+        wait_for("two workers", lambda: logged() >= 3 and len(workers()) == 2)
+        victim = workers()[0]
+        os.kill(victim, signal.SIGKILL)
+        wait_for("another", lambda: len(set(workers()) - {victim}) == 2)
+        already = logged()
+        wait_for("more log lines", lambda: logged() >= already + 3)
         family = descendants(process.pid)
         assert len(family) >= 3
         process.send_signal(number)
@@ -242,8 +254,17 @@ def test_a_signal_leaves_a_checkpoint_and_nobody_behind(
         process.kill()
     assert process.returncode == code, output
     assert b"Traceback" not in output
+    assert output.count(b"another takes its place") == 1
+    assert b"raylet" not in output  # Ray has nothing to add to what we say
     assert list_checkpoints(folder / "checkpoints")
     wait_for("the end of all processes", lambda: not any(is_alive(pid) for pid in family))
+
+
+def title(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def descendants(pid: int) -> list[int]:

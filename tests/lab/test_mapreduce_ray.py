@@ -7,6 +7,7 @@ import importlib.util
 import ipaddress
 import os
 import signal
+import traceback
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -109,6 +110,18 @@ def test_a_rate_too_large_is_told(cluster: Cluster) -> None:
 def test_bad_numbers_are_refused(cluster: Cluster, steps: int, rate: float, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         descend_on(cluster, PROBLEM, WORKERS, steps, rate, "sync")
+
+
+def test_what_a_member_raises_is_one_line_with_its_traceback_behind_it(cluster: Cluster) -> None:
+    class Member:  # in here: it travels as a whole
+        def fail(self) -> None:
+            raise KeyError("no such thing")
+
+    member = cluster.spawn(Member, processors=0)
+    with pytest.raises(ClusterError, match="member 7 failed: KeyError: 'no such thing'") as caught:
+        cluster.get(member.fail.remote(), "member 7")
+    assert ", in fail" in "".join(traceback.format_exception(caught.value))
+    cluster.stop(member)
 
 
 class Killer(Cluster):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from server_cases import assert_states_equal, make_shard, noise
-from simulated_cluster import Cluster
+from simulated_cluster import Bursts, Cluster
 
 from qfleet.parameter_server.admission import (
     Admission,
@@ -85,3 +85,25 @@ def test_a_window_of_one_step_is_sync_where_all_are_equally_fast() -> None:
     assert cluster.pushes == [40, 40, 40]
     for part in ("weights", "optimiser", "version", "counters"):
         assert_states_equal(window.snapshot()[part], sync.snapshot()[part])
+
+
+@pytest.mark.parametrize(
+    ("begun", "collecting"),
+    [([0, 0, 0], 1), ([0, 0, 2], 2), ([0, 1, 2], 3), ([0, 1, 2, 3, 0, 1], 4)],
+    ids=str,
+)
+def test_bursts_that_begin_apart_make_all_collect_in_turns(
+    begun: list[int], collecting: int
+) -> None:
+    """A barrier does not bring them together: who collects is waited for, in every burst anew.
+
+    Four pushes of 1 s, and 4 s of collecting as often as bursts begin in different places.
+    """
+    period_s = 4 * 1.0 + collecting * 4.0
+    rounds = []
+    for periods in (5, 15):
+        shard = make_shard(Sync(), noise(4, 0), "adam")
+        cluster = Cluster(shard, [1.0] * len(begun), bursts=Bursts(4, 4.0, begun))
+        cluster.run(periods * period_s)
+        rounds.append(shard.stamp.version)
+    assert rounds[1] - rounds[0] == 10 * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from qfleet.parameter_server.client import TRIES, DirectLine, ServersLost
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.ledger import Ledger
 from qfleet.parameter_server.server import Server
+from qfleet.parameter_server.shard import Push
 from qfleet.parameter_server.worker import Told, Worker, apart, worker_config
 from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
@@ -315,6 +317,42 @@ def test_a_worker_that_was_given_up_comes_back() -> None:
     report = worker.work(Told(0, STEPS, LONG_S))
     assert report.traffic["outcomes"]["not-present"] == 1
     assert servers[0].account()["applied"] > before
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({}, [4, 2, 4, 4]),
+        ({"update": "async"}, [4, 4, 4, 4]),
+        ({"replay": False, "double": False, "train_freq": 64, "learning_starts": 0}, [4, 4]),
+    ],
+    ids=str,
+)
+def test_a_worker_that_comes_in_the_middle_of_a_burst_ends_it_with_the_others(
+    fields: dict[str, Any], sizes: list[int]
+) -> None:
+    """Bursts of 4, and two updates of the one under way are made: its own ends two rounds after
+    that one, and its next with the others' next."""
+    config = make_config(workers=2, gradient_steps=4, **fields)
+    (server,) = make_servers(config)
+    server.join(1)
+    gradient = first_weights(config).numpy()
+    for sequence in range(6):
+        push = Push(1, sequence, server.pull(None).stamp, None, 1e-3)
+        server.push(push, gradient, LONG_S)
+    server.leave(1)
+    bursts: Counter[int] = Counter()
+
+    class Watched(DirectLine):
+        def start(self, method: str, *arguments: Any) -> Any:
+            if method == "push":
+                bursts[worker._parts.clock.env_steps] += 1
+            return super().start(method, *arguments)
+
+    worker = Worker(config, 0, [Watched(server)], life=1, is_late=True)
+    worker.work(Told(0, 148, LONG_S))
+    assert list(bursts.values())[: len(sizes)] == sizes
+    assert server.account()["version"] == 6 + sum(bursts.values())
 
 
 def test_spans_inside_others_are_cut_out() -> None:
