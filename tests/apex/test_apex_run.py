@@ -23,11 +23,11 @@ from qfleet.config import Config
 from qfleet.core import Clock
 from qfleet.engines import ENGINES
 from qfleet.errors import CheckpointError, ClusterError, ConfigError
-from qfleet.lab.speedup import Case, sweep
 from qfleet.loop import RateLimiter
 from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.fleet import FleetAccount
 from qfleet.weights import FlatWeights
 
 
@@ -53,6 +53,12 @@ def train_until(parts: Parts, env_steps: int, between: Callable[[], None] = lamb
         return parts.clock.env_steps < env_steps
 
     ENGINES["actors"](parts, keep_going)
+
+
+def account_of(parts: Parts) -> FleetAccount:
+    account = None if parts.processes is None else parts.processes.account()
+    assert account is not None
+    return account
 
 
 @contextlib.contextmanager
@@ -90,27 +96,23 @@ def test_a_run_goes_through_and_says_what_it_cost(
     assert fleet is not None
     assert sum(fleet["env_steps_each"]) == fleet["env_steps"] == result.env_steps
     assert min(fleet["env_steps_each"]) > 0
-    assert fleet["letter_bytes"] > 0
+    assert fleet["letter_bytes"] == fleet["traffic"]["bytes_sent"] > 0
+    assert [actor["env_steps"] for actor in fleet["workers"]] == fleet["env_steps_each"]
+    assert sum(shard["env_steps"] for shard in fleet["shards"]) == result.env_steps
+    assert (
+        sum(shard["bytes_out"] for shard in fleet["shards"])
+        == result.communication["bytes_received"]
+    )
+    assert fleet["servers"] == []
+    blocks = result.env_steps // (5 * config.envs)
+    assert sum(fleet["staleness"]["counts"].values()) == blocks
+    pictures = {path.name for path in (tmp_path / "run" / "plots").iterdir()}
+    assert pictures == {"shares.png", "staleness.png"}
     received = result.communication["bytes_received"]
     assert received is not None
     assert received >= result.updates * config.batch_size * 2 * 16  # two observations of 4 floats
     each = json.loads((tmp_path / "run" / "seeds.json").read_text())["each_env"]
     assert len(set(each)) == config.workers * config.envs
-
-
-def test_a_rate_is_that_of_actors_at_work() -> None:
-    account = Account(workers=2, servers=1)
-    account.took(0, 10, 5.0)
-    account.took(0, 10, 6.0)
-    assert account.env_steps_per_s() is None
-    account.took(1, 10, 7.0)
-    assert account.env_steps_per_s() is None
-    account.took(0, 30, 9.0)
-    account.took(1, 10, 11.0)
-    assert account.env_steps_per_s() == 40 / 4
-    # What ``qfleet lab speedup`` asks of every engine.
-    (point,) = sweep([Case("async", 1.0, 1)], 70, 1, lambda _: account.as_dict())
-    assert (point.env_steps, point.env_steps_per_s, point.computing) == (70, 10.0, None)
 
 
 def test_the_replay_ratio_is_held_where_blocks_enter_the_memory(
@@ -142,15 +144,16 @@ def test_an_actor_that_dies_is_replaced_and_its_ring_goes_on(clusters: list[OneP
         train_until(parts, 100)
         victim = next(h for h in clusters[0].handles if h.kind == "RemoteActor" and h.args[1] == 1)
         victim.doomed = True
-        before = dict(parts.account.env_steps) if parts.account else {}
+        before = account_of(parts).workers[1].env_steps
         train_until(parts, 200)
         assert faults.counts == {"actor": 1}
         assert faults.first_messages("actor") == ["actor 1 died; replaced"]
         living = clusters[0].living("RemoteActor")
         assert [(h.args[1], h.args[2]) for h in living] == [(0, 0), (1, 1)]
-        assert parts.account is not None
-        assert parts.account.actors_replaced == 1
-        assert parts.account.env_steps[1] > before[1]
+        account = account_of(parts)
+        assert [actor.restarts for actor in account.workers] == [0, 1]
+        assert account.workers[1].env_steps > before
+        assert "restarts      actor 1 ×1" in account.lines()
         # Its ring holds the rows of both lives.
         shard = clusters[0].living("ReplayShard")[0].instance
         life, start = shard._kept[1].follows
@@ -196,8 +199,14 @@ def test_the_survivors_are_sampled_while_a_lost_shard_is_refilled(
         assert faults.counts == {"replay_shard": 1}
         assert "replay shard 1 died" in faults.first_messages("replay_shard")[0]
         assert "refilling" in faults.first_messages("replay_shard")[0]
-        assert parts.account is not None
-        assert parts.account.transitions_lost >= held
+        kept, lost = account_of(parts).shards
+        assert lost.lost >= held
+        assert (kept.restarts, kept.lost, lost.restarts) == (0, 0, 1)
+        # Both lives of the shard count: two actors took turns, each with a shard of its own.
+        assert lost.env_steps > 100
+        assert (
+            f"restarts      shard 1 ×1 ({lost.lost} transitions lost)" in account_of(parts).lines()
+        )
         assert parts.clock.updates > updates
         assert (parts.clock.env_steps - 40) // 4 == parts.clock.updates  # nothing owed was dropped
         assert memory.holdings()[1].starts > 0
