@@ -113,8 +113,10 @@ class RemoteActor:
         self._actor.env_steps = 0  # ε follows the whole run, which only the order knows
         self._actor.elsewhere_env_steps = order.progress
         block = self._actor.collect(order.rows, order.version)
-        with self._timers.span("learn"):
-            priority = None if self._judge is None else self._judge(block)
+        priority = None
+        if self._judge is not None:
+            with self._timers.span("learn"):
+                priority = self._judge(block)
         with self._timers.span("communicate"):
             letter = seal(
                 block,

@@ -104,6 +104,9 @@ def test_a_run_goes_through_and_says_what_it_cost(
         == result.communication["bytes_received"]
     )
     assert fleet["servers"] == []
+    drawing = result.time_share["communicate"]
+    assert drawing is not None
+    assert drawing > 0
     blocks = result.env_steps // (5 * config.envs)
     assert sum(fleet["staleness"]["counts"].values()) == blocks
     pictures = {path.name for path in (tmp_path / "run" / "plots").iterdir()}
@@ -113,6 +116,25 @@ def test_a_run_goes_through_and_says_what_it_cost(
     assert received >= result.updates * config.batch_size * 2 * 16  # two observations of 4 floats
     each = json.loads((tmp_path / "run" / "seeds.json").read_text())["each_env"]
     assert len(set(each)) == config.workers * config.envs
+
+
+def test_the_table_is_shown_and_the_trace_has_a_lane_for_the_learner_and_every_actor(
+    clusters: list[OneProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Run(small(), tmp_path / "run", Sitting(display="plain", trace=True)).go()
+    told = capsys.readouterr()
+    lines = (told.out + told.err).splitlines()
+    assert "fleet         2 actors, 1 shard, 1 host" in lines
+    names = [line.split("  ")[0] for line in lines]
+    assert {"actor 0", "actor 1", "all", "learner", "shard 0", "staleness"} <= set(names)
+    assert (tmp_path / "run" / "plots" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(lanes.values()) == ["learner", "actor 0", "actor 1"]
+    stages = {name: {e["name"] for e in events if e["tid"] == tid} for tid, name in lanes.items()}
+    assert stages["learner"] >= {"learn", "communicate", "idle"}
+    assert stages["actor 0"] >= {"env", "act", "communicate", "idle"}
+    assert clusters[0].address == "gone"
 
 
 def test_the_replay_ratio_is_held_where_blocks_enter_the_memory(
