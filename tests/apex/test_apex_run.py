@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ import torch
 from one_process import Handle, OneProcess, small
 
 import qfleet
-from qfleet.apex import building
+from qfleet.apex import broadcast, building
 from qfleet.apex.account import Account
 from qfleet.apex.broadcast import INTERVAL_S, Broadcast
 from qfleet.apex.replay import ShardedReplay
@@ -135,6 +136,18 @@ def test_the_table_is_shown_and_the_trace_has_a_lane_for_the_learner_and_every_a
     assert stages["learner"] >= {"learn", "communicate", "idle"}
     assert stages["actor 0"] >= {"env", "act", "communicate", "idle"}
     assert clusters[0].address == "gone"
+
+
+def test_a_block_is_as_old_as_the_updates_since_its_weights(
+    clusters: list[OneProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "INTERVAL_S", 1e9)  # no actor ever hears of new weights
+    with built(small()) as parts:
+        train_until(parts, 200)
+        ages = account_of(parts).staleness.counts
+    # A block has 10 steps; after 40 of them every 4 steps are an update.
+    assert ages == Counter(max(0, (10 * block - 40) // 4) for block in range(20))
+    assert len(clusters) == 1
 
 
 def test_the_replay_ratio_is_held_where_blocks_enter_the_memory(
