@@ -60,12 +60,11 @@ def make_result(
 
 
 def _fleet(parts: Parts) -> dict[str, Any] | None:
-    if parts.account is not None:
-        return parts.account.as_dict()
-    account = None if parts.fleet is None else parts.fleet.account()
-    if parts.fleet is None or account is None:
+    account = None if parts.processes is None else parts.processes.account()
+    if parts.processes is None or account is None:
         return None
-    return {**account.as_dict(), "env_steps_per_s": parts.fleet.env_steps_per_s()}
+    rate = {"env_steps_per_s": parts.processes.env_steps_per_s()}
+    return account.as_dict() | rate | ({} if parts.account is None else parts.account.counts())
 
 
 def _communication(parts: Parts) -> dict[str, int | None]:

@@ -58,6 +58,7 @@ from qfleet.placement import (
 )
 from qfleet.population import Agents, agent_seeds
 from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.fleet import Processes
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
 from qfleet.tensor_actor import TensorActor
@@ -138,6 +139,11 @@ class Parts:
     """Of what actors and replay shards in processes did and cost."""
     fleet: Fleet | None = None
     """Workers and servers, where they do the work; it is the collector too."""
+
+    @property
+    def processes(self) -> Processes | None:
+        """Who can say what many processes did; None where one does everything."""
+        return self.account if self.fleet is None else self.fleet
 
     def read_metrics(self) -> dict[str, float]:
         """Numbers of the newest update, or of the workers' newest ones."""

@@ -59,15 +59,18 @@ class Learner:
         *,
         unasked: bool = False,
         fused: FusedCNN | None = None,
+        drawing: str | None = None,
     ) -> None:
         """``target`` is ``online`` itself where there is no target network.
+
+        ``drawing`` is the stage that drawing samples is part of, where that is more than copying.
 
         Where ``online`` is a population, batches are as many times larger and agent-major.
         """
         self._config, self._clock, self._device = config, clock, device
         self._copying, self._learning = timers.span("copy"), timers.span("learn")
         # A rollout's samples come with their returns, which is learning more than copying.
-        self._drawing = self._copying if config.replay else self._learning
+        self._drawing = timers.span(drawing or ("copy" if config.replay else "learn"))
         self.online, self._target_network = online, target
         self.weights = FlatWeights(online)
         self._has_target = target is not online

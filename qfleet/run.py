@@ -27,7 +27,6 @@ from qfleet.errors import CheckpointError, EnvironmentFault, QfleetError
 from qfleet.evaluation import Evaluation
 from qfleet.examiner import Examiner
 from qfleet.judge import Judge
-from qfleet.parameter_server.fleet import Fleet
 from qfleet.plan import settle
 from qfleet.result import Result
 from qfleet.signals import Signals
@@ -36,6 +35,7 @@ from qfleet.standings import Standings
 from qfleet.storage.checkpoint import Checkpoint, load_policy, save_checkpoint
 from qfleet.storage.rundir import RunLock, atomic_write_text
 from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.fleet import Processes
 from qfleet.telemetry.fleet_plots import draw_fleet
 from qfleet.telemetry.progress import Progress
 from qfleet.telemetry.timeline import draw_timeline, draw_workers
@@ -176,24 +176,23 @@ class Run:
             self._faults.flush()
             self._writers.close()
         result = self._write_result()
-        if self.parts.fleet is not None:
-            self._show_fleet(self.parts.fleet)
+        if self.parts.processes is not None:
+            self._show_processes(self.parts.processes)
         if self._trace is not None:
             write_chrome_trace(self._trace, self.folder / "trace.json")
-            draw = draw_timeline if self.parts.fleet is None else draw_workers
+            draw = draw_timeline if self.parts.processes is None else draw_workers
             draw(self._trace, self.folder / "plots" / "timeline.png")
         self._call("on_end", result)
         return result
 
-    def _show_fleet(self, fleet: Fleet) -> None:
-        """What workers and servers did, on the terminal and as pictures."""
-        account = fleet.account()
-        if account is None:
-            return
-        self._tell(account.lines())
-        draw_fleet(account, self.folder / "plots")
+    def _show_processes(self, processes: Processes) -> None:
+        """What many processes did, on the terminal and as pictures."""
+        account = processes.account()
+        if account is not None:
+            self._tell(account.lines())
+            draw_fleet(account, self.folder / "plots")
         if self._trace is not None:
-            lanes = dict(fleet.lanes())
+            lanes = dict(processes.lanes())
             merge_lanes(self._trace, lanes, dict.fromkeys(lanes, 0.0))
 
     def close(self) -> None:

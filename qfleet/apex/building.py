@@ -56,8 +56,11 @@ def build_actors(
     _check_rings(config, spec)
     _set_threads(config, spec)
     clock = Clock(frame_skip=spec.frame_skip)
-    account = Account(config.workers, config.servers)
-    timers = Timers(trace.lane("learner") if trace else None)
+    # A trace of its own, to be merged with the actors' in the end: there is room for so many spans,
+    # and all lanes have to be filled up to one moment.
+    lane = Trace().lane("learner") if trace else None
+    timers = Timers(lane)
+    account = Account(config.workers, config.servers, timers, lane)
     needed = store_bytes(config, spec, _weight_bytes(config, spec))
     opened = contextlib.ExitStack()
     with contextlib.ExitStack() as made:
@@ -85,6 +88,7 @@ def build_actors(
             timers=timers,
             device=place.device,
             seed=seeds.learner,
+            drawing="communicate",
         )
         learner.limit_bursts(min(learner.most_at_once, _batches_at_once(config, spec)))
         channel = Broadcast(cluster, learner.weights, account)
@@ -116,7 +120,7 @@ def build_actors(
             faults,
             account,
             spawn=lambda number, life: cluster.spawn(
-                RemoteActor, config, number, life, restarted_at
+                RemoteActor, config, number, life, restarted_at, trace is not None
             ),
         )
         made.pop_all()

@@ -42,6 +42,8 @@ class _Member:
     """Of the weights that it has."""
     letter: Any = None
     """Stands for the rows that it is collecting."""
+    ordered_s: float = 0.0
+    """When it was last told to, by ``perf_counter``."""
     failures: int = 0
     """Times in a row that it was lost without having done anything."""
 
@@ -100,6 +102,7 @@ class ActorFleet:
         order = Order(rows, self._channel.version, self._clock.progress)
         news = self._channel.reference if member.version != order.version else None
         work = member.handle.work.options(num_returns=2)
+        member.ordered_s = time.perf_counter()
         report, member.letter = work.remote(order, news)
         member.version = order.version
         self._account.messages += 1
@@ -129,7 +132,7 @@ class ActorFleet:
                     "cause or raise max_env_restarts"
                 )
             self._faults("actor", f"{why.removesuffix(RUN_AGAIN)}; replaced")
-            self._account.actors_replaced += 1
+            self._account.replaced(number)
         self._cluster.stop(member.handle)
         self._members[number] = _Member(
             self._spawn(number, member.life + 1), member.life + 1, failures=member.failures
@@ -152,9 +155,10 @@ class ActorFleet:
         self._episodes += report.episodes
         for kind, message in report.faults:
             self._faults(kind, message)
-        self._account.letter_bytes += report.letter_bytes
-        self._account.took(number, report.rows * self._config.envs, time.monotonic())
-        self._account.actor_seconds.update(report.seconds)
+        env_steps, age = report.rows * self._config.envs, self._clock.updates - report.version
+        self._account.took(number, report, env_steps, age, time.monotonic())
+        member = self._members[number]
+        self._account.saw(number, member.life, report, member.ordered_s)
 
     def take_episodes(self) -> list[Episode]:
         """Episodes finished in the blocks taken since the last call."""

@@ -5,6 +5,7 @@ Actions travel in as few bytes as hold them, uint8 frames compressed where repla
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,14 @@ class Letter:
         frames = len(self.frames) if isinstance(self.frames, bytes) else self.frames.nbytes
         priority = 0 if self.priority is None else self.priority.nbytes
         return frames + self.action.nbytes + self.reward.nbytes + self.flags.nbytes + priority
+
+    @property
+    def plain_nbytes(self) -> int:
+        """The same, were frames not compressed."""
+        if not isinstance(self.frames, bytes):
+            return self.nbytes
+        # Only frames of single bytes are.
+        return self.nbytes - len(self.frames) + self.action.size * math.prod(self.frame_shape)
 
 
 def seal(

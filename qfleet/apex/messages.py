@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from qfleet.apex.shares import Holding
 from qfleet.core import Episode, StateDict
+from qfleet.telemetry.trace import SpanRecord
 
 
 class Order(NamedTuple):
@@ -33,11 +34,26 @@ class Report:
     rows: int
     version: int
     letter_bytes: int
+    plain_bytes: int
+    """The same without compression."""
+    weight_bytes: int
+    """That came with the order; 0 where it had the newest."""
+    messages: int
+    """The order, which the report answers, the letter, and weights if they came."""
+    host: str
+    began_s: float
+    """When it was told to begin, by its ``perf_counter``."""
+    wall_s: float
+    """From its last report to this one; from its first order to the first."""
+    processor_s: float
+    """Over the same time."""
     episodes: list[Episode] = field(default_factory=list)
     faults: list[tuple[str, str]] = field(default_factory=list)
     """Kind and message of every fault of the environments that was survived."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Where the time of this slice went, by stage."""
+    """Where that wall time went, by stage; idle is before the order came."""
+    spans: list[SpanRecord] = field(default_factory=list)
+    """The same one by one, where a trace is wanted."""
 
 
 COLUMNS = ("obs", "action", "reward", "discount", "next_obs")
@@ -76,6 +92,22 @@ class News:
     index: NDArray[np.int64]
     priority: NDArray[np.float32]
 
+    @property
+    def nbytes(self) -> int:
+        return self.index.nbytes + self.priority.nbytes
+
+
+class Tally(NamedTuple):
+    """What a shard has done since it was started."""
+
+    env_steps: int = 0
+    """That it received."""
+    samples: int = 0
+    """That it gave."""
+    bytes_in: int = 0
+    bytes_out: int = 0
+    processor_s: float = 0.0
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -83,6 +115,7 @@ class Answer:
 
     holdings: dict[int, Holding]
     """Of each ring, by actor."""
+    tally: Tally
 
 
 @dataclass(frozen=True)
@@ -99,4 +132,5 @@ class Drawn(Answer):
 
     @property
     def nbytes(self) -> int:
-        return sum(column.nbytes for column in self.columns) + 24 * len(self.index)
+        each = (*self.columns, self.index, self.actor, self.probability)
+        return sum(column.nbytes for column in each)

@@ -8,6 +8,8 @@ treat all new ones alike. Every call is one slice of work: who supervises, calls
 from __future__ import annotations
 
 import functools
+import socket
+import time
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from qfleet.envs.seeding import mix_seeds
 from qfleet.loop import rows_per_block
 from qfleet.schedules import own_ladder
 from qfleet.telemetry.timers import Timers
+from qfleet.telemetry.trace import Trace
 from qfleet.weights import FlatWeights
 
 HOST = torch.device("cpu")
@@ -38,13 +41,24 @@ def actor_seed(seed: int, number: int, life: int, restarted_at: int) -> int:
 
 
 class RemoteActor:
-    def __init__(self, config: Config, number: int, life: int = 0, restarted_at: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        number: int,
+        life: int = 0,
+        restarted_at: int = 0,
+        traced: bool = False,
+    ) -> None:
         """``life``: how often it was replaced; ``restarted_at``: env steps at a resume."""
         self._config, self._number, self._life = config, number, life
         seeds = Seeds.of(config.seed)
         own_seed = actor_seed(seeds.actor, number, life, restarted_at)
         self._faults: list[tuple[str, str]] = []
-        self._timers = Timers()
+        self._lane = Trace().lane(f"actor {number}") if traced else None
+        self._timers = Timers(self._lane)
+        self._host = socket.gethostname()
+        self._ended_s: float | None = None
+        """When it had done its last slice."""
         env_seed = actor_seed(seeds.envs, number, life, restarted_at)
         self._envs = make_envs(
             config.replace(step_latency_s=latency_of(config, number)),
@@ -75,17 +89,26 @@ class RemoteActor:
             if config.prioritized_replay
             else None
         )
+        self._processor_s = time.process_time()
+        """What was spent by its last report; starting up is nobody's slice."""
 
     def work(self, order: Order, weights: NDArray[np.float32] | None) -> tuple[Report, Letter]:
         """Collect one block, with ``weights`` from now on if there are any."""
+        began_s = time.perf_counter()
+        since_s = began_s if self._ended_s is None else self._ended_s
         before = dict(self._timers.seconds)
+        self._timers.add("idle", since_s, began_s)
         if weights is not None:
-            np.copyto(self._weights.data.numpy(), weights)
+            with self._timers.span("communicate"):
+                np.copyto(self._weights.data.numpy(), weights)
         self._actor.env_steps = 0  # ε follows the whole run, which only the order knows
         self._actor.elsewhere_env_steps = order.progress
         block = self._actor.collect(order.rows, order.version)
-        with self._timers.span("copy"):
-            priority = None if self._judge is None else self._judge(block)
+        priority = None
+        if self._judge is not None:
+            with self._timers.span("learn"):
+                priority = self._judge(block)
+        with self._timers.span("communicate"):
             letter = seal(
                 block,
                 self._number,
@@ -97,15 +120,24 @@ class RemoteActor:
             )
         self._rows_made += block.rows
         faults, self._faults = self._faults, []
-        seconds = {stage: s - before[stage] for stage, s in self._timers.seconds.items()}
+        processor_s, self._processor_s = self._processor_s, time.process_time()
+        self._ended_s = time.perf_counter()
         return (
             Report(
                 rows=block.rows,
                 version=block.version,
                 letter_bytes=letter.nbytes,
+                plain_bytes=letter.plain_nbytes,
+                weight_bytes=0 if weights is None else weights.nbytes,
+                messages=2 if weights is None else 3,
+                host=self._host,
+                began_s=began_s,
+                wall_s=self._ended_s - since_s,
+                processor_s=self._processor_s - processor_s,
                 episodes=self._actor.take_episodes(),
                 faults=faults,
-                seconds=seconds,
+                seconds={stage: s - before[stage] for stage, s in self._timers.seconds.items()},
+                spans=[] if self._lane is None else self._lane.take(),
             ),
             letter,
         )

@@ -215,7 +215,7 @@ class ShardedReplay:
             told = [entry for entry in news if entry.actor in shard.actors]
             if own or told:
                 request.waiting += 1
-                self._account.sent(sum(n.index.nbytes + n.priority.nbytes for n in told))
+                self._account.sent(sum(entry.nbytes for entry in told))
                 self._call(shard, shard.handle.exchange.remote(told, own), request)
         self._requests.append(request)
 
@@ -310,6 +310,7 @@ class ShardedReplay:
             return
         shard.failures, shard.is_there = 0, True
         shard.holdings = answer.holdings
+        self._account.heard(shard.number, answer.tally)
         if call.request is not None:
             assert isinstance(answer, Drawn)
             call.request.waiting -= 1
@@ -326,8 +327,7 @@ class ShardedReplay:
         lost = sum(held.starts for held in shard.holdings.values())
         there = sum(held.starts for held in self.holdings().values())
         self._faults("replay_shard", f"{why}: {lost} of {there} transitions lost, refilling")
-        self._account.shards_replaced += 1
-        self._account.transitions_lost += lost
+        self._account.lost(shard.number, lost)
         for call in shard.calls:
             if call.request is not None:
                 call.request.waiting -= 1

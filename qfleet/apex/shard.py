@@ -6,6 +6,8 @@ ring needs those of an env in one piece. Every call answers with what there is t
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.apex.letters import Letter, unseal
-from qfleet.apex.messages import COLUMNS, Answer, Drawn, News, as_arrays, as_tensors
+from qfleet.apex.messages import COLUMNS, Answer, Drawn, News, Tally, as_arrays, as_tensors
 from qfleet.apex.shares import Holding, ring_capacity
 from qfleet.build import Seeds, set_threads
 from qfleet.config import Config
@@ -90,6 +92,8 @@ class ReplayShard:
         """``actors``: whose rows it keeps; ``life``: how often it was replaced."""
         set_threads(1, spec)
         seed = Seeds.of(config.seed).memory
+        self._tally = Tally()
+        self._processor_s = time.process_time()
         self._kept = {
             actor: _Kept(config, spec, mix_seeds(mix_seeds(seed, actor), life)) for actor in actors
         }
@@ -97,6 +101,7 @@ class ReplayShard:
     def insert(self, letter: Letter) -> Answer:
         """Rows of one actor, after those that came before."""
         self._kept[letter.actor].insert(letter)
+        self._count(env_steps=letter.action.size, bytes_in=letter.nbytes)
         return self._answer()
 
     def exchange(self, news: Sequence[News], wanted: Mapping[int, int]) -> Drawn:
@@ -121,13 +126,17 @@ class ReplayShard:
                 torch.cat([getattr(batch, name) for batch in batches]).numpy() for name in COLUMNS
             )
             index = torch.cat([batch.index for batch in batches])
-        return Drawn(
+        drawn = Drawn(
             holdings=self._holdings(),
+            tally=self._tally,
             columns=columns,
             index=index.numpy(),
             actor=np.concatenate([np.zeros(0, np.int64), *numbers]),
             probability=np.concatenate([np.zeros(0), *probabilities]),
         )
+        told = sum(entry.nbytes for entry in news)
+        self._count(samples=len(index), bytes_in=told, bytes_out=drawn.nbytes)
+        return dataclasses.replace(drawn, tally=self._tally)
 
     def end_open_episodes(self) -> Answer:
         for kept in self._kept.values():
@@ -162,7 +171,13 @@ class ReplayShard:
         return self._answer()
 
     def _answer(self) -> Answer:
-        return Answer(self._holdings())
+        return Answer(self._holdings(), self._tally)
+
+    def _count(self, **more: int) -> None:
+        """So much has been done; the processor's time is brought up to now."""
+        counts = {name: getattr(self._tally, name) + count for name, count in more.items()}
+        spent_s = time.process_time() - self._processor_s
+        self._tally = self._tally._replace(**counts, processor_s=spent_s)
 
     def _holdings(self) -> dict[int, Holding]:
         return {actor: kept.holding() for actor, kept in self._kept.items()}

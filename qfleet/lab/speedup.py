@@ -134,7 +134,9 @@ def sweep(
 
 def _rated(fleet: Mapping[str, Any] | None, case: Case) -> tuple[float, Mapping[str, Any]]:
     if fleet is None:
-        raise ConfigError("this engine has no workers to count; use --engine parameter-server")
+        raise ConfigError(
+            "this engine has no workers to count; use --engine parameter-server or actors"
+        )
     rate = finite(fleet["env_steps_per_s"])
     if rate is None or rate <= 0:
         raise ConfigError(
@@ -145,9 +147,7 @@ def _rated(fleet: Mapping[str, Any] | None, case: Case) -> tuple[float, Mapping[
 
 def _point(case: Case, rate: float, baseline: float, fleet: Mapping[str, Any]) -> Point:
     speed_up = rate / baseline
-    # Actors have no servers to be stale for, and no account of their waits.
-    shares, staleness = fleet.get("shares", {}), fleet.get("staleness", {})
-    computing, communicating, waiting = (finite(shares.get(kind)) for kind in KINDS)
+    computing, communicating, waiting = (finite(fleet["shares"][kind]) for kind in KINDS)
     return Point(
         update=case.update,
         straggler=case.straggler,
@@ -160,8 +160,8 @@ def _point(case: Case, rate: float, baseline: float, fleet: Mapping[str, Any]) -
         computing=computing,
         communicating=communicating,
         waiting=waiting,
-        staleness=finite(staleness.get("mean")),
-        processor_s=finite(fleet.get("processor_s")),
+        staleness=finite(fleet["staleness"]["mean"]),
+        processor_s=finite(fleet["processor_s"]),
     )
 
 

@@ -1,8 +1,9 @@
-"""What many processes did and cost. In: an account per worker and per server; out: one of all.
+"""What many processes did and cost. In: an account per worker, server and shard; out: one of all.
 
 ``FleetAccount.as_dict`` is ``fleet`` in ``result.json``, ``lines`` are for the terminal, and
 ``fleet_plots`` draws. A worker's time is computing (it steps, acts, copies, learns), communicating
-(its messages are under way), waiting (for others), or other: what none of its spans covers.
+(its messages are under way), waiting (for others), or other: what none of its spans covers. Actors
+are workers too: what they collect goes to shards of a replay memory, and a learner has the weights.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from qfleet.telemetry.formatting import finite, format_rate
 from qfleet.telemetry.messages import MessageCost, fit_cost
 from qfleet.telemetry.timers import KIND_OF, KINDS
+from qfleet.telemetry.trace import SpanRecord
 
 OTHER = "other"
 STRAGGLES = 1.5
@@ -32,7 +34,8 @@ class WorkerAccount:
     host: str
     """Empty as long as it has not reported."""
     env_steps: int
-    updates: int
+    updates: int | None
+    """None: it is an actor, which makes none."""
     wall_s: float
     """Since its first step; starting the process is not in it."""
     processor_s: float
@@ -48,6 +51,8 @@ class WorkerAccount:
     calls: Sequence[tuple[int, float]] = ()
     """Bytes and seconds of some of its messages."""
     restarts: int = 0
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    """How many of its blocks were of weights so many updates old; of gradients, servers know."""
 
     @property
     def env_steps_per_s(self) -> float | None:
@@ -61,12 +66,7 @@ class WorkerAccount:
     @property
     def shares(self) -> dict[str, float]:
         """Of its wall time, by kind and ``OTHER``."""
-        shares = dict.fromkeys((*KINDS, OTHER), 0.0)
-        if self.wall_s > 0:
-            for stage, seconds in self.seconds.items():
-                shares[KIND_OF[stage]] += seconds / self.wall_s
-            shares[OTHER] = max(0.0, 1.0 - sum(shares.values()))
-        return shares
+        return shares_of(self.seconds, self.wall_s)
 
     def as_dict(self) -> dict[str, Any]:
         figures = dict(vars(self))
@@ -76,6 +76,7 @@ class WorkerAccount:
             **figures,
             "seconds": dict(self.seconds),
             "outcomes": dict(self.outcomes),
+            "staleness": _named(self.staleness) or None,
             "env_steps_per_s": self.env_steps_per_s,
             "own_pace": self.own_pace,
             "shares": self.shares,
@@ -116,6 +117,24 @@ class ServerAccount:
 
 
 @dataclass(frozen=True)
+class ShardAccount:
+    """What one shard of a replay memory did, over all its lives, as far as it was heard of."""
+
+    number: int
+    processor_s: float
+    env_steps: int
+    """That it received."""
+    samples: int
+    """That it gave."""
+    bytes_in: int
+    """Letters and priorities."""
+    bytes_out: int
+    restarts: int
+    lost: int
+    """Transitions that could be sampled when it was lost."""
+
+
+@dataclass(frozen=True)
 class Staleness:
     """A histogram of ages, in updates, and what it comes to."""
 
@@ -131,11 +150,14 @@ class Staleness:
 
     @property
     def p95(self) -> int | None:
-        """The smallest age that 95 % of them do not exceed."""
+        return self.percentile(95)
+
+    def percentile(self, percent: int) -> int | None:
+        """The smallest age that so many of a hundred do not exceed."""
         so_far = 0
         for age, count in sorted(self.counts.items()):
             so_far += count
-            if count and 100 * so_far >= 95 * self.total:
+            if count and 100 * so_far >= percent * self.total:
                 return age
         return None
 
@@ -156,8 +178,8 @@ class Staleness:
 class FleetAccount:
     """All processes of a run."""
 
-    update: str
-    """How gradients became weights: sync, async …"""
+    update: str | None
+    """How gradients became weights: sync, async …; None where one learner has them."""
     wall_s: float
     driver_processor_s: float
     workers: Sequence[WorkerAccount]
@@ -165,6 +187,26 @@ class FleetAccount:
     uncompressed_bytes_sent: int | None = None
     """What the workers would have sent without compression; None where there was none."""
     uncompressed_bytes_received: int | None = None
+    shards: Sequence[ShardAccount] = field(default=())
+    learner: Mapping[str, float] | None = None
+    """Shares of its time, as those of a worker; None where every worker learns."""
+    member: str = "worker"
+    """What a worker is called here."""
+    aged: str = "gradient"
+    """What is made with weights that may be old."""
+
+    @property
+    def name(self) -> str:
+        return self.update or f"{self.member}s"
+
+    @property
+    def rows(self) -> list[tuple[str, float | None, Mapping[str, float]]]:
+        """Everybody whose time is known: name, env steps per second, shares."""
+        rows: list[tuple[str, float | None, Mapping[str, float]]] = [
+            (f"{self.member} {worker.number}", worker.env_steps_per_s, worker.shares)
+            for worker in self.workers
+        ]
+        return rows if self.learner is None else [*rows, ("learner", None, self.learner)]
 
     @property
     def env_steps(self) -> int:
@@ -178,8 +220,9 @@ class FleetAccount:
     @property
     def processor_s(self) -> float:
         """Of all processes."""
-        workers_s = sum(worker.processor_s for worker in self.workers)
-        return self.driver_processor_s + workers_s + sum(s.processor_s for s in self.servers)
+        total_s = self.driver_processor_s + sum(worker.processor_s for worker in self.workers)
+        total_s += sum(server.processor_s for server in self.servers)
+        return total_s + sum(shard.processor_s for shard in self.shards)
 
     @property
     def shares(self) -> dict[str, float | None]:
@@ -211,15 +254,17 @@ class FleetAccount:
 
     @cached_property
     def staleness(self) -> Staleness:
-        """Of all servers together: a gradient counts once for each of them."""
+        """Of all servers together, a gradient counting once for each; or of all actors' blocks."""
         counts: Counter[int] = Counter()
-        for server in self.servers:
-            counts.update(server.staleness)
+        for found in [each.staleness for each in self.servers] + [
+            w.staleness for w in self.workers
+        ]:
+            counts.update(found)
         return Staleness(counts)
 
     @property
     def bytes_sent(self) -> int:
-        """By workers, to servers."""
+        """By workers, to servers or shards."""
         return sum(worker.bytes_sent for worker in self.workers)
 
     @property
@@ -291,8 +336,10 @@ class FleetAccount:
             "message_cost": None if self.message_cost is None else asdict(self.message_cost),
             "speed_up": self.speed_up(baseline_env_steps_per_s),
             "efficiency": self.efficiency(baseline_env_steps_per_s),
+            "learner": None if self.learner is None else {"shares": dict(self.learner)},
             "workers": [worker.as_dict() for worker in self.workers],
             "servers": [server.as_dict() for server in self.servers],
+            "shards": [asdict(shard) for shard in self.shards],
         }
 
     def lines(self, baseline_env_steps_per_s: float | None = None) -> list[str]:
@@ -302,11 +349,12 @@ class FleetAccount:
             LABEL.format("processors") + self._processors(),
             LABEL.format("") + "".join(f"{kind:>15}" for kind in ("steps/s", *KINDS)),
         ]
-        for worker in self.workers:
-            lines.append(_row(f"worker {worker.number}", worker.env_steps_per_s, worker.shares))
+        everybody = [_row(*row) for row in self.rows]
         if len(self.workers) > 1:
-            lines.append(_row("all", self.env_steps_per_s, self.shares))
+            everybody.insert(len(self.workers), _row("all", self.env_steps_per_s, self.shares))
+        lines += everybody
         rows = [
+            *((f"shard {shard.number}", _gave(shard)) for shard in self.shards),
             ("straggler", self._straggler()),
             ("restarts", self._restarts()),
             ("staleness", self._staleness()),
@@ -321,11 +369,13 @@ class FleetAccount:
     def _size(self) -> str:
         hosts = len({worker.host for worker in self.workers if worker.host})
         parts = [
-            _several(len(self.workers), "worker"),
+            self.update,
+            _several(len(self.workers), self.member),
             _several(len(self.servers), "server") if self.servers else "",
+            _several(len(self.shards), "shard") if self.shards else "",
             _several(hosts, "host"),
         ]
-        return ", ".join([self.update, *filter(None, parts)])
+        return ", ".join(filter(None, parts))
 
     def _processors(self) -> str:
         busy = _ratio(self.processor_s, self.wall_s)
@@ -335,19 +385,23 @@ class FleetAccount:
     def _straggler(self) -> str:
         ratio = self.straggler_ratio
         if ratio is None:
-            return "" if self.straggler is None else f"worker {self.straggler} made no step"
-        who = "the slowest worker" if self.straggler is None else f"worker {self.straggler}"
+            return "" if self.straggler is None else f"{self.member} {self.straggler} made no step"
+        which = "the slowest {}" if self.straggler is None else f"{{}} {self.straggler}"
+        who = which.format(self.member)
         return f"{who} takes {ratio:.2f} times the median's time for a step"
 
     def _restarts(self) -> str:
         parts = [
-            (f"worker {worker.number} ×{worker.restarts}", worker.restarts)
+            (f"{self.member} {worker.number} ×{worker.restarts}", worker.restarts)
             for worker in self.workers
         ]
         for server in self.servers:
             least = "at least " if server.unknown else ""
             lost = f" ({least}{_several(server.lost, 'gradient')} lost)"
             parts.append((f"server {server.number} ×{server.restores}{lost}", server.restores))
+        for shard in self.shards:
+            lost = f" ({_several(shard.lost, 'transition')} lost)"
+            parts.append((f"shard {shard.number} ×{shard.restarts}{lost}", shard.restarts))
         return ", ".join(text for text, count in parts if count)
 
     def _staleness(self) -> str:
@@ -380,9 +434,35 @@ class FleetAccount:
         if speed_up is None or efficiency is None or baseline is None:
             return ""
         return (
-            f"{speed_up:.2f} over one worker ({format_rate(baseline)} steps/s), "
+            f"{speed_up:.2f} over one {self.member} ({format_rate(baseline)} steps/s), "
             f"{efficiency:.0%} of ideal"
         )
+
+
+class Processes(Protocol):
+    """Who can say what many processes did: the fleet of a parameter server, or the actors'."""
+
+    def account(self) -> FleetAccount | None:
+        """None before anybody has reported."""
+        ...
+
+    def env_steps_per_s(self) -> float | None:
+        """From when everybody had reported once until the newest report."""
+        ...
+
+    def lanes(self) -> Iterable[tuple[str, list[SpanRecord]]]:
+        """What everybody did when, on this process's clock, where a trace is wanted."""
+        ...
+
+
+def shares_of(seconds: Mapping[str, float], wall_s: float) -> dict[str, float]:
+    """Of this wall time, by kind and ``OTHER``; ``seconds`` are by stage."""
+    shares = dict.fromkeys((*KINDS, OTHER), 0.0)
+    if wall_s > 0:
+        for stage, spent_s in seconds.items():
+            shares[KIND_OF[stage]] += spent_s / wall_s
+        shares[OTHER] = max(0.0, 1.0 - sum(shares.values()))
+    return shares
 
 
 def _ratio(part: float, whole: float) -> float | None:
@@ -410,6 +490,13 @@ def _row(name: str, rate: float | None, shares: Mapping[str, float | None]) -> s
         share = shares[kind]
         cells.append("–" if share is None else f"{share:.0%}")
     return LABEL.format(name) + "".join(f"{cell:>15}" for cell in cells)
+
+
+def _gave(shard: ShardAccount) -> str:
+    return (
+        f"{shard.env_steps:,} steps in ({shard.bytes_in:,} bytes), "
+        f"{shard.samples:,} samples out ({shard.bytes_out:,} bytes)"
+    )
 
 
 def _way(count: int, saved: float | None) -> str:

@@ -1,7 +1,8 @@
-"""Pictures of a fleet. In: its account; out: how old gradients were, and what workers did."""
+"""Pictures of a fleet. In: its account; out: how old the weights were, and what workers did."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def draw_fleet(account: FleetAccount, plots_dir: Path) -> list[Path]:
     """Draw ``staleness.png`` and ``shares.png``; what there is nothing to draw of is left out."""
     made = []
     if account.workers:
-        inches = 1.4 + LANE_INCHES * len(account.workers)
+        inches = 1.4 + LANE_INCHES * len(account.rows)
         made.append(_draw(_shares, account, plots_dir / "shares.png", inches))
     if account.staleness.total:
         made.append(_draw(_staleness, account, plots_dir / "staleness.png", 4.2))
@@ -45,8 +46,8 @@ def _draw(draw: Any, account: FleetAccount, path: Path, inches: float) -> Path:
 
 def _shares(axes: Any, account: FleetAccount) -> None:
     """A bar per worker, of a length of 100 %; what no span covers is left white."""
-    rows = range(len(account.workers))
-    shares = [worker.shares for worker in account.workers]
+    rows = range(len(account.rows))
+    shares = [shares for _, _, shares in account.rows]
     begins = [0.0] * len(shares)
     for kind in KINDS:
         widths = [100 * share[kind] for share in shares]
@@ -58,10 +59,10 @@ def _shares(axes: Any, account: FleetAccount) -> None:
     axes.grid(axis="x", color="#E6E6E6", lw=0.8)
     axes.set_xlim(0.0, max(100.0, *begins))
     axes.set_ylim(len(shares) - 0.5, -0.5)  # the first worker on top
-    axes.set_yticks(rows, [f"worker {worker.number}" for worker in account.workers])
+    axes.set_yticks(rows, [name for name, _, _ in account.rows])
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("% of wall time", color=TEXT_COLOUR)
-    title = f"{account.update}: what workers did"
+    title = f"{account.name}: where the time went"
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=10)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
@@ -69,18 +70,25 @@ def _shares(axes: Any, account: FleetAccount) -> None:
 def _staleness(axes: Any, account: FleetAccount) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    ages = account.staleness
+    ages, median = account.staleness, account.staleness.percentile(50)
     assert ages.mean is not None
-    counts: dict[int, int] = {}
+    assert median is not None
+    # So wide that half of all lie in the first half: a learner of its own makes many updates
+    # between two blocks of an actor.
+    width = max(1, -(-2 * median // TAIL))
+    last = TAIL * width
+    counts: Counter[int] = Counter()
     for age, count in ages.counts.items():
-        counts[min(age, TAIL)] = counts.get(min(age, TAIL), 0) + count
-    axes.bar(list(counts), [100 * n / ages.total for n in counts.values()], color=PALETTE[0], lw=0)
-    axes.axvline(min(ages.mean, TAIL), color=PALETTE[1], lw=2.0, label=f"mean {ages.mean:.2f}")
+        counts[min(age, last) // width] += count
+    middles = [bar * width + (width - 1) / 2 for bar in counts]
+    heights = [100 * count / ages.total for count in counts.values()]
+    axes.bar(middles, heights, 0.8 * width, color=PALETTE[0], lw=0)
+    axes.axvline(min(ages.mean, last), color=PALETTE[1], lw=2.0, label=f"mean {ages.mean:.2f}")
     _clean(axes)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
-    more = "" if max(ages.counts) <= TAIL else f" ({TAIL}: so old or older)"
-    axes.set_xlabel(f"age of a gradient's weights, in updates{more}", color=TEXT_COLOUR)
-    axes.set_ylabel("% of gradients", color=TEXT_COLOUR)
-    title = f"{account.update}: staleness, 95 % up to {ages.p95}"
+    more = "" if max(ages.counts) <= last else f" ({last}: so old or older)"
+    axes.set_xlabel(f"age of a {account.aged}'s weights, in updates{more}", color=TEXT_COLOUR)
+    axes.set_ylabel(f"% of {account.aged}s", color=TEXT_COLOUR)
+    title = f"{account.name}: staleness, 95 % up to {ages.p95}"
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=10)
     axes.legend(frameon=False, loc="best")

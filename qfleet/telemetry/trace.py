@@ -45,6 +45,11 @@ class Lane:
         """A copy, which may be taken while the lane's thread goes on recording."""
         return self._spans.copy()
 
+    def take(self) -> list[SpanRecord]:
+        """What has come since this was last asked, by the lane's own thread; it is forgotten."""
+        taken, self._spans = self._spans, []
+        return taken
+
 
 class Trace:
     """Lanes by name, which together hold at most ``limit`` spans.

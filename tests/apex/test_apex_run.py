@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ import torch
 from one_process import Handle, OneProcess, small
 
 import qfleet
-from qfleet.apex import building
+from qfleet.apex import broadcast, building
 from qfleet.apex.account import Account
 from qfleet.apex.broadcast import INTERVAL_S, Broadcast
 from qfleet.apex.replay import ShardedReplay
@@ -23,11 +24,11 @@ from qfleet.config import Config
 from qfleet.core import Clock
 from qfleet.engines import ENGINES
 from qfleet.errors import CheckpointError, ClusterError, ConfigError
-from qfleet.lab.speedup import Case, sweep
 from qfleet.loop import RateLimiter
 from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.fleet import FleetAccount
 from qfleet.weights import FlatWeights
 
 
@@ -53,6 +54,12 @@ def train_until(parts: Parts, env_steps: int, between: Callable[[], None] = lamb
         return parts.clock.env_steps < env_steps
 
     ENGINES["actors"](parts, keep_going)
+
+
+def account_of(parts: Parts) -> FleetAccount:
+    account = None if parts.processes is None else parts.processes.account()
+    assert account is not None
+    return account
 
 
 @contextlib.contextmanager
@@ -90,7 +97,21 @@ def test_a_run_goes_through_and_says_what_it_cost(
     assert fleet is not None
     assert sum(fleet["env_steps_each"]) == fleet["env_steps"] == result.env_steps
     assert min(fleet["env_steps_each"]) > 0
-    assert fleet["letter_bytes"] > 0
+    assert fleet["letter_bytes"] == fleet["traffic"]["bytes_sent"] > 0
+    assert [actor["env_steps"] for actor in fleet["workers"]] == fleet["env_steps_each"]
+    assert sum(shard["env_steps"] for shard in fleet["shards"]) == result.env_steps
+    assert (
+        sum(shard["bytes_out"] for shard in fleet["shards"])
+        == result.communication["bytes_received"]
+    )
+    assert fleet["servers"] == []
+    drawing = result.time_share["communicate"]
+    assert drawing is not None
+    assert drawing > 0
+    blocks = result.env_steps // (5 * config.envs)
+    assert sum(fleet["staleness"]["counts"].values()) == blocks
+    pictures = {path.name for path in (tmp_path / "run" / "plots").iterdir()}
+    assert pictures == {"shares.png", "staleness.png"}
     received = result.communication["bytes_received"]
     assert received is not None
     assert received >= result.updates * config.batch_size * 2 * 16  # two observations of 4 floats
@@ -98,19 +119,35 @@ def test_a_run_goes_through_and_says_what_it_cost(
     assert len(set(each)) == config.workers * config.envs
 
 
-def test_a_rate_is_that_of_actors_at_work() -> None:
-    account = Account(workers=2, servers=1)
-    account.took(0, 10, 5.0)
-    account.took(0, 10, 6.0)
-    assert account.env_steps_per_s() is None
-    account.took(1, 10, 7.0)
-    assert account.env_steps_per_s() is None
-    account.took(0, 30, 9.0)
-    account.took(1, 10, 11.0)
-    assert account.env_steps_per_s() == 40 / 4
-    # What ``qfleet lab speedup`` asks of every engine.
-    (point,) = sweep([Case("async", 1.0, 1)], 70, 1, lambda _: account.as_dict())
-    assert (point.env_steps, point.env_steps_per_s, point.computing) == (70, 10.0, None)
+def test_the_table_is_shown_and_the_trace_has_a_lane_for_the_learner_and_every_actor(
+    clusters: list[OneProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Run(small(), tmp_path / "run", Sitting(display="plain", trace=True)).go()
+    told = capsys.readouterr()
+    lines = (told.out + told.err).splitlines()
+    assert "fleet         2 actors, 1 shard, 1 host" in lines
+    names = [line.split("  ")[0] for line in lines]
+    assert {"actor 0", "actor 1", "all", "learner", "shard 0", "staleness"} <= set(names)
+    assert (tmp_path / "run" / "plots" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(lanes.values()) == ["learner", "actor 0", "actor 1"]
+    stages = {name: {e["name"] for e in events if e["tid"] == tid} for tid, name in lanes.items()}
+    assert stages["learner"] >= {"learn", "communicate", "idle"}
+    assert stages["actor 0"] >= {"env", "act", "communicate", "idle"}
+    assert clusters[0].address == "gone"
+
+
+def test_a_block_is_as_old_as_the_updates_since_its_weights(
+    clusters: list[OneProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "INTERVAL_S", 1e9)  # no actor ever hears of new weights
+    with built(small()) as parts:
+        train_until(parts, 200)
+        ages = account_of(parts).staleness.counts
+    # A block has 10 steps; after 40 of them every 4 steps are an update.
+    assert ages == Counter(max(0, (10 * block - 40) // 4) for block in range(20))
+    assert len(clusters) == 1
 
 
 def test_the_replay_ratio_is_held_where_blocks_enter_the_memory(
@@ -142,15 +179,16 @@ def test_an_actor_that_dies_is_replaced_and_its_ring_goes_on(clusters: list[OneP
         train_until(parts, 100)
         victim = next(h for h in clusters[0].handles if h.kind == "RemoteActor" and h.args[1] == 1)
         victim.doomed = True
-        before = dict(parts.account.env_steps) if parts.account else {}
+        before = account_of(parts).workers[1].env_steps
         train_until(parts, 200)
         assert faults.counts == {"actor": 1}
         assert faults.first_messages("actor") == ["actor 1 died; replaced"]
         living = clusters[0].living("RemoteActor")
         assert [(h.args[1], h.args[2]) for h in living] == [(0, 0), (1, 1)]
-        assert parts.account is not None
-        assert parts.account.actors_replaced == 1
-        assert parts.account.env_steps[1] > before[1]
+        account = account_of(parts)
+        assert [actor.restarts for actor in account.workers] == [0, 1]
+        assert account.workers[1].env_steps > before
+        assert "restarts      actor 1 ×1" in account.lines()
         # Its ring holds the rows of both lives.
         shard = clusters[0].living("ReplayShard")[0].instance
         life, start = shard._kept[1].follows
@@ -197,12 +235,13 @@ def test_an_actor_that_finds_no_room_is_waited_for(clusters: list[OneProcess]) -
         train_until(parts, 300)
         assert len(spawned) > 3
         assert faults.counts == {"actor": 1}
-        before = parts.account.env_steps[0] if parts.account else 0
+        assert parts.account is not None
+        before = parts.account.counts()["env_steps_each"][0]
         cluster.room = 3
         train_until(parts, 400)
-        assert parts.account is not None
-        assert parts.account.env_steps[0] > before
-        assert faults.counts["actor"] == parts.account.actors_replaced
+        counts = parts.account.counts()
+        assert counts["env_steps_each"][0] > before
+        assert faults.counts["actor"] == counts["actors_replaced"]
 
 
 def test_when_no_actor_is_left_nor_room_for_one_the_run_ends(clusters: list[OneProcess]) -> None:
@@ -262,8 +301,14 @@ def test_the_survivors_are_sampled_while_a_lost_shard_is_refilled(
         assert faults.counts == {"replay_shard": 1}
         assert "replay shard 1 died" in faults.first_messages("replay_shard")[0]
         assert "refilling" in faults.first_messages("replay_shard")[0]
-        assert parts.account is not None
-        assert parts.account.transitions_lost >= held
+        kept, lost = account_of(parts).shards
+        assert lost.lost >= held
+        assert (kept.restarts, kept.lost, lost.restarts) == (0, 0, 1)
+        # Both lives of the shard count: two actors took turns, each with a shard of its own.
+        assert lost.env_steps > 100
+        assert (
+            f"restarts      shard 1 ×1 ({lost.lost} transitions lost)" in account_of(parts).lines()
+        )
         assert parts.clock.updates > updates
         assert (parts.clock.env_steps - 40) // 4 == parts.clock.updates  # nothing owed was dropped
         assert memory.holdings()[1].starts > 0

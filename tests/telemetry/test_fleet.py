@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from fleets import QUICK, SLOW, fleet, server, worker
 
-from qfleet.telemetry.fleet import FleetAccount, Staleness
+from qfleet.telemetry.fleet import FleetAccount, ShardAccount, Staleness
 from qfleet.telemetry.messages import fit_cost
 from qfleet.telemetry.timers import COMMUNICATING, COMPUTING, KIND_OF, KINDS, STAGES, WAITING
 
@@ -259,6 +259,55 @@ def test_the_table() -> None:
         "messages      60; one takes 2 ms + bytes at 1 MB/s (3 messages measured, 100% explained)",
         "speed-up      3.00 over one worker (30 steps/s), 100% of ideal",
     ]
+
+
+def actors() -> FleetAccount:
+    workers = (
+        worker(0, 100, SLOW, updates=None, staleness={0: 1, 30: 2}),
+        worker(1, 400, QUICK, updates=None, staleness={30: 1}, restarts=1),
+    )
+    shards = (
+        ShardAccount(0, 1.5, 300, 2400, 9000, 80_000, restarts=0, lost=0),
+        ShardAccount(1, 0.5, 200, 1600, 6000, 50_000, restarts=2, lost=1234),
+    )
+    shares = {COMPUTING: 0.7, COMMUNICATING: 0.2, WAITING: 0.05, "other": 0.05}
+    return FleetAccount(
+        None, 12.0, 1.5, workers, shards=shards, learner=shares, member="actor", aged="block"
+    )
+
+
+def test_the_table_of_actors() -> None:
+    assert actors().lines() == [
+        "fleet         2 actors, 2 shards, 1 host",
+        "processors    9.5 s in 12.0 s of wall time, 0.79 at a time",
+        "                      steps/s      computing  communicating        waiting",
+        "actor 0                    10            80%            10%             0%",
+        "actor 1                    40            40%            10%            50%",
+        "all                        50            60%            10%            25%",
+        "learner                     –            70%            20%             5%",
+        "shard 0       300 steps in (9,000 bytes), 2,400 samples out (80,000 bytes)",
+        "shard 1       200 steps in (6,000 bytes), 1,600 samples out (50,000 bytes)",
+        "straggler     actor 0 takes 4.50 times the median's time for a step",
+        "restarts      actor 1 ×1, shard 1 ×2 (1,234 transitions lost)",
+        "staleness     22.50 updates in the mean, 95 % up to 30, at most 30",
+        "sent          2,000 bytes",
+        "received      6,000 bytes",
+        "messages      40",
+    ]
+
+
+def test_what_means_nothing_to_actors_is_null() -> None:
+    found = json.loads(json.dumps(actors().as_dict(), allow_nan=False))
+    assert found["update"] is found["workers"][0]["updates"] is None
+    assert found["servers"] == []
+    assert found["shards"][1]["lost"] == 1234
+    assert found["learner"]["shares"][COMPUTING] == 0.7
+    assert found["staleness"]["counts"] == {"0": 1, "30": 3}
+    assert found["workers"][0]["staleness"] == {"0": 1, "30": 2}
+    # And what means nothing to workers and servers.
+    found = fleet().as_dict()
+    assert found["learner"] is found["workers"][0]["staleness"] is None
+    assert found["shards"] == []
 
 
 def test_what_does_not_apply_is_no_line() -> None:

@@ -66,6 +66,30 @@ def test_a_long_tail_goes_into_the_last_bar(tmp_path: Path, drawn: dict[str, Axe
     assert "so old or older" in axes.get_xlabel()
 
 
+def test_many_updates_between_two_blocks_make_wide_bars(
+    tmp_path: Path, drawn: dict[str, Axes]
+) -> None:
+    ages = {0: 1, 64: 2, 65: 1, 66: 2, 200: 1, 999: 1}
+    of_blocks = worker(0, 100, SLOW, staleness=ages)
+    draw_fleet(fleet(workers=(of_blocks,), servers=(), aged="block"), tmp_path)
+    axes = drawn["staleness.png"]
+    (bars,) = axes.containers
+    heights = {bar.get_x() + bar.get_width() / 2: bar.get_height() for bar in bars}
+    # 65 is the median, so that a bar is four updates wide; 160 is the last.
+    assert heights == pytest.approx({1.5: 12.5, 65.5: 62.5, 161.5: 25.0})
+    assert axes.get_xlabel() == "age of a block's weights, in updates (160: so old or older)"
+    assert axes.get_ylabel() == "% of blocks"
+
+
+def test_actors_and_their_learner_are_named(tmp_path: Path, drawn: dict[str, Axes]) -> None:
+    shares = dict.fromkeys((*KINDS, "other"), 0.25)
+    draw_fleet(fleet(update=None, member="actor", learner=shares), tmp_path)
+    axes = drawn["shares.png"]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["actor 0", "actor 1", "actor 2", "learner"]
+    assert axes.get_title(loc="left") == "actors: where the time went"
+
+
 def test_what_there_is_nothing_of_is_not_drawn(tmp_path: Path) -> None:
     assert draw_fleet(fleet(servers=()), tmp_path) == [tmp_path / "shares.png"]
     assert draw_fleet(fleet(workers=(), servers=()), tmp_path) == []

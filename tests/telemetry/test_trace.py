@@ -48,6 +48,16 @@ def test_a_copy_of_the_spans_does_not_grow() -> None:
     assert copy == [("env", 0, 1)]
 
 
+def test_what_is_taken_is_forgotten_and_still_counts_for_the_limit() -> None:
+    lane = Trace(limit=3).lane("actor 0")
+    lane.add("env", 0, 1)
+    lane.add("env", 1, 2)
+    assert lane.take() == [("env", 0, 1), ("env", 1, 2)]
+    lane.add("act", 2, 3)
+    lane.add("act", 3, 4)
+    assert (lane.take(), lane.take(), lane.dropped) == ([("act", 2, 3)], [], 1)
+
+
 def test_threads_lose_nothing_and_keep_the_limit() -> None:
     trace, adds, limit = Trace(limit=5000), 2000, 5000
 
