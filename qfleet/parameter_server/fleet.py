@@ -27,7 +27,7 @@ from qfleet.errors import CheckpointError, ClusterError, MemberLost, QfleetError
 from qfleet.parameter_server.compression import decode
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.server import RemoteServer, calls_at_once, cut_state, join_states
-from qfleet.parameter_server.wire import from_wire
+from qfleet.parameter_server.wire import INLINE_VECTOR_BYTES, from_wire
 from qfleet.parameter_server.worker import RemoteWorker, Report, Told
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import FleetAccount, ServerAccount, WorkerAccount
@@ -132,7 +132,8 @@ class Fleet:
         self._base_env_steps, self._base_updates = self._clock.env_steps, self._clock.updates
         if not keep_going():
             return
-        with open_cluster(config.workers, config.address or None) as cluster:
+        address = config.address or None
+        with open_cluster(config.workers, address, inline_bytes=INLINE_VECTOR_BYTES) as cluster:
             self._cluster = cluster
             self._crew = Crew(cluster, "worker", config.worker_timeout_s)
             try:

@@ -16,6 +16,10 @@ from torch import Tensor
 
 from qfleet.parameter_server.compression import Packed, Sent, decode
 
+INLINE_VECTOR_BYTES = 2**20
+"""Smaller ones travel within their message. Ray takes twice as long by way of its object store at
+this size, and as long at twice this size (docs/performance.md)."""
+
 # What Ray hands over lies in memory that others read too. Nobody here writes to it.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
