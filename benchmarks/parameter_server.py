@@ -35,6 +35,7 @@ from qfleet.config import Config
 from qfleet.evaluation import Evaluation
 from qfleet.parameter_server.client import RemoteLine, Servers
 from qfleet.parameter_server.server import RemoteServer, calls_at_once
+from qfleet.parameter_server.wire import INLINE_VECTOR_BYTES
 from qfleet.run import Run
 from qfleet.telemetry.timers import Timers
 
@@ -76,7 +77,7 @@ class Stepping(Bare):
 def throughput(rounds: int, calls: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     config = Config(engine="parameter-server", update="async", workers=1)
-    with open_cluster(4) as cluster:
+    with open_cluster(4, inline_bytes=INLINE_VECTOR_BYTES) as cluster:
         for name, size in SIZES.items():
             each = _seconds(cluster, config, size, rounds, calls)
             over = {kind: each["push"] / each[kind] - 1 for kind in each if kind != "push"}

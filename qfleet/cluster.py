@@ -38,6 +38,8 @@ from qfleet.errors import (
 
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 256 * 2**20
+INLINE_BYTES = 100 * 2**10
+"""Ray's own: what is smaller travels within the call or its answer, the rest through the store."""
 TIMEOUT_S = 120.0
 GRACE_S = 5.0
 """How long processes that were told to end may take before they are killed."""
@@ -211,14 +213,18 @@ def open_cluster(
     address: str | None = None,
     *,
     store_bytes: int = STORE_BYTES,
+    inline_bytes: int = INLINE_BYTES,
     timeout_s: float = TIMEOUT_S,
 ) -> contextlib.AbstractContextManager[Cluster]:
-    """A cluster with room for so many workers: a new one here, or the one at ``address``."""
+    """A cluster with room for so many workers: a new one here, or the one at ``address``.
+
+    In a new one, arguments and answers below ``inline_bytes`` do not go through the object store.
+    """
     if importlib.util.find_spec("ray") is None:
         raise UserError("a cluster needs Ray, which is not installed: pip install 'qfleet[ray]'")
     if address is None:
         _check_memory(workers)
-        return _start(workers, store_bytes, timeout_s)
+        return _start(workers, store_bytes, inline_bytes, timeout_s)
     return _join(workers, address, timeout_s)
 
 
@@ -235,7 +241,11 @@ def _check_memory(workers: int) -> None:
 
 
 @contextlib.contextmanager
-def _start(workers: int, store_bytes: int, timeout_s: float) -> Iterator[Cluster]:
+def _start(
+    workers: int, store_bytes: int, inline_bytes: int, timeout_s: float
+) -> Iterator[Cluster]:
+    # Always said: what an earlier cluster was told would go on in this process.
+    system = {"max_direct_call_object_size": inline_bytes}
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
     with _folder() as folder, _environment(_QUIET | _HERE_ONLY | token):
         import ray
@@ -258,6 +268,7 @@ def _start(workers: int, store_bytes: int, timeout_s: float) -> Iterator[Cluster
                     num_cpus=workers,
                     num_gpus=0,
                     object_store_memory=store_bytes,
+                    _system_config=system,
                     include_dashboard=False,
                     _node_ip_address=LOOPBACK,
                     # Below ours: Ray opens its own to everybody.

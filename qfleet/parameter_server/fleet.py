@@ -20,6 +20,7 @@ from qfleet.errors import CheckpointError
 from qfleet.parameter_server.servers import ServerRow
 from qfleet.parameter_server.store import check_store, store_bytes
 from qfleet.parameter_server.supervisor import LOOK_S, Supervisor
+from qfleet.parameter_server.wire import INLINE_VECTOR_BYTES
 from qfleet.parameter_server.worker import Report
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import FleetAccount
@@ -62,7 +63,9 @@ class Fleet:
             return
         needed = store_bytes(config, self._weights)
         address, store = config.address or None, max(STORE_BYTES, needed)
-        with open_cluster(config.workers, address, store_bytes=store) as cluster:
+        with open_cluster(
+            config.workers, address, store_bytes=store, inline_bytes=INLINE_VECTOR_BYTES
+        ) as cluster:
             check_store(cluster, needed)
             servers = ServerRow(config, cluster, self._faults, self._weights, self._optimiser)
             supervisor = Supervisor(

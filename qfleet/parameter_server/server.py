@@ -119,6 +119,8 @@ class Server:
         self._shard = Shard(mine, made, make_admission(config), wire, epoch)
         self._clock = clock
         self._changed = Condition()
+        self._lends = False
+        """Answers have the shard's own weights, not copies: who asks reads them at once."""
         self._lives: dict[int, int] = {}
         """Of each worker: the one that is listened to. Those before it were given up."""
         if snapshot is not None:
@@ -242,7 +244,7 @@ class Server:
     def _with_weights(
         self, receipt: Receipt | None, known: Stamp | None, waited_s: float
     ) -> Answer:
-        stamp, weights = self._shard.pull(known)
+        stamp, weights = self._shard.pull(known, lend=self._lends)
         return Answer(
             receipt, False, stamp, None if weights is None else to_wire(weights), waited_s
         )
@@ -250,6 +252,11 @@ class Server:
 
 class RemoteServer(Server):
     """A server in a process of its own: messages come and go as plain tuples (``wire.plain``)."""
+
+    def __init__(self, config: Config, *others: Any) -> None:
+        super().__init__(config, *others)
+        # Ray's thread that made a call also writes its answer down, before it makes the next one.
+        self._lends = calls_at_once(config) == 1
 
     def ask(self, message: tuple[Any, ...]) -> Any:
         """A call of another method, as one argument: each costs Ray some time of its own."""

@@ -14,7 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qfleet.parameter_server.compression import Packed, Sent
+from qfleet.parameter_server.compression import Packed, Sent, decode
+
+INLINE_VECTOR_BYTES = 2**20
+"""Smaller ones travel within their message. Ray takes twice as long by way of its object store at
+this size, and as long at twice this size (docs/performance.md)."""
 
 # What Ray hands over lies in memory that others read too. Nobody here writes to it.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -52,8 +56,15 @@ def from_wire(wire: Wire) -> Sent:
     return Packed(wire.size, values, None if wire.places is None else torch.from_numpy(wire.places))
 
 
+def vector_from_wire(wire: Wire) -> NDArray[Any]:
+    """The float32 vector; one that travelled as it is comes back as it is."""
+    return decode(from_wire(wire)).numpy() if isinstance(wire, Parcel) else wire
+
+
 def bytes_of_wire(wire: Wire) -> int:
-    return wire.values.nbytes if isinstance(wire, Parcel) else wire.nbytes
+    if not isinstance(wire, Parcel):
+        return wire.nbytes
+    return wire.values.nbytes + (0 if wire.places is None else wire.places.nbytes)
 
 
 def plain(value: Any) -> Any:

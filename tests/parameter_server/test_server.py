@@ -163,6 +163,18 @@ def test_messages_travel_without_classes_of_ours() -> None:
     assert answer_from_plain(server.ask(("ping",))) is None
 
 
+@pytest.mark.parametrize(("update", "is_lent"), [("async", True), ("sync", False)])
+def test_weights_are_lent_only_where_calls_come_one_by_one(update: str, is_lent: bool) -> None:
+    """Where others may be answered meanwhile, an answer must not change under way."""
+    config = Config(engine="parameter-server", optimizer="sgd", workers=1, update=update)
+    server = RemoteServer(config, np.zeros(3, dtype=np.float32))
+    server.join(0)
+    weights = server.pull(None).weights
+    push(server, 0, 0, 1.0, 0.0)
+    assert isinstance(weights, np.ndarray)
+    assert weights.tolist() == [-1.0 if is_lent else 0.0] * 3
+
+
 def test_optimisers_of_shards_are_cut_and_joined() -> None:
     whole = {"first": torch.arange(7.0), "steps": torch.tensor(3.0)}
     parts = cut(7, 3)

@@ -69,6 +69,15 @@ def test_what_was_pulled_does_not_change_afterwards() -> None:
     assert pulled.tolist() == [1.0]
 
 
+def test_what_is_lent_is_the_shards_own() -> None:
+    shard = make_shard(Async(), [1.0], workers=1)
+    lent = shard.pull(lend=True).weights
+    assert lent is not None
+    assert shard.counters.bytes_out == 4
+    shard.push(make_push(0, 0, [1.0]))
+    assert decode(lent).tolist() == [0.0]
+
+
 def test_what_is_kept_does_not_change_with_the_senders_buffer() -> None:
     shard = make_shard(Sync(), [0.0], workers=2)
     buffer = torch.tensor([2.0])
@@ -188,6 +197,17 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(
         assert_states_equal(after[part], before[part])
     assert shard.counters.dropped == {"not-finite": 1}
     assert shard.push(make_push(0, 2, [1.0, 1.0], based_on=1)).outcome == "applied"
+
+
+def test_infinities_of_both_signs_are_refused() -> None:
+    shard = make_shard(Async(), [0.0, 0.0], workers=1)
+    assert shard.push(make_push(0, 0, [math.inf, -math.inf])).reason == "not-finite"
+
+
+def test_large_numbers_whose_sum_is_infinite_are_finite() -> None:
+    shard = make_shard(Async(), [0.0, 0.0], workers=1)
+    assert shard.push(make_push(0, 0, [3e38, 3e38])).outcome == "applied"
+    assert weights_of(shard).tolist() == pytest.approx([-3e38, -3e38])
 
 
 def test_a_bad_gradient_does_not_hold_up_the_barrier() -> None:
