@@ -82,7 +82,7 @@ def few_more_steps(steps: int) -> Callable[[Run], bool]:
 
 def test_one_worker_is_serial_and_a_run_resumes_with_two(tmp_path: Path) -> None:
     """Across processes too; and what is resumed may have other workers and servers (row 30)."""
-    told = {**SMALL, "algo": "double-dqn", "steps": 1200}
+    told = {**SMALL, "algo": "double-dqn", "steps": 600}
     serial = qfleet.train("CartPole-v1", run_dir=tmp_path / "a", **{**told, "engine": "serial"})
     sync = {"workers": 1, "servers": 2, "update": "sync"}
     fleet = qfleet.train("CartPole-v1", run_dir=tmp_path / "b", **told, **sync)
@@ -98,11 +98,11 @@ def test_one_worker_is_serial_and_a_run_resumes_with_two(tmp_path: Path) -> None
     assert fleet.result.communication["messages"] > 2 * fleet.result.updates
 
     first = qfleet.train(
-        "CartPole-v1", run_dir=tmp_path / "c", **told, workers=1, sitting=Sitting(stop_after=400)
+        "CartPole-v1", run_dir=tmp_path / "c", **told, workers=1, sitting=Sitting(stop_after=200)
     )
-    assert 400 <= first.result.env_steps < 1200
+    assert 200 <= first.result.env_steps < 600
     again = qfleet.resume(tmp_path / "c", workers=2, servers=2)
-    assert again.result.env_steps >= 1200
+    assert again.result.env_steps >= 600
     assert again.result.stopped_by == "steps"
 
 
