@@ -43,6 +43,9 @@ SPARE_CALLS = 8
 """Calls that a server answers beside those of workers that wait."""
 OUTLIER_WINDOW = 100
 """Newest losses and norms that a gradient is judged by."""
+THREADED_FROM = 2**20
+"""Weights of a shard. A shorter step is over before other threads have begun, on busy cores."""
+MOST_THREADS = 4
 CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -255,6 +258,7 @@ class RemoteServer(Server):
 
     def __init__(self, config: Config, *others: Any) -> None:
         super().__init__(config, *others)
+        torch.set_num_threads(_threads(config, self._shard.size))
         # Ray's thread that made a call also writes its answer down, before it makes the next one.
         self._lends = calls_at_once(config) == 1
 
@@ -288,6 +292,13 @@ def answer_from_plain(value: Any) -> Any:
         at, *how = receipt
         receipt = Receipt(Stamp(*at), *how)
     return Answer(receipt, waits, Stamp(*stamp), wire_from_plain(weights), *rest)
+
+
+def _threads(config: Config, weights: int) -> int:
+    """Of an optimiser's step: several for a long vector, whose step is bound by memory."""
+    if weights < THREADED_FROM:
+        return 1
+    return max(1, min(MOST_THREADS, (os.cpu_count() or 1) // config.servers))
 
 
 def _as_arrays(state: StateDict) -> StateDict:

@@ -165,6 +165,10 @@ class Shard:
         return Stamp(self._epoch, self._version)
 
     @property
+    def size(self) -> int:
+        return self._weights.numel()
+
+    @property
     def present(self) -> frozenset[int]:
         return frozenset(self._present)
 
