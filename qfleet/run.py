@@ -37,6 +37,7 @@ from qfleet.storage.rundir import RunLock, atomic_write_text
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import Processes
 from qfleet.telemetry.fleet_plots import draw_fleet
+from qfleet.telemetry.fleet_table import fleet_lines
 from qfleet.telemetry.progress import Progress
 from qfleet.telemetry.timeline import draw_timeline, draw_workers
 from qfleet.telemetry.timers import Timers
@@ -189,7 +190,7 @@ class Run:
         """What many processes did, on the terminal and as pictures."""
         account = processes.account()
         if account is not None:
-            self._tell(account.lines())
+            self._tell(fleet_lines(account))
             draw_fleet(account, self.folder / "plots")
         if self._trace is not None:
             lanes = dict(processes.lanes())

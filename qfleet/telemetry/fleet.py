@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from qfleet.telemetry.formatting import finite, format_rate
+from qfleet.telemetry.formatting import finite
 from qfleet.telemetry.messages import MessageCost, fit_cost
 from qfleet.telemetry.timers import KIND_OF, KINDS
 from qfleet.telemetry.trace import SpanRecord
@@ -23,7 +23,6 @@ from qfleet.telemetry.trace import SpanRecord
 OTHER = "other"
 STRAGGLES = 1.5
 """A worker that takes more than so many times as long as the median for a step is named."""
-LABEL = "{:<14}"
 
 
 @dataclass(frozen=True)
@@ -225,6 +224,11 @@ class FleetAccount:
         return total_s + sum(shard.processor_s for shard in self.shards)
 
     @property
+    def processors_busy(self) -> float | None:
+        """How many at a time, in the mean."""
+        return _ratio(self.processor_s, self.wall_s)
+
+    @property
     def shares(self) -> dict[str, float | None]:
         """Of the workers' time, each worker counting alike."""
         present = [worker.shares for worker in self.workers if worker.wall_s > 0]
@@ -342,102 +346,6 @@ class FleetAccount:
             "shards": [asdict(shard) for shard in self.shards],
         }
 
-    def lines(self, baseline_env_steps_per_s: float | None = None) -> list[str]:
-        """A short table; what does not apply is left out."""
-        lines = [
-            LABEL.format("fleet") + self._size(),
-            LABEL.format("processors") + self._processors(),
-            LABEL.format("") + "".join(f"{kind:>15}" for kind in ("steps/s", *KINDS)),
-        ]
-        everybody = [_row(*row) for row in self.rows]
-        if len(self.workers) > 1:
-            everybody.insert(len(self.workers), _row("all", self.env_steps_per_s, self.shares))
-        lines += everybody
-        rows = [
-            *((f"shard {shard.number}", _gave(shard)) for shard in self.shards),
-            ("straggler", self._straggler()),
-            ("restarts", self._restarts()),
-            ("staleness", self._staleness()),
-            ("dropped", ", ".join(f"{why} ×{count}" for why, count in self.dropped.items())),
-            ("sent", _way(self.bytes_sent, self.saved_sent) + self._packing()),
-            ("received", _way(self.bytes_received, self.saved_received)),
-            ("messages", self._messages()),
-            ("speed-up", self._speed_up(baseline_env_steps_per_s)),
-        ]
-        return lines + [LABEL.format(name) + text for name, text in rows if text]
-
-    def _size(self) -> str:
-        hosts = len({worker.host for worker in self.workers if worker.host})
-        parts = [
-            self.update,
-            _several(len(self.workers), self.member),
-            _several(len(self.servers), "server") if self.servers else "",
-            _several(len(self.shards), "shard") if self.shards else "",
-            _several(hosts, "host"),
-        ]
-        return ", ".join(filter(None, parts))
-
-    def _processors(self) -> str:
-        busy = _ratio(self.processor_s, self.wall_s)
-        at_once = "" if busy is None else f", {busy:.2f} at a time"
-        return f"{self.processor_s:.1f} s in {self.wall_s:.1f} s of wall time{at_once}"
-
-    def _straggler(self) -> str:
-        ratio = self.straggler_ratio
-        if ratio is None:
-            return "" if self.straggler is None else f"{self.member} {self.straggler} made no step"
-        which = "the slowest {}" if self.straggler is None else f"{{}} {self.straggler}"
-        who = which.format(self.member)
-        return f"{who} takes {ratio:.2f} times the median's time for a step"
-
-    def _restarts(self) -> str:
-        parts = [
-            (f"{self.member} {worker.number} ×{worker.restarts}", worker.restarts)
-            for worker in self.workers
-        ]
-        for server in self.servers:
-            least = "at least " if server.unknown else ""
-            lost = f" ({least}{_several(server.lost, 'gradient')} lost)"
-            parts.append((f"server {server.number} ×{server.restores}{lost}", server.restores))
-        for shard in self.shards:
-            lost = f" ({_several(shard.lost, 'transition')} lost)"
-            parts.append((f"shard {shard.number} ×{shard.restarts}{lost}", shard.restarts))
-        return ", ".join(text for text, count in parts if count)
-
-    def _staleness(self) -> str:
-        ages = self.staleness
-        if ages.mean is None:
-            return ""
-        return f"{ages.mean:.2f} updates in the mean, 95 % up to {ages.p95}, at most {ages.largest}"
-
-    def _messages(self) -> str:
-        if not self.messages:
-            return ""
-        cost = self.message_cost
-        if cost is None:
-            return f"{self.messages:,}"
-        per_byte = ""
-        if cost.bandwidth_bytes_per_s is not None:
-            per_byte = f" + bytes at {cost.bandwidth_bytes_per_s / 1e6:,.4g} MB/s"
-        well = "" if cost.explained is None else f", {cost.explained:.0%} explained"
-        return (
-            f"{self.messages:,}; one takes {cost.latency_s * 1e3:.3g} ms{per_byte} "
-            f"({_several(cost.messages, 'message')} measured{well})"
-        )
-
-    def _packing(self) -> str:
-        seconds = sum(worker.packing_s for worker in self.workers)
-        return f" in {seconds:.2f} s of packing" if self.saved_sent else ""
-
-    def _speed_up(self, baseline: float | None) -> str:
-        speed_up, efficiency = self.speed_up(baseline), self.efficiency(baseline)
-        if speed_up is None or efficiency is None or baseline is None:
-            return ""
-        return (
-            f"{speed_up:.2f} over one {self.member} ({format_rate(baseline)} steps/s), "
-            f"{efficiency:.0%} of ideal"
-        )
-
 
 class Processes(Protocol):
     """Who can say what many processes did: the fleet of a parameter server, or the actors'."""
@@ -482,28 +390,3 @@ def _saved(actual: int, uncompressed: int | None) -> float | None:
 def _named(counts: Mapping[int, int]) -> dict[str, int]:
     """JSON's keys are text."""
     return {str(age): count for age, count in sorted(counts.items())}
-
-
-def _row(name: str, rate: float | None, shares: Mapping[str, float | None]) -> str:
-    cells = ["–" if rate is None else format_rate(rate)]
-    for kind in KINDS:
-        share = shares[kind]
-        cells.append("–" if share is None else f"{share:.0%}")
-    return LABEL.format(name) + "".join(f"{cell:>15}" for cell in cells)
-
-
-def _gave(shard: ShardAccount) -> str:
-    return (
-        f"{shard.env_steps:,} steps in ({shard.bytes_in:,} bytes), "
-        f"{shard.samples:,} samples out ({shard.bytes_out:,} bytes)"
-    )
-
-
-def _way(count: int, saved: float | None) -> str:
-    if not count:
-        return ""
-    return f"{count:,} bytes" + (f", {saved:.0%} saved by compression" if saved else "")
-
-
-def _several(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + "s" * (count != 1)

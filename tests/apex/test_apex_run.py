@@ -29,6 +29,7 @@ from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import FleetAccount
+from qfleet.telemetry.fleet_table import fleet_lines
 from qfleet.weights import FlatWeights
 
 
@@ -188,7 +189,7 @@ def test_an_actor_that_dies_is_replaced_and_its_ring_goes_on(clusters: list[OneP
         account = account_of(parts)
         assert [actor.restarts for actor in account.workers] == [0, 1]
         assert account.workers[1].env_steps > before
-        assert "restarts      actor 1 ×1" in account.lines()
+        assert "restarts      actor 1 ×1" in fleet_lines(account)
         # Its ring holds the rows of both lives.
         shard = clusters[0].living("ReplayShard")[0].instance
         life, start = shard._kept[1].follows
@@ -306,8 +307,8 @@ def test_the_survivors_are_sampled_while_a_lost_shard_is_refilled(
         assert (kept.restarts, kept.lost, lost.restarts) == (0, 0, 1)
         # Both lives of the shard count: two actors took turns, each with a shard of its own.
         assert lost.env_steps > 100
-        assert (
-            f"restarts      shard 1 ×1 ({lost.lost} transitions lost)" in account_of(parts).lines()
+        assert f"restarts      shard 1 ×1 ({lost.lost} transitions lost)" in fleet_lines(
+            account_of(parts)
         )
         assert parts.clock.updates > updates
         assert (parts.clock.env_steps - 40) // 4 == parts.clock.updates  # nothing owed was dropped

@@ -10,6 +10,7 @@ import pytest
 from fleets import QUICK, SLOW, fleet, server, worker
 
 from qfleet.telemetry.fleet import FleetAccount, ShardAccount, Staleness
+from qfleet.telemetry.fleet_table import fleet_lines
 from qfleet.telemetry.messages import fit_cost
 from qfleet.telemetry.timers import COMMUNICATING, COMPUTING, KIND_OF, KINDS, STAGES, WAITING
 
@@ -88,7 +89,7 @@ def test_who_made_no_step_is_named_without_a_ratio() -> None:
     account = fleet(workers=(worker(0, 100, SLOW), worker(1, 100, SLOW), worker(2, 0, SLOW)))
     assert account.straggler == 2
     assert account.straggler_ratio is None
-    assert "straggler     worker 2 made no step" in account.lines()
+    assert "straggler     worker 2 made no step" in fleet_lines(account)
 
 
 def test_one_worker_has_no_straggler() -> None:
@@ -226,7 +227,7 @@ def test_a_fleet_of_nobody_is_all_null() -> None:
     found = json.loads(json.dumps(EMPTY.as_dict(), allow_nan=False))
     assert found["env_steps_per_s"] is found["message_cost"] is found["speed_up"] is None
     assert found["shares"] == dict.fromkeys((*KINDS, "other"))
-    assert len(EMPTY.lines()) == 3
+    assert len(fleet_lines(EMPTY)) == 3
 
 
 def test_the_table() -> None:
@@ -242,7 +243,7 @@ def test_the_table() -> None:
     )
     account = fleet(workers=workers, servers=servers, uncompressed_bytes_sent=12_000)
     account = replace(account, uncompressed_bytes_received=9000)  # nothing was saved
-    assert account.lines(baseline_env_steps_per_s=30.0) == [
+    assert fleet_lines(account, baseline_env_steps_per_s=30.0) == [
         "fleet         async, 3 workers, 2 servers, 2 hosts",
         "processors    14.5 s in 12.0 s of wall time, 1.21 at a time",
         "                      steps/s      computing  communicating        waiting",
@@ -277,7 +278,7 @@ def actors() -> FleetAccount:
 
 
 def test_the_table_of_actors() -> None:
-    assert actors().lines() == [
+    assert fleet_lines(actors()) == [
         "fleet         2 actors, 2 shards, 1 host",
         "processors    9.5 s in 12.0 s of wall time, 0.79 at a time",
         "                      steps/s      computing  communicating        waiting",
@@ -312,7 +313,7 @@ def test_what_means_nothing_to_actors_is_null() -> None:
 
 def test_what_does_not_apply_is_no_line() -> None:
     calm = fleet(workers=(worker(0, 100, SLOW, bytes_received=0),), servers=())
-    assert [line.split()[0] for line in calm.lines()] == [
+    assert [line.split()[0] for line in fleet_lines(calm)] == [
         "fleet",
         "processors",
         "steps/s",
