@@ -223,12 +223,12 @@ def open_cluster(
     if importlib.util.find_spec("ray") is None:
         raise UserError("a cluster needs Ray, which is not installed: pip install 'qfleet[ray]'")
     if address is None:
-        _check_memory(workers)
+        check_memory(workers)
         return _start(workers, store_bytes, inline_bytes, timeout_s)
     return _join(workers, address, timeout_s)
 
 
-def _check_memory(workers: int) -> None:
+def check_memory(workers: int) -> None:
     """Ray starts a process per processor, whatever becomes of the machine."""
     from qfleet.memory.sizing import available_bytes  # torch, which --help need not wait for
 

@@ -80,6 +80,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = RunLock(folder)
         self._lock.__enter__()
+        scaling.forget(folder)
         self._torch_settings = TorchSettings()
         # Envs that cannot go on where they were must not play their first episodes again.
         restarts = checkpoint is not None and checkpoint.parts["actor"].get("envs") is None
@@ -151,7 +152,6 @@ class Run:
             # After the writers, which may refuse: until then the folder is not a run's.
             atomic_write_text(self.folder / "config.json", self.config.to_json())
             atomic_write_text(self.folder / "seeds.json", json.dumps(self.seeds(), indent=2))
-            scaling.forget(self.folder)
             self._started_s = time.monotonic()
             self._logged = (self._started_s, resumed)
             self._tell([self._chosen, *self.parts.notes])

@@ -1,7 +1,7 @@
 """Another number of workers for a run in progress. In: a wish; out: a run that has so many.
 
 Who asks and who trains share nothing but the run's folder. So a wish is a file there: the run looks
-for it between its other duties, and takes it away when it has done what it says.
+for it between its other duties, takes it away, and leaves an answer beside it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qfleet.config import Config
-from qfleet.errors import ConfigError, UserError
+from qfleet.errors import ConfigError, QfleetError, UserError
 from qfleet.storage.rundir import atomic_write_text, is_locked
 
-FILE = ".workers"
+FILE, ANSWER = ".workers", ".workers-answer"
 MOST_GROWTH = 4
 """How many times as many workers as it began with a run may have: servers keep calls for them."""
 LOOK_S = 0.1
@@ -43,43 +43,62 @@ def check(config: Config, workers: int) -> None:
 
 
 def ask(folder: Path, workers: int, wait_s: float = WAIT_S) -> None:
-    """Leave the wish, and wait until the run has seen it."""
-    wish = folder / FILE
-    if is_locked(folder):
+    """Leave the wish, and wait until the run has answered."""
+    if not is_locked(folder):
+        raise UserError(
+            f"nobody trains in '{folder}'; go on with: qfleet resume {folder} --workers {workers}"
+        )
+    wish, answer = folder / FILE, folder / ANSWER
+    try:
+        answer.unlink(missing_ok=True)
         atomic_write_text(wish, str(workers))
-        until_s = time.monotonic() + wait_s
-        while time.monotonic() < until_s and is_locked(folder):
-            if not wish.exists():
-                return
-            time.sleep(LOOK_S)
-        is_taken = not wish.exists()
-        wish.unlink(missing_ok=True)
-        if is_taken:
-            return
-        if is_locked(folder):
-            raise UserError(f"'{folder}' did not look for {wait_s:g} s; is it stopped?")
-    raise UserError(
-        f"nobody trains in '{folder}'; go on with: qfleet resume {folder} --workers {workers}"
-    )
+    except OSError as error:
+        raise UserError(f"cannot leave a wish in '{folder}': {error.strerror}") from None
+    try:
+        said = _answer(folder, wait_s)
+    finally:
+        # Nobody waits for it any more; another's wish stays.
+        with contextlib.suppress(OSError, ValueError):
+            if int(wish.read_text()) == workers:
+                wish.unlink()
+    if said != agreed(workers):
+        raise UserError(said)
+
+
+def _answer(folder: Path, wait_s: float) -> str:
+    until_s = time.monotonic() + wait_s
+    while time.monotonic() < until_s:
+        with contextlib.suppress(OSError):
+            return (folder / ANSWER).read_text()
+        if not is_locked(folder):
+            return f"the run in '{folder}' has ended meanwhile"
+        time.sleep(LOOK_S)
+    return f"'{folder}' did not look for {wait_s:g} s; is it stopped?"
+
+
+def agreed(workers: int) -> str:
+    return f"{several(workers)} from now on"
 
 
 def heed(folder: Path, resize: Callable[[int], None]) -> str | None:
     """Do what somebody wishes, if anybody does; what to tell of it."""
     wish = folder / FILE
     try:
-        text = wish.read_text()
-    except OSError:
+        workers = int(wish.read_text())
+        resize(workers)
+        said = agreed(workers)
+    except FileNotFoundError:
         return None
-    try:
-        resize(int(text))
-        said = f"{several(int(text))} from now on"
-    except (ValueError, ConfigError) as error:
+    except (OSError, ValueError, QfleetError) as error:
         said = f"a wish for other workers was refused: {error}"
-    forget(folder)
+    with contextlib.suppress(OSError):
+        wish.unlink(missing_ok=True)
+        atomic_write_text(folder / ANSWER, said)
     return said
 
 
 def forget(folder: Path) -> None:
     """What was wished of an earlier sitting is no wish of this one."""
-    with contextlib.suppress(OSError):
-        (folder / FILE).unlink(missing_ok=True)
+    for name in (FILE, ANSWER):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink(missing_ok=True)

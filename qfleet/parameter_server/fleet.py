@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from qfleet import scaling
-from qfleet.cluster import STORE_BYTES, open_cluster
+from qfleet.cluster import STORE_BYTES, Cluster, open_cluster
 from qfleet.config import Config
 from qfleet.core import Clock, Episode, StateDict
 from qfleet.errors import CheckpointError
@@ -41,13 +41,19 @@ class Fleet:
         weights: Tensor,
         restarted_at: int,
         traced: bool,
+        check_more: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """``weights`` are the run's own: what it evaluates and saves."""
+        """``weights`` are the run's own: what it evaluates and saves.
+
+        ``check_more`` refuses so many workers more than there are, if the machine has no room.
+        """
+        self._check_more, self._wanted = check_more, config.workers
         self._config, self._clock, self._timers, self._faults = config, clock, timers, faults
         self._weights, self._restarted_at, self._traced = weights, restarted_at, traced
         self._optimiser: StateDict | None = None
         """Of all servers together, as it was last seen or loaded."""
         self._base_env_steps = self._base_updates = 0
+        self._cluster: Cluster | None = None
         self._servers: ServerRow | None = None
         self._supervisor: Supervisor | None = None
         self._began_s = time.monotonic()
@@ -67,6 +73,7 @@ class Fleet:
             config.workers, address, store_bytes=store, inline_bytes=INLINE_VECTOR_BYTES
         ) as cluster:
             check_store(cluster, needed)
+            self._cluster = cluster
             servers = ServerRow(config, cluster, self._faults, self._weights, self._optimiser)
             supervisor = Supervisor(
                 config,
@@ -78,6 +85,7 @@ class Fleet:
                 self._base_env_steps,
                 lr_scale,
             )
+            supervisor.resize(self._wanted)  # as somebody may have asked meanwhile
             self._servers, self._supervisor = servers, supervisor
             try:
                 try:
@@ -123,6 +131,12 @@ class Fleet:
     def resize(self, workers: int) -> None:
         """From now on so many workers: others join, or the last ones leave after their slice."""
         scaling.check(self._config, workers)
+        if workers > self._wanted:
+            self._check_more(workers - self._wanted)
+            if self._cluster is not None:
+                many = self._config.replace(workers=workers)
+                check_store(self._cluster, store_bytes(many, self._weights))
+        self._wanted = workers
         if self._supervisor is not None:
             self._supervisor.resize(workers)
 

@@ -12,6 +12,7 @@ import torch
 
 from qfleet.accelerator.compiling import Compilable
 from qfleet.build import Parts, Seeds, make_network, make_objective, make_updater, set_threads
+from qfleet.cluster import check_memory
 from qfleet.config import Config
 from qfleet.core import Batch, Block, Clock, EnvSpec, StateDict
 from qfleet.envs import make_envs
@@ -81,6 +82,23 @@ def _check_here(config: Config, spec: EnvSpec) -> None:
         )
 
 
+def _check_more(config: Config, spec: EnvSpec, workers: int) -> None:
+    """Whether this machine has room for so many more workers, and for their memories."""
+    if config.address:
+        return
+    check_memory(workers)
+    if config.replay:
+        share = -(-config.buffer_size // config.workers)
+        check_fits(
+            spec,
+            config.envs,
+            workers * share,
+            config.prioritized_replay,
+            on_disk=Path(config.replay_dir) if config.replay_dir else None,
+            compression=config.replay_compression,
+        )
+
+
 def build_supervisor(
     config: Config, faults: FaultLog, restarted_at: int, trace: Trace | None
 ) -> Parts:
@@ -122,7 +140,14 @@ def build_supervisor(
     )
     parts.channel = SameWeights()
     parts.fleet = Fleet(
-        config, clock, timers, faults, learner.weights.data, restarted_at, trace is not None
+        config,
+        clock,
+        timers,
+        faults,
+        learner.weights.data,
+        restarted_at,
+        trace is not None,
+        lambda workers: _check_more(config, spec, workers),
     )
     parts.collector = parts.fleet
     return parts

@@ -8,6 +8,7 @@ epoch; what was lost with it is counted (``ledger.py``).
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ class _State:
     """Its newest; empty until it was asked."""
     earlier: Counter[str] = field(default_factory=Counter)
     """What those before it counted after the snapshots that were gone back to."""
+    earlier_processor_s: float = 0.0
+    """Of those before it, as far as they were asked."""
     ledger: Ledger = field(default_factory=Ledger)
     fetched: Stamp | None = None
     """Which of its weights the run has."""
@@ -100,15 +103,28 @@ class ServerRow:
         for call in calls:
             self._cluster.get(call, "a server")
 
-    def leave(self, worker: int, life: int) -> None:
-        """Nobody waits for this worker any more, nor listens to any life of it before this one."""
-        calls = [state.handle.leave.remote(worker, life) for state in self._states]
-        for state, call in zip(self._states, calls, strict=True):
+    def leave(self, lives: Mapping[int, int], died_with: Mapping[int, int] | None = None) -> None:
+        """Nobody waits for these workers any more, nor listens to a life of them before this one.
+
+        ``died_with``: they died, and knew of so many renewals of each server. Who cannot be asked
+        about them, or stands in for one that they had sent to, does not know all that they sent.
+        """
+        calls = [
+            (number, worker, state.handle.leave.remote(worker, life))
+            for number, state in enumerate(self._states)
+            for worker, life in lives.items()
+        ]
+        until_s = time.monotonic() + ANSWER_S
+        for number, worker, call in calls:
+            state = self._states[number]
+            is_known = died_with is None or died_with.get(number, 0) == state.restores
             try:
-                epoch, count = Welcome(*self._cluster.get(call, "a server", ANSWER_S))
+                left_s = max(0.0, until_s - time.monotonic())
+                epoch, count = Welcome(*self._cluster.get(call, "a server", left_s))
                 state.ledger.heard(worker, {epoch: count})
             except MemberLost:
-                state.ledger.unknown += 1
+                is_known = died_with is None
+            state.ledger.unknown += not is_known
 
     def heard(self, worker: int, sent: list[dict[int, int]]) -> None:
         """By server and epoch: so many messages this worker says it has sent."""
@@ -190,6 +206,7 @@ class ServerRow:
             before = snapshot["counters"][name]
             # Either may be the newer of the two: the server died somewhere in between.
             state.earlier[name] += max(0, state.account.get(name, before) - before)
+        state.earlier_processor_s += state.account.get("processor_s", 0.0)
         records: dict[str, StateDict] = snapshot["records"]
         kept = {int(worker): record["sequence"] for worker, record in records.items()}
         state.ledger.restored(state.restores, kept)
@@ -230,8 +247,9 @@ class ServerRow:
 
     def pids(self) -> Iterator[tuple[str, int]]:
         for number, state in enumerate(self._states):
-            if state.account:
-                yield f"server {number}", state.account["pid"]
+            account = state.account  # which the supervisor's thread may replace
+            if account:
+                yield f"server {number}", account["pid"]
 
     def accounts(self) -> list[ServerAccount]:
         return [_account(number, state) for number, state in enumerate(self._states)]
@@ -242,7 +260,7 @@ def _account(number: int, state: _State) -> ServerAccount:
     return ServerAccount(
         number=number,
         version=found["version"],
-        processor_s=found.get("processor_s", 0.0),
+        processor_s=found.get("processor_s", 0.0) + state.earlier_processor_s,
         received=found["received"] + state.earlier["received"],
         applied=found["applied"],
         repeated=found["repeated"] + state.earlier["repeated"],

@@ -117,7 +117,8 @@ class Supervisor:
         self._restarted_at, self._traced = restarted_at, traced
         self._base_env_steps, self._lr_scale = base_env_steps, lr_scale
         self._crew = Crew(cluster, "worker", config.worker_timeout_s)
-        self._wanted = config.workers
+        self._asked = self._wanted = config.workers
+        """As others may ask for at any moment; as it is in this turn of the thread."""
         self._episodes: list[Episode] = []
         self._told_faults: Counter[tuple[int, str]] = Counter()
         self._stopping = threading.Event()
@@ -167,7 +168,7 @@ class Supervisor:
 
     def resize(self, workers: int) -> None:
         """From now on there shall be so many; the thread sees to it."""
-        self._wanted = workers
+        self._asked = workers
 
     def env_steps(self) -> int:
         """Of all, in this sitting; under the lock."""
@@ -189,6 +190,7 @@ class Supervisor:
         try:
             snapshot_s = time.monotonic()
             while not self._stopping.is_set():
+                self._wanted = self._asked
                 self._come(LOOK_S)
                 self._settle_size()
                 if time.monotonic() - snapshot_s >= self._config.snapshot_s:
@@ -249,9 +251,10 @@ class Supervisor:
             # There may be steps that they were to take.
             self._set_idle_to_work()
 
-    def _dismiss(self, number: int) -> None:
+    def _dismiss(self, number: int, is_dead: bool = False) -> None:
         worker = self.workers[number]
-        self._servers.leave(number, worker.life + 1)
+        # One that died may have sent more than it has told.
+        self._servers.leave({number: worker.life + 1}, worker.renewals if is_dead else None)
         with contextlib.suppress(Exception):
             self._cluster.stop(worker.handle)
         with self.lock:
@@ -282,15 +285,17 @@ class Supervisor:
             self._crew.drop(number)
         idle = set(self.workers) - self._crew.busy
         while True:
-            for number in idle:
-                self._servers.leave(number, self.workers[number].life)
+            self._servers.leave({number: self.workers[number].life for number in idle})
             if not self._crew.busy or time.monotonic() > until_s:
                 return
             idle = set()
             for number, report, _ in self._crew.come(LOOK_S):
-                if report is not None:
+                if report is None:
+                    worker = self.workers[number]
+                    self._servers.leave({number: worker.life + 1}, worker.renewals)
+                else:
                     self._take_report(number, report)
-                idle.add(number)
+                    idle.add(number)
 
     # --- one worker ---------------------------------------------------------------------------
 
@@ -330,7 +335,7 @@ class Supervisor:
             grant = 0 if over else -(-left // self._wanted)
             worker.granted = grant
         if grant == 0:
-            self._servers.leave(number, worker.life)
+            self._servers.leave({number: worker.life})
             return
         own = worker.report.env_steps if worker.report else 0
         told = Told(
@@ -352,7 +357,8 @@ class Supervisor:
         if not self._config.balance:
             return 1.0
         paces = {n: _pace(w.report) for n, w in self.workers.items() if w.report is not None}
-        if number not in paces or len(paces) < self._wanted:
+        there = sum(worker.is_there for worker in self.workers.values())
+        if number not in paces or len(paces) < there:
             return 1.0
         return paces[number] / max(paces.values())
 
@@ -386,7 +392,7 @@ class Supervisor:
         if worker.losses > MOST_LOSSES:
             raise ClusterError(f"worker {number} died {worker.losses} times in a row: {loss}")
         # It may only be cut off, and come back: the servers must not hear two of one number.
-        self._dismiss(number)
+        self._dismiss(number, is_dead=True)
         if number < self._wanted:
             self._spawn(number)
 

@@ -186,6 +186,10 @@ class Worker:
             self._updater.join(takes_part=not self._is_late)
             self._parts.learner.adopt_weights()
             self._has_joined = True
+        elif self._is_late and self._parts.clock.updates == 0:
+            # Its memory is filling, and others go on: it is to begin with the newest weights.
+            self._updater.join(takes_part=False)
+            self._parts.learner.adopt_weights()
         elif told.renewed or self._lost:
             # Or a server that only could not be reached: what it has heard, it knows.
             self._updater.join(self._servers.takes_part)

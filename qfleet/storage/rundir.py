@@ -18,6 +18,8 @@ from qfleet.storage import files
 
 MAX_NAME_CHARS = 100
 _MAX_NAME_BYTES = 200  # file systems allow 255; leave room for suffixes
+_LOOKS, _LOOK_S = 3, 0.01
+"""How often a lock is tried again that may be held by somebody who only looks, and after what."""
 _STAMP_CHARS = 60  # of a default name before its date
 
 
@@ -98,7 +100,7 @@ class RunLock:
         except OSError as error:
             raise ConfigError(f"cannot lock run folder '{self.path}': {error.strerror}") from None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         except BlockingIOError:
@@ -131,10 +133,21 @@ class RunLock:
             _held.discard(self)
 
 
+def _lock(descriptor: int) -> None:
+    """Take it, or BlockingIOError; but somebody may only be looking (``is_locked``)."""
+    for _ in range(_LOOKS):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(_LOOK_S)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def is_locked(path: Path) -> bool:
     """Whether a process is at work in this run's folder."""
     try:
-        descriptor = os.open(path / ".lock", os.O_RDWR)
+        descriptor = os.open(path / ".lock", os.O_RDONLY)
     except OSError:
         return False
     try:

@@ -284,8 +284,33 @@ def test_a_late_worker_takes_part_from_its_first_gradient_on() -> None:
     servers[0].leave(0)
     report = late.work(Told(0, 400, LONG_S))
     assert servers[0].account()["present"] == [1]
-    # The first gradient was of weights from before the others went on.
+    # It had looked again before it began.
+    assert report.traffic["outcomes"] == {"applied": report.updates}
+
+
+def test_a_late_workers_first_gradient_is_as_old_as_it_is() -> None:
+    """Others make an update between its last look and its joining: a round that it has missed."""
+    config = make_config(workers=2, gradient_steps=4)
+    (server,) = make_servers(config)
+    server.join(1)
+    gradient = first_weights(config).numpy()
+    bursts: Counter[int] = Counter()
+
+    class Meanwhile(DirectLine):
+        def start(self, method: str, *arguments: Any) -> Any:
+            if method == "join":
+                push = Push(1, 0, server.pull(None).stamp, None, 1e-3)
+                server.push(push, gradient, LONG_S)
+                server.leave(1)
+            if method == "push":
+                bursts[worker._parts.clock.env_steps] += 1
+            return super().start(method, *arguments)
+
+    worker = Worker(config, 0, [Meanwhile(server)], is_late=True)
+    report = worker.work(Told(0, 148, LONG_S))
     assert report.traffic["outcomes"] == {"late": 1, "applied": report.updates - 1}
+    # Rounds 1, 2, 3 with its first burst, as the others' first has them: it is in step already.
+    assert list(bursts.values())[:3] == [4, 4, 4]
 
 
 def test_messages_outside_of_learning_are_not_taken_from_it() -> None:

@@ -40,6 +40,35 @@ def test_a_wish_is_seen_once_and_its_file_is_gone(tmp_path: Path) -> None:
     assert scaling.heed(tmp_path, seen.append) is None
 
 
+def test_who_asks_hears_why_it_was_refused(tmp_path: Path) -> None:
+    def refuse(workers: int) -> None:
+        raise ConfigError(f"no room for {workers}")
+
+    failures: list[UserError] = []
+
+    def ask() -> None:
+        try:
+            scaling.ask(tmp_path, 3)
+        except UserError as error:
+            failures.append(error)
+
+    with RunLock(tmp_path):
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while scaling.heed(tmp_path, refuse) is None:
+            pass
+        asking.join()
+    assert [str(error) for error in failures] == [
+        "a wish for other workers was refused: no room for 3"
+    ]
+
+
+def test_wishes_of_an_earlier_sitting_are_forgotten(tmp_path: Path) -> None:
+    (tmp_path / scaling.FILE).write_text("3")
+    scaling.forget(tmp_path)
+    assert scaling.heed(tmp_path, lambda _: None) is None
+
+
 def test_nobody_is_asked_where_nobody_trains(tmp_path: Path) -> None:
     assert not is_locked(tmp_path)
     with pytest.raises(UserError, match="nobody trains in"):
@@ -56,8 +85,9 @@ def test_a_wish_that_cannot_be_is_told_and_forgotten(tmp_path: Path) -> None:
     def refuse(workers: int) -> None:
         scaling.check(FLEET, workers)
 
-    for text, words in [("many", "invalid literal"), ("100", "may have 1 to 8")]:
-        (tmp_path / scaling.FILE).write_text(text)
+    told = [(b"many", "invalid literal"), (b"100", "may have 1 to 8"), (b"\xff", "codec")]
+    for text, words in told:
+        (tmp_path / scaling.FILE).write_bytes(text)
         said = scaling.heed(tmp_path, refuse)
         assert said is not None
         assert words in said
