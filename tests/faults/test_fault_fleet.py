@@ -34,6 +34,10 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
+LONG_S = 240.0
+"""Starting a cluster takes many processes, and others may want the cores too."""
+
+
 class Script(Callback):
     """Acts, one after another: each is tried at every log until it says that it was done."""
 
@@ -106,31 +110,6 @@ def test_one_worker_is_serial_and_a_run_resumes_with_two(tmp_path: Path) -> None
     assert again.result.stopped_by == "steps"
 
 
-def test_workers_and_servers_that_are_killed_are_replaced(tmp_path: Path) -> None:
-    script = Script(
-        kill("worker 0"),
-        heard_again("worker 0", 1),
-        kill("server 1"),
-        heard_again("server 1", 1),
-        few_more_steps(200),
-    )
-    trained = qfleet.train(
-        "CartPole-v1", run_dir=tmp_path / "run", callbacks=[script], workers=2, servers=2,
-        steps=10**7, snapshot_s=0.5, **SMALL,
-    )  # fmt: skip
-    result = trained.result
-    assert result.stopped_by == "callback"
-    assert (result.faults["worker"], result.faults["server"]) == (1, 1)
-    assert result.fleet is not None
-    workers, servers = result.fleet["workers"], result.fleet["servers"]
-    assert [worker["restarts"] for worker in workers] == [1, 0]
-    assert [server["restores"] for server in servers] == [0, 1]
-    # A gradient that came again was not applied again: everything is accounted for.
-    for server in servers:
-        dropped = sum(server["dropped"].values())
-        assert server["applied"] <= server["received"] - dropped - server["repeated"]
-
-
 @pytest.mark.parametrize("killed", [["server 0", "server 1"], ["server 0", "worker 1", "server 0"]])
 def test_the_weights_know_every_gradient_that_was_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: list[str]
@@ -150,10 +129,17 @@ def test_the_weights_know_every_gradient_that_was_not_lost(
         steps=10**7, snapshot_s=1.0, network="counting_network:Counting", **plain,
     ).result  # fmt: skip
     assert Counter(result.faults) == told
+    assert result.stopped_by == "callback"
     weights = load_checkpoint(tmp_path / "run" / "checkpoints").parts["learner"]["weights"]
     counted = (-weights[:COUNTERS] / rate).tolist()
     assert result.fleet is not None
     servers, workers = result.fleet["servers"], result.fleet["workers"]
+    assert [worker["restarts"] for worker in workers] == [
+        killed.count(f"worker {n}") for n in (0, 1)
+    ]
+    assert [server["restores"] for server in servers] == [
+        killed.count(f"server {n}") for n in (0, 1)
+    ]
     applied, lost = ([server[name] for server in servers] for name in ("applied", "lost"))
     assert [counted[0], counted[-1]] == applied
     assert set(counted) == set(applied)
@@ -238,18 +224,18 @@ def test_a_killed_worker_is_one_line_and_a_signal_leaves_nobody_behind(
             return metrics.read_text().count("\n") if metrics.exists() else 0
 
         def workers() -> list[int]:
-            return [pid for pid in descendants(process.pid) if b"RemoteWorker.work" in title(pid)]
+            return [pid for pid in descendants(process.pid) if b"RemoteWorker" in title(pid)]
 
-        wait_for("two workers", lambda: logged() >= 3 and len(workers()) == 2)
+        wait_for("two workers", lambda: logged() >= 3 and len(workers()) == 2, LONG_S)
         victim = workers()[0]
         os.kill(victim, signal.SIGKILL)
-        wait_for("another", lambda: len(set(workers()) - {victim}) == 2)
+        wait_for("another", lambda: len(set(workers()) - {victim}) == 2, LONG_S)
         already = logged()
-        wait_for("more log lines", lambda: logged() >= already + 3)
+        wait_for("more log lines", lambda: logged() >= already + 3, LONG_S)
         family = descendants(process.pid)
         assert len(family) >= 3
         process.send_signal(number)
-        output, _ = process.communicate(timeout=90)
+        output, _ = process.communicate(timeout=LONG_S)
     finally:
         process.kill()
     assert process.returncode == code, output
@@ -257,7 +243,7 @@ def test_a_killed_worker_is_one_line_and_a_signal_leaves_nobody_behind(
     assert output.count(b"another takes its place") == 1
     assert b"raylet" not in output  # Ray has nothing to add to what we say
     assert list_checkpoints(folder / "checkpoints")
-    wait_for("the end of all processes", lambda: not any(is_alive(pid) for pid in family))
+    wait_for("everybody's end", lambda: not any(is_alive(pid) for pid in family), LONG_S)
 
 
 def title(pid: int) -> bytes:

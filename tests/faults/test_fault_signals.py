@@ -20,10 +20,10 @@ from qfleet.storage.checkpoint import list_checkpoints
 DEADLINE_S = 60.0
 
 
-def wait_for(what: str, condition: object) -> None:
+def wait_for(what: str, condition: object, deadline_s: float = DEADLINE_S) -> None:
     """Until ``condition()`` holds; the deadline only ends a test that has failed anyway."""
     assert callable(condition)
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come about"
         time.sleep(0.02)

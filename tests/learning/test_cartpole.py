@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 from pathlib import Path
 
@@ -25,6 +24,5 @@ def final_return(seed: int) -> float:
 
 @pytest.mark.slow
 def test_the_preset_reaches_475_on_at_least_9_of_10_seeds() -> None:
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        returns = pool.map(final_return, range(10), chunksize=1)
+    returns = [final_return(seed) for seed in range(10)]
     assert sum(value >= 475 for value in returns) >= 9, returns
