@@ -5,7 +5,7 @@
     python benchmarks/parameter_server.py --rows straggler        sync, ssp, hybrid, async; one slow
     python benchmarks/parameter_server.py --rows solve --seeds 5  CartPole to 475 by every update
     python benchmarks/parameter_server.py --rows a3c --seeds 5    the same by A3C
-    python benchmarks/parameter_server.py --rows kills            two minutes of SIGKILL
+    python benchmarks/parameter_server.py --rows kills --seeds 3  two minutes of SIGKILL
 
 Rates are ratios against a bare call, or one worker, of the same run.
 """
@@ -181,51 +181,88 @@ def solve(
 
 
 class Killer(Callback):
-    """Kills a worker or a server every few seconds, until the time is up."""
+    """Kills a worker or a server every few seconds, until the time is up.
 
-    def __init__(self, seconds: float, seed: int) -> None:
+    Ends the run at the first evaluation after that which is good enough. With ``spares`` nobody is
+    killed: the same run left alone, to compare with.
+    """
+
+    def __init__(self, seconds: float, seed: int, spares: bool) -> None:
         self._random = random.Random(seed)
-        self._until_s = time.monotonic() + seconds
+        self._seconds, self._spares = seconds, spares
+        self._until_s = float("inf")
         self._next_s = 0.0
         self.killed: list[str] = []
+        self.evaluations: list[tuple[int, float]] = []
+        self.has_reached = False
 
     def on_log(self, run: Run, scalars: dict[str, float | None]) -> bool | None:
         del scalars
         now_s = time.monotonic()
         assert run.parts.fleet is not None
         there = run.parts.fleet.pids()
-        if now_s < self._until_s and now_s >= self._next_s and there:
+        if self._until_s == float("inf"):
+            self._until_s = now_s + self._seconds
+        if not self._spares and self._next_s <= now_s < self._until_s and there:
             who = self._random.choice(sorted(there))
             os.kill(there[who], signal.SIGKILL)
             self.killed.append(who)
             self._next_s = now_s + self._random.uniform(3.0, 9.0)
         return None
 
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._until_s
+
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> bool | None:
-        del run
-        over = time.monotonic() > self._until_s
-        return False if over and evaluation.mean >= SOLVED else None
+        self.evaluations.append((run.parts.clock.env_steps, evaluation.mean))
+        self.has_reached |= self.is_over and evaluation.mean >= SOLVED
+        return False if self.has_reached else None
 
 
-def kills(fields: dict[str, Any]) -> dict[str, Any]:
-    killer = Killer(KILLING_S, seed=0)
+def kills(algo: str | None, seeds: int, fields: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        kill_one(algo, seed, spares, fields) for seed in range(seeds) for spares in (False, True)
+    ]
+
+
+def kill_one(algo: str | None, seed: int, spares: bool, fields: dict[str, Any]) -> dict[str, Any]:
+    killer = Killer(KILLING_S, seed, spares)
     with tempfile.TemporaryDirectory() as folder:
         result = qfleet.train(
-            "CartPole-v1", algo="double-dqn", engine="parameter-server", workers=3, servers=2,
-            run_dir=Path(folder) / "run", callbacks=[killer], snapshot_s=2.0, log_interval=100,
-            n_eval_episodes=20, steps=400_000, tensorboard=False,
-            checkpoint_freq=10**9, **fields,
+            "CartPole-v1", algo=algo, engine="parameter-server", seed=seed,
+            run_dir=Path(folder) / "run", callbacks=[killer], device="cpu", tensorboard=False,
+            checkpoint_freq=10**9,
+            **{"workers": 3, "servers": 2, "snapshot_s": 2.0, "log_interval": 100,
+               "n_eval_episodes": 20, **fields},
         ).result  # fmt: skip
-    fleet = result.fleet
-    assert fleet is not None
-    print(f"killed {len(killer.killed)}: {' '.join(killer.killed)}")
+    assert result.fleet is not None
+    what = "left alone" if spares else "killed " + (", ".join(killer.killed) or "nobody")
+    over = "" if killer.is_over else f" (the {KILLING_S:.0f} s were not over: give it more steps)"
     print(
-        f"faults told: {result.faults}; stopped by {result.stopped_by} after {result.wall_s:.0f} s"
+        f"seed {seed}: {what}\n"
+        f"  {'reached' if killer.has_reached else 'DID NOT REACH'} {SOLVED:.0f}{over}, "
+        f"{result.env_steps:,} steps, {result.wall_s:.0f} s; told: {result.faults}\n"
+        "  evaluations " + " ".join(f"{at // 1000}k:{mean:.0f}" for at, mean in killer.evaluations)
     )
-    print(f"best return {result.best_eval_return}")
-    for server in fleet["servers"]:
-        print(json.dumps(server))
-    return {"killed": killer.killed, "faults": result.faults, "best": result.best_eval_return}
+    for server in result.fleet["servers"]:
+        print(
+            f"  server {server['number']}: {server['applied']:,} gradients in its weights + "
+            f"{server['lost']:,} told to be lost = {server['applied'] + server['lost']:,}; "
+            f"{server['restores']} restores, {server['repeated']} repeated, "
+            f"dropped {server['dropped']}, unknown {server['unknown']}",
+            flush=True,
+        )
+    return {
+        "seed": seed,
+        "spares": spares,
+        "reached": killer.has_reached,
+        "killed": killer.killed,
+        "faults": result.faults,
+        "evaluations": killer.evaluations,
+        "servers": result.fleet["servers"],
+        "wall_s": result.wall_s,
+    }
 
 
 def main() -> None:
@@ -233,7 +270,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=["throughput", "efficiency"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--updates", nargs="+", default=list(UPDATES))
-    parser.add_argument("--algo", help="of the row solve; the preset's if not said")
+    parser.add_argument("--algo", help="of the rows solve and kills; the preset's if not said")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--fields", default="{}", help="configuration fields, as JSON")
@@ -257,7 +294,7 @@ def main() -> None:
         elif row == "a3c":
             found[row] = solve("a3c", ("async",), options.seeds, fields)
         elif row == "kills":
-            found[row] = kills(fields)
+            found[row] = kills(options.algo, options.seeds, fields)
         else:
             raise SystemExit(f"row {row} is unknown")
         if options.json:
