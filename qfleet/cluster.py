@@ -21,6 +21,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from qfleet.errors import (
     UserError,
     ValueLost,
 )
+from qfleet.signals import unheard_by_children
 
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 256 * 2**20
@@ -42,7 +44,7 @@ INLINE_BYTES = 100 * 2**10
 """Ray's own: what is smaller travels within the call or its answer, the rest through the store."""
 TIMEOUT_S = 120.0
 GRACE_S = 5.0
-"""How long processes that were told to end may take before they are killed."""
+"""How long processes that were killed may take to be gone."""
 RUN_AGAIN = "; run it again"
 """How a loss ends that nobody makes good; who replaces what was lost leaves it out."""
 LEAST = 0.001
@@ -260,20 +262,21 @@ def _start(
         theirs = signal.getsignal(signal.SIGTERM)
         try:
             with _sigterm_unwinds(theirs):
-                cluster = _connect(
-                    ray,
-                    timeout_s,
-                    folder=folder,
-                    address="local",
-                    num_cpus=workers,
-                    num_gpus=0,
-                    object_store_memory=store_bytes,
-                    _system_config=system,
-                    include_dashboard=False,
-                    _node_ip_address=LOOPBACK,
-                    # Below ours: Ray opens its own to everybody.
-                    _temp_dir=str(folder / "ray"),
-                )
+                with unheard_by_children():
+                    cluster = _connect(
+                        ray,
+                        timeout_s,
+                        folder=folder,
+                        address="local",
+                        num_cpus=workers,
+                        num_gpus=0,
+                        object_store_memory=store_bytes,
+                        _system_config=system,
+                        include_dashboard=False,
+                        _node_ip_address=LOOPBACK,
+                        # Below ours: Ray opens its own to everybody.
+                        _temp_dir=str(folder / "ray"),
+                    )
                 _check_settings(ray, cluster)
                 # Once more: connecting put a handler of Ray's in its place.
                 with _sigterm_unwinds(theirs):
@@ -284,13 +287,43 @@ def _start(
                 for child in list(started):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         started += child.children(recursive=True)
+                _end_ungently(ray)
                 ray.shutdown()
-                # Workers notice a little later than we do that their node is gone.
-                _, alive = psutil.wait_procs(started, timeout=GRACE_S)
-                for process in alive:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-                psutil.wait_procs(alive, timeout=GRACE_S)
+                _kill(psutil, started)
+
+
+def _kill(psutil: Any, processes: list[Any]) -> None:
+    """All of them, and wait until they are dead, though perhaps nobody has asked after them yet.
+
+    Who inherits the children of others may do so late or, in a container, never.
+    """
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    until_s = time.monotonic() + GRACE_S
+    while processes and time.monotonic() < until_s:
+        processes = [process for process in processes if _is_alive(psutil, process)]
+        time.sleep(0.01)
+
+
+def _is_alive(psutil: Any, process: Any) -> bool:
+    try:
+        if process.ppid() == os.getpid():
+            process.wait(0)
+            return False
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.TimeoutExpired:
+        return True
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end_ungently(ray: Any) -> None:
+    """Ray sends its processes SIGTERM first and waits a second for each; they do not hear it."""
+    node = ray._private.worker._global_node
+    if node is not None:
+        kill = node.kill_all_processes
+        node.kill_all_processes = lambda **_: kill(check_alive=False, allow_graceful=False)
 
 
 def _check_settings(ray: Any, cluster: Cluster) -> None:

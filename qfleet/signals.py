@@ -1,9 +1,14 @@
-"""Ctrl-C and SIGTERM, turned into a request that the run grants at its next block."""
+"""Ctrl-C and SIGTERM, turned into a request that the run grants at its next block.
+
+Whoever ends a job may send SIGTERM to all its processes at once: batch systems, service managers
+and ``timeout`` do. The run alone is to heed it, since it needs the others for its checkpoint.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -32,3 +37,28 @@ class Signals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def unheard_by_children() -> Iterator[None]:
+    """Processes that are started in here never hear SIGTERM, nor do those that they start."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def shrug() -> None:
+    """SIGTERM does nothing in this process from now on, but those that it starts hear it again.
+
+    Environments may start programs, and end them that way.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def shrug_if_unheard() -> None:
+    """The same where SIGTERM is not heard, which is in clusters that a run has started."""
+    if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        shrug()

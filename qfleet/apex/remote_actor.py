@@ -26,6 +26,7 @@ from qfleet.envs import latency_of, make_envs
 from qfleet.envs.seeding import mix_seeds
 from qfleet.loop import rows_per_block
 from qfleet.schedules import own_ladder
+from qfleet.signals import shrug_if_unheard
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
 from qfleet.weights import FlatWeights
@@ -50,6 +51,7 @@ class RemoteActor:
         traced: bool = False,
     ) -> None:
         """``life``: how often it was replaced; ``restarted_at``: env steps at a resume."""
+        shrug_if_unheard()
         self._config, self._number, self._life = config, number, life
         seeds = Seeds.of(config.seed)
         own_seed = actor_seed(seeds.actor, number, life, restarted_at)

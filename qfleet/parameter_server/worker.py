@@ -22,6 +22,7 @@ from qfleet.envs.seeding import mix_seeds
 from qfleet.errors import GivenUp
 from qfleet.parameter_server.client import Line, RemoteLine, Servers, ServersLost
 from qfleet.schedules import own_ladder
+from qfleet.signals import shrug_if_unheard
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import SpanRecord, Trace
 from qfleet.updaters.remote import RemoteUpdater, make_codec, make_remote_updater
@@ -259,6 +260,7 @@ class RemoteWorker(Worker):
         life: int,
         is_late: bool,
     ) -> None:
+        shrug_if_unheard()
         self._cluster = from_inside(TIMEOUT_S)
         self._node_ip = self._cluster.node_ip()
         lines = [self._line(shard, handle) for shard, handle in enumerate(handles)]

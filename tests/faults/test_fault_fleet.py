@@ -234,7 +234,9 @@ def test_a_killed_worker_is_one_line_and_a_signal_leaves_nobody_behind(
         wait_for("more log lines", lambda: logged() >= already + 3, LONG_S)
         family = descendants(process.pid)
         assert len(family) >= 3
-        process.send_signal(number)
+        # To all, as a terminal's Ctrl-C and the SIGTERM of a batch system come.
+        for pid in [*family, process.pid]:
+            os.kill(pid, number)
         output, _ = process.communicate(timeout=LONG_S)
     finally:
         process.kill()
@@ -242,7 +244,10 @@ def test_a_killed_worker_is_one_line_and_a_signal_leaves_nobody_behind(
     assert b"Traceback" not in output
     assert output.count(b"another takes its place") == 1
     assert b"raylet" not in output  # Ray has nothing to add to what we say
-    assert list_checkpoints(folder / "checkpoints")
+    steps = list_checkpoints(folder / "checkpoints")[-1]
+    result = json.loads((folder / "result.json").read_text())
+    assert result["env_steps"] == steps
+    assert result["faults"] == {"worker": 1}  # whom it was sent to did not die of it
     wait_for("everybody's end", lambda: not any(is_alive(pid) for pid in family), LONG_S)
 
 

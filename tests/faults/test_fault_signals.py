@@ -14,6 +14,7 @@ import pytest
 from faulty_envs import result_of
 
 import qfleet
+from qfleet import signals
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints
 
@@ -71,9 +72,8 @@ def test_a_signal_ends_a_run_in_good_order(
         wait_for("a log line", lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
         children = children_of(run.pid)
         assert len(children) >= 2
-        # To the whole group of a terminal, as Ctrl-C does: the envs' processes get it too.
-        targets = [run.pid, *children] if number == signal.SIGINT else [run.pid]
-        for pid in targets:
+        # To all, as a terminal's Ctrl-C and the SIGTERM of a batch system come.
+        for pid in [*children, run.pid]:
             os.kill(pid, number)
         out, err = run.communicate(timeout=DEADLINE_S)
     finally:
@@ -93,3 +93,28 @@ def test_a_signal_ends_a_run_in_good_order(
     assert resumed.result.stopped_by == "stop_after"
     rows = [json.loads(line)["env_steps"] for line in metrics.open()]
     assert rows == sorted(rows)
+
+
+def test_what_a_cluster_runs_does_not_hear_sigterm_but_what_environments_start_does() -> None:
+    # Whether SIGTERM is blocked and what it does: in a child, and then in a child of that child.
+    tell = (
+        "import signal, subprocess, sys\n"
+        "from qfleet import signals\n"
+        "def tell():\n"
+        "    blocked = signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())\n"
+        "    print(blocked, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, flush=True)\n"
+    )
+    child = tell + (
+        "tell()\n"
+        "signals.shrug_if_unheard()\n"
+        "signal.raise_signal(signal.SIGTERM)\n"
+        "subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)\n"
+    )
+    command = [sys.executable, "-c", child, tell + "tell()\n"]
+    with signals.unheard_by_children():
+        told = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert told.stdout.split() == ["True", "True", "False", "True"], told.stderr
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    signals.shrug_if_unheard()  # where it is heard, as in this process, nothing changes
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
