@@ -70,16 +70,8 @@ def _check_here(config: Config, spec: EnvSpec) -> None:
     if config.address:
         return
     Placement.of(config, spec, in_background=False)
-    if config.replay:
-        # A worker sees its own memory alone, and all of them are on this machine.
-        check_fits(
-            spec,
-            config.envs,
-            config.buffer_size,
-            config.prioritized_replay,
-            on_disk=Path(config.replay_dir) if config.replay_dir else None,
-            compression=config.replay_compression,
-        )
+    # A worker sees its own memory alone, and all of them are on this machine.
+    _check_memories(config, spec, config.buffer_size)
 
 
 def _check_more(config: Config, spec: EnvSpec, workers: int) -> None:
@@ -87,12 +79,15 @@ def _check_more(config: Config, spec: EnvSpec, workers: int) -> None:
     if config.address:
         return
     check_memory(workers)
+    _check_memories(config, spec, workers * -(-config.buffer_size // config.workers))
+
+
+def _check_memories(config: Config, spec: EnvSpec, transitions: int) -> None:
     if config.replay:
-        share = -(-config.buffer_size // config.workers)
         check_fits(
             spec,
             config.envs,
-            workers * share,
+            transitions,
             config.prioritized_replay,
             on_disk=Path(config.replay_dir) if config.replay_dir else None,
             compression=config.replay_compression,
