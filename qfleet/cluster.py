@@ -321,7 +321,7 @@ def _is_alive(psutil: Any, process: Any) -> bool:
 def _end_ungently(ray: Any) -> None:
     """Ray sends its processes SIGTERM first and waits a second for each; they do not hear it."""
     # A part of Ray that it may change; without it the end only takes longer.
-    node = getattr(ray._private.worker, "_global_node", None)
+    node: Any = getattr(ray._private.worker, "_global_node", None)
     if hasattr(node, "kill_all_processes"):
         kill = node.kill_all_processes
         node.kill_all_processes = lambda **_: kill(check_alive=False, allow_graceful=False)
