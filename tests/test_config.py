@@ -334,6 +334,17 @@ def test_workers_have_a_preset_that_suits_rows_without_their_own() -> None:
     assert resolve("Acrobot-v1", engine="parameter-server")[1] == "acrobot"
 
 
+def test_an_update_may_have_a_preset_of_its_own() -> None:
+    config, used = resolve("CartPole-v1", engine="parameter-server", update="easgd")
+    assert (used, config.update) == ("cartpole-easgd", "easgd")
+    told = {"engine": "parameter-server", "update": "easgd"}
+    assert resolve("CartPole-v1", fields=told) == (config, used)
+    assert resolve("CartPole-v1", "a3c", fields=told)[1] == "cartpole-a3c"
+    assert resolve("Acrobot-v1", fields=told)[1] == "acrobot"
+    told["update"] = "admm"
+    assert resolve("CartPole-v1", fields=told)[1] == "cartpole-parameter-server"
+
+
 def test_a_preset_that_is_a_row_of_its_own_gives_way_to_other_rows() -> None:
     assert resolve("CartPole-v1")[0].n_steps == 5
     assert resolve("CartPole-v1", "n-step-dqn")[0].n_steps == 5

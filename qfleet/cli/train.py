@@ -70,10 +70,15 @@ class Start(NamedTuple):
 def read_start(argv: list[str]) -> Start:
     """Find environment, algorithm, preset and file in ``argv``: they decide all the defaults."""
     argv = _with_env_named(argv)
-    said = _peek(argv, ("--env", "--algo", "--preset", "--config", "--engine"))
+    said = _peek(argv, ("--env", "--algo", "--preset", "--config", "--engine", "--update"))
     file_fields = read_fields(Path(said["--config"])) if said["--config"] else None
     base, preset = resolve(
-        said["--env"], said["--algo"], said["--preset"], file_fields, engine=said["--engine"]
+        said["--env"],
+        said["--algo"],
+        said["--preset"],
+        file_fields,
+        engine=said["--engine"],
+        update=said["--update"],
     )
     names_task = bool(said["--env"] or file_fields is not None or preset)
     return Start(argv, base, preset, names_task)
@@ -81,8 +86,9 @@ def read_start(argv: list[str]) -> Start:
 
 def run(argv: list[str]) -> int:
     if _peek(_with_env_named(argv), ("--preset",))["--preset"] == "list":
+        width = max(map(len, PRESETS))
         for name, recipe in PRESETS.items():
-            print(f"{name:<18} {' '.join((recipe.__doc__ or '').split())}")
+            print(f"{name:<{width}} {' '.join((recipe.__doc__ or '').split())}")
         return 0
     start = read_start(argv)
     options = parse(

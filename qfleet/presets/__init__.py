@@ -20,6 +20,7 @@ PRESETS: dict[str, Callable[[], Config]] = {
     "cartpole-pqn": recipes.cartpole_pqn,
     "cartpole-apex": recipes.cartpole_apex,
     "cartpole-parameter-server": recipes.cartpole_parameter_server,
+    "cartpole-easgd": recipes.cartpole_easgd,
     "cartpole-n-step-q": recipes.cartpole_n_step_q,
     "cartpole-a3c": recipes.cartpole_a3c,
     "cartpole-sb3-zoo": recipes.cartpole_sb3_zoo,
@@ -62,11 +63,15 @@ _SUITS_ENGINE = {
     ("atari-dqn", "actors"): "atari-apex",
 }
 """The same for engines, where no row was asked for."""
+_SUITS_UPDATE = {("cartpole-parameter-server", "easgd"): "cartpole-easgd"}
+"""And for updates: the engine's preset and the update → theirs."""
 _ENGINES_OF_ROWS = ("parameter-server",)
 """Engines whose presets switch on nothing that belongs to a row: they suit other rows too."""
 
 
-def preset_for(env: str, algo: str | None, engine: str | None = None) -> str | None:
+def preset_for(
+    env: str, algo: str | None, engine: str | None = None, update: str | None = None
+) -> str | None:
     """The preset that suits an environment, if one does."""
     for pattern, name in _SUITS:
         if re.fullmatch(pattern, env):
@@ -74,8 +79,8 @@ def preset_for(env: str, algo: str | None, engine: str | None = None) -> str | N
             if (own := _SUITS_ROW.get((name, ALIASES.get(row, row)))) is not None:
                 return own
             if engine is not None and (algo is None or engine in _ENGINES_OF_ROWS):
-                return _SUITS_ENGINE.get((name, engine), name)
-            return name
+                name = _SUITS_ENGINE.get((name, engine), name)
+            return _SUITS_UPDATE.get((name, update or ""), name)
     return None
 
 
@@ -86,17 +91,19 @@ def resolve(
     file_fields: Mapping[str, Any] | None = None,
     fields: Mapping[str, Any] | None = None,
     engine: str | None = None,
+    update: str | None = None,
 ) -> tuple[Config, str | None]:
     """The configuration, not yet validated, and the name of the preset that was used.
 
-    ``engine`` is one that was asked for elsewhere than in ``fields``.
+    ``engine`` and ``update`` were asked for elsewhere than in ``fields``.
     """
     file_fields, fields = dict(file_fields or {}), dict(fields or {})
     check_fields({**file_fields, **fields})
     env = env or file_fields.get("env")
     asked = algo or file_fields.get("algo")
     if preset is None and env is not None and not file_fields:
-        preset = preset_for(env, asked, fields.get("engine", engine))
+        engine, update = fields.get("engine", engine), fields.get("update", update)
+        preset = preset_for(env, asked, engine, update)
     if preset in (None, "none"):
         config = Config()
     elif preset in PRESETS:

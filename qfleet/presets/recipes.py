@@ -73,6 +73,12 @@ def cartpole_parameter_server() -> Config:
     )
 
 
+def cartpole_easgd() -> Config:
+    """qfleet's own: `cartpole-parameter-server` with twice the rate, as only a part of what workers
+    learn reaches the centre (docs/performance.md)."""
+    return cartpole_parameter_server().replace(update="easgd", learning_rate=2e-3)
+
+
 def cartpole_n_step_q() -> Config:
     """qfleet's own: a short search, told in docs/algorithms/n-step-q.md."""
     row = ALGORITHMS["n-step-q"]
