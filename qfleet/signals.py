@@ -49,16 +49,11 @@ def unheard_by_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def shrug() -> None:
-    """SIGTERM does nothing in this process from now on, but those that it starts hear it again.
+def shrug_if_unheard() -> None:
+    """Where SIGTERM is not heard it does nothing still, but those that are started hear it again.
 
     Environments may start programs, and end them that way.
     """
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-
-def shrug_if_unheard() -> None:
-    """The same where SIGTERM is not heard, which is in clusters that a run has started."""
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-        shrug()
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

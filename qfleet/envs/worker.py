@@ -41,7 +41,6 @@ from qfleet.core import EnvSpec
 from qfleet.envs.guard import GuardedEnv, one_line
 from qfleet.envs.registry import make_single
 from qfleet.errors import CheckpointError, QfleetError
-from qfleet.signals import shrug
 
 
 class Command:
@@ -107,7 +106,6 @@ def serve(share: Share, pipe: Connection) -> None:
     """Answer commands until told to close, or until nobody is there to command."""
     # Ctrl-C reaches the whole process group; the parent alone decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    shrug()
     # A group of its own, so that whatever the environments start can be ended with the worker.
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, daemon=True).start()
