@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from qfleet import schedules
-from qfleet.build import Parts
 from qfleet.evaluation import Evaluation
+from qfleet.parts import Parts
 from qfleet.result import Result, peak_device_bytes, peak_rss_bytes
 from qfleet.standings import Standings
 from qfleet.telemetry.timers import Timers

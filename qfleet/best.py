@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from qfleet.build import Parts
 from qfleet.core import StateDict
 from qfleet.errors import CheckpointError
+from qfleet.parts import Parts
 from qfleet.standings import Standings
 from qfleet.storage.checkpoint import save_policy
 from qfleet.storage.rundir import atomic_write_text

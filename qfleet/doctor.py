@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from qfleet.accelerator.tuning import Tuning
-from qfleet.build import TorchSettings, build
+from qfleet.build import build
 from qfleet.config import Config
 from qfleet.envs import ale_game, make_envs
 from qfleet.envs.device.names import is_tensor_env
@@ -26,6 +26,7 @@ from qfleet.plan import settle
 from qfleet.presets import resolve
 from qfleet.remembered import cache_path
 from qfleet.telemetry.faults import FaultLog
+from qfleet.torch_settings import TorchSettings
 
 LIBRARIES = [
     "torch",

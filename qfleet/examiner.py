@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qfleet.build import Parts
 from qfleet.core import VectorEnv
 from qfleet.envs import make_envs
 from qfleet.evaluation import Evaluation, evaluate_policy
+from qfleet.parts import Parts
 from qfleet.tensor_evaluation import as_evaluation
 
 MOST_ENVS = 16

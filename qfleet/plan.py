@@ -13,7 +13,7 @@ import time
 import torch
 
 from qfleet.accelerator.streams import has_streams
-from qfleet.build import TorchSettings, build
+from qfleet.build import build
 from qfleet.config import FIELDS, Config
 from qfleet.core import EnvSpec
 from qfleet.engines import ENGINES
@@ -22,6 +22,7 @@ from qfleet.envs.device.names import is_tensor_env
 from qfleet.placement import learner_device, resolve_device
 from qfleet.remembered import recall, remember
 from qfleet.telemetry.faults import FaultLog
+from qfleet.torch_settings import TorchSettings
 
 ENVS_PER_CORE = 8
 """With fewer, threads of ale-py's pool wait for the slowest of a step; with more, they gain little

@@ -1,11 +1,31 @@
-"""Random generators from a checkpoint: a saved state in, a generator that goes on from it out."""
+"""Where chance comes from: one seed in, a seed per consumer out; generators from a checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """One independent stream per consumer, all from ``config.seed``."""
+
+    network: int
+    memory: int
+    actor: int
+    learner: int
+    objective: int
+    envs: int
+    eval_envs: int
+
+    @classmethod
+    def of(cls, seed: int) -> Seeds:
+        children = np.random.SeedSequence(seed).spawn(7)
+        return cls(*(int(child.generate_state(1, np.uint32)[0]) for child in children))
 
 
 def restore_generator(generator: torch.Generator, state: Tensor) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from qfleet import scaling, tournament
 from qfleet.accounts import learning_scalars, make_result, pipeline_scalars
 from qfleet.best import save_best
-from qfleet.build import Parts, TorchSettings, build
+from qfleet.build import build
 from qfleet.callbacks import Callback
 from qfleet.config import Config
 from qfleet.core import StateDict
@@ -27,6 +27,7 @@ from qfleet.errors import CheckpointError, EnvironmentFault, QfleetError
 from qfleet.evaluation import Evaluation
 from qfleet.examiner import Examiner
 from qfleet.judge import Judge
+from qfleet.parts import Parts
 from qfleet.plan import settle
 from qfleet.result import Result
 from qfleet.signals import Signals
@@ -43,6 +44,7 @@ from qfleet.telemetry.timeline import draw_timeline, draw_workers
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace, merge_lanes, write_chrome_trace
 from qfleet.telemetry.writers import Writers, drop_metrics_beyond
+from qfleet.torch_settings import TorchSettings
 from qfleet.watch import Watch
 
 

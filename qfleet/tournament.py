@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qfleet.build import Parts, build
+from qfleet.build import build
 from qfleet.config import Config
 from qfleet.learner import Learner
 from qfleet.memory import Rollout
+from qfleet.parts import Parts
 from qfleet.population import Agents
 from qfleet.standings import Standings
 from qfleet.telemetry.trace import Trace

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from qfleet.build import Parts
 from qfleet.config import Config
 from qfleet.core import StateDict
 from qfleet.errors import DivergedError
 from qfleet.learner import Health
+from qfleet.parts import Parts
 from qfleet.storage.checkpoint import list_checkpoints
 from qfleet.telemetry.faults import MIN_FAULTS_TO_STOP, FaultLog
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from qfleet.build import TorchSettings
+from qfleet.torch_settings import TorchSettings
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from qfleet import placement, schedules
 from qfleet.acting import HostInference, make_greedy
 from qfleet.algorithms.exploration import sample_actions
 from qfleet.algorithms.losses import actor_critic, entropy
-from qfleet.build import Parts, build, make_network, make_objective, make_updater
+from qfleet.build import build
 from qfleet.config import Config
 from qfleet.core import SKIP, TERMINATED, Batch, Block, Clock, EnvSpec, StateDict
 from qfleet.engines import ENGINES
@@ -24,8 +24,10 @@ from qfleet.envs.device.cartpole import CartPole
 from qfleet.errors import ConfigError
 from qfleet.gradients import AutogradGradient, make_gradient
 from qfleet.learner import Learner
+from qfleet.makers import make_network, make_objective, make_updater
 from qfleet.memory import Rollout
 from qfleet.networks import QNetwork, build_network
+from qfleet.parts import Parts
 from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.runs import read_run

@@ -13,14 +13,7 @@ import torch
 import qfleet
 from qfleet.accelerator.inference import DeviceInference
 from qfleet.accelerator.tuning import Choice, apply_choice, copy_state
-from qfleet.build import (
-    TorchSettings,
-    build,
-    make_memory,
-    make_network,
-    make_objective,
-    make_updater,
-)
+from qfleet.build import build
 from qfleet.config import Config
 from qfleet.core import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
 from qfleet.engines.serial import run_serial
@@ -29,6 +22,7 @@ from qfleet.envs.device.names import MINATAR_IDS, make_tensor_env
 from qfleet.envs.device.protocol import begin_episodes, step_episodes
 from qfleet.envs.device.random import draw_below, first_counters, next_counters
 from qfleet.learner import Learner
+from qfleet.makers import make_memory, make_network, make_objective, make_updater
 from qfleet.memory import PrioritizedSampler, Ring
 from qfleet.placement import Placement
 from qfleet.presets import resolve
@@ -36,6 +30,7 @@ from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.tensor_actor import TensorActor
 from qfleet.tensor_evaluation import TensorEvaluator
+from qfleet.torch_settings import TorchSettings
 from qfleet.updaters.local import LocalUpdater
 from qfleet.updaters.optimisers import make_optimiser
 from qfleet.weights import FlatWeights, SameWeights

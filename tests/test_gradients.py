@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from qfleet.build import make_network, make_objective
 from qfleet.config import Config
 from qfleet.core import Batch, EnvSpec
 from qfleet.gradients import AutogradGradient, DenseGradient, make_gradient
+from qfleet.makers import make_network, make_objective
 from qfleet.weights import FlatWeights
 
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from qfleet import placement
-from qfleet.build import make_network
 from qfleet.config import Config
 from qfleet.core import EnvSpec
 from qfleet.errors import ConfigError
+from qfleet.makers import make_network
 from qfleet.memory import replay_bytes
 from qfleet.memory.sizing import USABLE_PERCENT
 from qfleet.networks import QNetwork

@@ -13,7 +13,7 @@ from test_tensor_evaluation import evaluate_on_device
 from torch import Tensor
 
 import qfleet
-from qfleet.build import Parts, build
+from qfleet.build import build
 from qfleet.config import Config
 from qfleet.core import Batch, Episode
 from qfleet.engines import ENGINES
@@ -21,6 +21,7 @@ from qfleet.envs import make_tensors
 from qfleet.errors import ConfigError, DivergedError, FaultRateError, QfleetError
 from qfleet.evaluation import Evaluation
 from qfleet.memory import Rollout
+from qfleet.parts import Parts
 from qfleet.plan import settle
 from qfleet.population import draw_values
 from qfleet.presets import resolve

@@ -8,15 +8,18 @@ import pytest
 import torch
 
 from qfleet import placement
+from qfleet.accelerator.preparing import updates_at_once
 from qfleet.accelerator.tuning import copy_state
-from qfleet.build import Parts, build, make_network, make_objective, make_updater, updates_at_once
+from qfleet.build import build
 from qfleet.config import Config
 from qfleet.core import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec, StateDict
 from qfleet.engines import ENGINES
 from qfleet.errors import ConfigError
 from qfleet.learner import Learner
 from qfleet.loop import rows_per_block
+from qfleet.makers import make_network, make_objective, make_updater
 from qfleet.memory import Rollout
+from qfleet.parts import Parts
 from qfleet.plan import settle, with_short_rollouts
 from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog

@@ -15,7 +15,6 @@ from qfleet import schedules, tensor_actor
 from qfleet.acting import HostInference
 from qfleet.actor import Actor
 from qfleet.algorithms.exploration import epsilon_ladder
-from qfleet.build import make_network
 from qfleet.config import Config
 from qfleet.core import FIRST, SKIP, TERMINATED, Block, EnvSpec, Episode
 from qfleet.envs.device.cartpole import CartPole
@@ -24,6 +23,7 @@ from qfleet.envs.device.protocol import Outcome, State, TensorEnv
 from qfleet.envs.device.vector import TensorEnvs
 from qfleet.envs.seeding import env_seeds
 from qfleet.errors import EnvironmentFault
+from qfleet.makers import make_network
 from qfleet.presets import resolve
 from qfleet.telemetry.timers import Timers
 from qfleet.tensor_actor import EPISODES_KEPT, TensorActor, ring_places

@@ -10,7 +10,6 @@ from test_tensor_actor import Broken, Count, constant, scripted
 from torch import Tensor
 
 from qfleet import evaluation, tensor_evaluation
-from qfleet.build import make_network
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.names import make_tensor_env
 from qfleet.envs.device.protocol import TensorEnv
@@ -18,6 +17,7 @@ from qfleet.envs.device.vector import TensorEnvs
 from qfleet.envs.seeding import env_seeds
 from qfleet.errors import EnvironmentFault
 from qfleet.evaluation import Evaluation, evaluate_policy
+from qfleet.makers import make_network
 from qfleet.networks import QNetwork
 from qfleet.presets import resolve
 from qfleet.tensor_evaluation import CHUNK, TensorEvaluator, as_evaluation

@@ -12,10 +12,11 @@ import pytest
 import torch
 from test_population import configure, rows_of, train
 
-from qfleet.build import Parts, build
+from qfleet.build import build
 from qfleet.config import Config
 from qfleet.engines import ENGINES
 from qfleet.memory import Rollout
+from qfleet.parts import Parts
 from qfleet.run import Run, Sitting
 from qfleet.standings import Standings
 from qfleet.storage.checkpoint import load_checkpoint

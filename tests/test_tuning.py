@@ -20,9 +20,10 @@ from qfleet.accelerator.tuning import (
     tune,
     tuning_key,
 )
-from qfleet.build import TorchSettings, make_network
 from qfleet.config import Config
 from qfleet.core import EnvSpec
+from qfleet.makers import make_network
+from qfleet.torch_settings import TorchSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FP32, TF32, BF16 = (Choice(p, compiled=False) for p in ("fp32", "tf32", "bf16"))

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from qfleet.build import make_memory, make_network, make_objective, make_updater
 from qfleet.config import Config
 from qfleet.core import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
 from qfleet.learner import Learner
+from qfleet.makers import make_memory, make_network, make_objective, make_updater
 from qfleet.memory import Ring
 from qfleet.placement import Placement
 from qfleet.presets import resolve

@@ -15,14 +15,6 @@ from qfleet.apex.remote_actor import RemoteActor, actor_seed
 from qfleet.apex.replay import LETTERS_PER_ACTOR, PREFETCHED, ShardedReplay
 from qfleet.apex.shard import ReplayShard
 from qfleet.apex.shares import ring_capacity
-from qfleet.build import (
-    Parts,
-    Seeds,
-    make_network,
-    make_objective,
-    make_updater,
-    set_threads,
-)
 from qfleet.cluster import STORE_BYTES, Cluster, open_cluster
 from qfleet.config import Config
 from qfleet.core import Clock, EnvSpec
@@ -31,11 +23,15 @@ from qfleet.envs.seeding import env_seeds
 from qfleet.errors import ClusterError, ConfigError
 from qfleet.learner import Learner
 from qfleet.loop import RateLimiter, rows_per_block
+from qfleet.makers import make_network, make_objective, make_updater
 from qfleet.memory import check_fits
+from qfleet.parts import Parts
 from qfleet.placement import Placement
+from qfleet.randomness import Seeds
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
+from qfleet.torch_settings import set_threads
 
 VERSIONS = 4
 """Versions of the weights that the object store holds: the newest, and those still being read."""

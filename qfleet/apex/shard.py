@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from qfleet.apex.letters import Letter, unseal
 from qfleet.apex.messages import COLUMNS, Answer, Drawn, News, Tally, as_arrays, as_tensors
 from qfleet.apex.shares import Holding, ring_capacity
-from qfleet.build import Seeds, set_threads
 from qfleet.config import Config
 from qfleet.core import FIRST, EnvSpec, StateDict
 from qfleet.envs.seeding import mix_seeds
 from qfleet.memory import PrioritizedSampler, Ring, UniformSampler
+from qfleet.randomness import Seeds
 from qfleet.storage.segments import Segments
+from qfleet.torch_settings import set_threads
 
 
 class _Kept:

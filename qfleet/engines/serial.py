@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qfleet.apex.fleet import ActorFleet
-from qfleet.build import Parts
 from qfleet.collectors import Ahead, Inline
 from qfleet.loop import collect, learn
+from qfleet.parts import Parts
 from qfleet.tensor_actor import TensorActor
 
 

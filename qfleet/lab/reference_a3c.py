@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qfleet.build import Seeds
 from qfleet.config import Config
 from qfleet.core import EnvSpec
 from qfleet.envs.seeding import env_seeds
 from qfleet.lab.reference_pqn import Row
 from qfleet.networks import build_network
+from qfleet.randomness import Seeds
 
 
 def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:

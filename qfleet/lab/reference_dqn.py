@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qfleet.acting import make_greedy
-from qfleet.build import Seeds
 from qfleet.config import Config
 from qfleet.core import EnvSpec
 from qfleet.envs.seeding import env_seeds
 from qfleet.networks import build_network
+from qfleet.randomness import Seeds
 
 
 @dataclass

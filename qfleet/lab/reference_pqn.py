@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qfleet.build import Seeds
 from qfleet.config import Config
 from qfleet.core import EnvSpec
 from qfleet.envs.device.random import draw_bits, first_counters, next_counters
 from qfleet.envs.seeding import env_seeds
 from qfleet.networks import build_network
+from qfleet.randomness import Seeds
 
 
 @dataclass

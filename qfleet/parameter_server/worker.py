@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from qfleet.build import Parts, build
 from qfleet.cluster import TIMEOUT_S, from_inside
 from qfleet.collectors import Inline
 from qfleet.config import Config
@@ -20,7 +19,9 @@ from qfleet.engines.serial import run_serial
 from qfleet.envs.latency import latency_of
 from qfleet.envs.seeding import mix_seeds
 from qfleet.errors import GivenUp
+from qfleet.one_process import build_one_process
 from qfleet.parameter_server.client import Line, RemoteLine, Servers, ServersLost
+from qfleet.parts import Parts
 from qfleet.schedules import own_ladder
 from qfleet.signals import shrug_if_unheard
 from qfleet.telemetry.faults import FaultLog
@@ -120,7 +121,7 @@ class Worker:
             return self._updater
 
         self._own = worker_config(config, number)
-        self._parts: Parts = build(
+        self._parts: Parts = build_one_process(
             self._own, self._faults, restarted_at, self._trace, remote=remote
         )
         if (ladder := own_ladder(config, number)) is not None:

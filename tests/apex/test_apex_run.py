@@ -19,12 +19,13 @@ from qfleet.apex import broadcast, building
 from qfleet.apex.account import Account
 from qfleet.apex.broadcast import INTERVAL_S, Broadcast
 from qfleet.apex.replay import ShardedReplay
-from qfleet.build import Parts, build
+from qfleet.build import build
 from qfleet.config import Config
 from qfleet.core import Clock
 from qfleet.engines import ENGINES
 from qfleet.errors import CheckpointError, ClusterError, ConfigError
 from qfleet.loop import RateLimiter
+from qfleet.parts import Parts
 from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog

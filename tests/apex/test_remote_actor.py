@@ -13,7 +13,7 @@ from qfleet.apex.letters import unseal
 from qfleet.apex.messages import Order
 from qfleet.apex.remote_actor import RemoteActor, actor_seed
 from qfleet.apex.shard import ReplayShard
-from qfleet.build import make_network, make_objective
+from qfleet.makers import make_network, make_objective
 from qfleet.schedules import own_ladder
 from qfleet.weights import FlatWeights
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scripted_envs import Faults
 
-from qfleet.build import TorchSettings, build
+from qfleet.build import build
 from qfleet.config import Config
 from qfleet.core import VectorEnv
 from qfleet.engines import ENGINES
@@ -16,6 +16,7 @@ from qfleet.envs import latency_of, make_envs
 from qfleet.envs.latency import DelayedEnvs
 from qfleet.envs.sync import SyncEnvs
 from qfleet.telemetry.faults import FaultLog
+from qfleet.torch_settings import TorchSettings
 
 GO = np.zeros(2, dtype=np.int64)
 

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from qfleet.build import Parts, build
+from qfleet.build import build
 from qfleet.config import Config
 from qfleet.core import FIRST, SKIP
 from qfleet.engines import ENGINES
 from qfleet.envs import make_envs
 from qfleet.memory import Ring
+from qfleet.parts import Parts
 from qfleet.telemetry.faults import FaultLog
 
 

@@ -16,12 +16,13 @@ from test_resume import assert_equal, configure, final_state, leaves, resume, tr
 
 import qfleet
 from qfleet import placement, stages
-from qfleet.build import Parts, build
+from qfleet.build import build
 from qfleet.config import Config
 from qfleet.core import FIRST, SKIP
 from qfleet.engines import ENGINES
 from qfleet.errors import CheckpointError
 from qfleet.learner import Learner
+from qfleet.parts import Parts
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog

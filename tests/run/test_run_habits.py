@@ -172,8 +172,8 @@ def test_frames_with_channels_are_stacked_into_an_image(tmp_path: Path) -> None:
 
 
 def test_compiling_switches_the_hand_written_shortcuts_off() -> None:
-    from qfleet.build import make_network
     from qfleet.core import EnvSpec
+    from qfleet.makers import make_network
 
     spec = EnvSpec("x", (4,), "float32", 2)
     for compiled in (False, True):

@@ -248,7 +248,7 @@ def test_an_observation_of_another_shape_is_refused(trained: qfleet.Trained) -> 
 
 def test_a_policy_read_back_is_the_one_that_was_evaluated(trained: qfleet.Trained) -> None:
     """The best one, in envs of the run's own seeds, earns what the run says it earned."""
-    from qfleet.build import Seeds
+    from qfleet.randomness import Seeds
 
     policy = trained.policy("best")
     evaluation = policy.evaluate(2, Seeds.of(trained.config.seed).eval_envs)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import qfleet
-from qfleet.build import make_network
 from qfleet.core import EnvSpec
 from qfleet.envs import make_envs
 from qfleet.envs.device.cartpole import CartPole
@@ -26,6 +25,7 @@ from qfleet.envs.device.protocol import (
 )
 from qfleet.envs.device.vector import TensorEnvs
 from qfleet.errors import ConfigError, EnvironmentFault, UnknownNameError
+from qfleet.makers import make_network
 from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
 

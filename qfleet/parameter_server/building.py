@@ -11,20 +11,23 @@ from pathlib import Path
 import torch
 
 from qfleet.accelerator.compiling import Compilable
-from qfleet.build import Parts, Seeds, make_network, make_objective, make_updater, set_threads
 from qfleet.cluster import check_memory
 from qfleet.config import Config
 from qfleet.core import Batch, Block, Clock, EnvSpec, StateDict
 from qfleet.envs import make_envs
 from qfleet.learner import Learner
 from qfleet.loop import RateLimiter
+from qfleet.makers import make_network, make_objective, make_updater
 from qfleet.memory import check_fits
 from qfleet.parameter_server.fleet import Fleet
+from qfleet.parts import Parts
 from qfleet.placement import Placement
+from qfleet.randomness import Seeds
 from qfleet.scaling import several
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
+from qfleet.torch_settings import set_threads
 from qfleet.weights import SameWeights
 
 

@@ -1,0 +1,162 @@
+"""Config in, one part of a run out: environments, networks, memory, objective, updater."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qfleet.accelerator.streams import has_streams
+from qfleet.algorithms.objective import Objective
+from qfleet.config import Config
+from qfleet.core import EnvSpec, Updater, VectorEnv
+from qfleet.envs import make_envs
+from qfleet.envs.seeding import mix_seeds
+from qfleet.memory import PrioritizedSampler, Ring, Rollout, Sampler, UniformSampler, check_fits
+from qfleet.networks import QNetwork, build_network
+from qfleet.networks.population import Population
+from qfleet.placement import Placement, free_device_bytes
+from qfleet.population import agent_seeds
+from qfleet.randomness import Seeds
+from qfleet.telemetry.faults import FaultLog
+from qfleet.updaters.fused import FusedUpdater, has_kernels
+from qfleet.updaters.local import LocalUpdater
+from qfleet.updaters.optimisers import make_optimiser
+from qfleet.weights import FlatWeights
+
+ModelTransform = Callable[[QNetwork], QNetwork]
+
+
+def make_groups(config: Config, seed: int, faults: FaultLog) -> list[VectorEnv]:
+    """The environments, in groups of (almost) equal size."""
+    groups = max(1, config.env_groups)
+    envs: list[VectorEnv] = []
+    try:
+        for group in range(groups):
+            size = config.envs // groups + (group < config.envs % groups)
+            group_seed = mix_seeds(seed, group) if group else seed
+            envs.append(make_envs(config, size, group_seed, training=True, on_fault=faults))
+    except BaseException:
+        for made in envs:
+            made.close()
+        raise
+    return envs
+
+
+def make_network(config: Config, spec: EnvSpec, device: torch.device, seed: int) -> QNetwork:
+    """The network with weights drawn from ``seed``, passed through the model transform."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = build_network(spec, config)
+    return model_transform(config, device)(network.to(device))
+
+
+def make_networks(
+    config: Config, spec: EnvSpec, device: torch.device, members: Sequence[int] | None = None
+) -> QNetwork:
+    """The learner's network, or those of a population's agents, all or some, as one."""
+    members = range(config.population) if members is None else members
+    seeds = [Seeds.of(seed).network for seed in agent_seeds(config, members)]
+    networks = [make_network(config, spec, device, seed) for seed in seeds]
+    return networks[0] if config.population == 1 else Population(networks)
+
+
+def model_transform(config: Config, device: torch.device) -> ModelTransform:
+    """What is done to a network from outside once it is built; the network never knows."""
+
+    def compiled(network: QNetwork) -> QNetwork:
+        network.compile()
+        network.allows_shortcuts = False
+        return network
+
+    # On an accelerator whole updates are compiled, in which the network is one part.
+    whole_updates = config.engine in ("pipeline", "device") and has_streams(device)
+    in_itself = config.compile == "on" and not whole_updates
+    return compiled if in_itself else lambda network: network
+
+
+def make_memory(config: Config, spec: EnvSpec, place: Placement, seed: int) -> Ring:
+    directory = Path(config.replay_dir) if config.replay_dir else None
+    device = place.replay
+    check_fits(
+        spec,
+        config.envs,
+        config.buffer_size,
+        config.prioritized_replay,
+        budget_bytes=None if device.type == "cpu" else free_device_bytes(device),
+        on_disk=directory,
+        compression=config.replay_compression,
+    )
+    generator = torch.Generator(device=device).manual_seed(seed)
+    unasked = place.unasked and device.type == place.device.type
+    sampler: Sampler
+    if config.prioritized_replay:
+        sampler = PrioritizedSampler(
+            config.buffer_size // config.envs,
+            config.envs,
+            config.prioritized_replay_alpha,
+            config.prioritized_replay_eps,
+            device,
+            generator,
+            unasked,
+        )
+    else:
+        sampler = UniformSampler(generator, unasked)
+    return Ring(
+        spec,
+        config.envs,
+        config.buffer_size,
+        config.n_steps,
+        config.gamma,
+        sampler,
+        device,
+        directory,
+        config.replay_compression,
+        unasked,
+    )
+
+
+def make_rollout(
+    config: Config,
+    spec: EnvSpec,
+    place: Placement,
+    values: Callable[[Tensor], Tensor],
+    members: Sequence[int],
+) -> Rollout:
+    return Rollout(
+        spec,
+        config.envs * len(members),
+        config.train_freq // config.envs,
+        config.gamma,
+        config.td_lambda,
+        values,
+        [Seeds.of(seed).memory for seed in agent_seeds(config, members)],
+        place.replay,
+        batch_size=config.batch_size,
+        epochs=config.gradient_steps * config.batch_size // config.train_freq,
+    )
+
+
+def make_objective(config: Config, device: torch.device, seed: int) -> Objective:
+    return Objective(
+        head=config.head,
+        double=config.double,
+        munchausen=config.munchausen,
+        loss_kind=config.loss,
+        iqn_samples=config.iqn_samples,
+        munchausen_alpha=config.munchausen_alpha,
+        munchausen_tau=config.munchausen_tau,
+        munchausen_clip=config.munchausen_clip,
+        value_weight=config.value_weight,
+        entropy_weight=config.entropy_weight,
+        generator=torch.Generator(device=device).manual_seed(seed),
+    )
+
+
+def make_updater(config: Config, weights: FlatWeights, unasked: bool) -> Updater:
+    if unasked and has_kernels(config.optimizer, weights.data.device):
+        return FusedUpdater(weights, config.optimizer_eps, config.max_grad_norm)
+    optimiser = make_optimiser(config.optimizer, weights.data, config.optimizer_eps)
+    return LocalUpdater(weights, optimiser, config.max_grad_norm)
