@@ -36,7 +36,7 @@ from qfleet.errors import (
     UserError,
     ValueLost,
 )
-from qfleet.signals import unheard_by_children
+from qfleet.signals import sigterm_unwinds, undisturbed, unheard_by_children
 
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 256 * 2**20
@@ -261,7 +261,7 @@ def _start(
         others = set(this.children())
         theirs = signal.getsignal(signal.SIGTERM)
         try:
-            with _sigterm_unwinds(theirs):
+            with sigterm_unwinds(theirs):
                 with unheard_by_children():
                     cluster = _connect(
                         ray,
@@ -279,10 +279,10 @@ def _start(
                     )
                 _check_settings(ray, cluster)
                 # Once more: connecting put a handler of Ray's in its place.
-                with _sigterm_unwinds(theirs):
+                with sigterm_unwinds(theirs):
                     yield cluster
         finally:
-            with _undisturbed():
+            with undisturbed():
                 started = [child for child in this.children() if child not in others]
                 for child in list(started):
                     with contextlib.suppress(psutil.NoSuchProcess):
@@ -356,15 +356,15 @@ def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
         _check_unused(ray)
         theirs = signal.getsignal(signal.SIGTERM)
         try:
-            with _sigterm_unwinds(theirs):
+            with sigterm_unwinds(theirs):
                 with _silence():
                     cluster = _connect(ray, timeout_s, folder=None, address=address)
                 cluster.require_room(workers)
                 # Once more: connecting put a handler of Ray's in its place.
-                with _sigterm_unwinds(theirs):
+                with sigterm_unwinds(theirs):
                     yield cluster
         finally:
-            with _undisturbed():
+            with undisturbed():
                 ray.shutdown()
 
 
@@ -447,53 +447,6 @@ def _silence() -> Iterator[None]:
         os.dup2(before, 2)
         os.close(before)
         os.close(nowhere)
-
-
-@contextlib.contextmanager
-def _sigterm_unwinds(theirs: Any) -> Iterator[None]:
-    """SIGTERM unwinds the block, so that it is tidied up, and ends with the usual code.
-
-    Whoever handled it before, as a run does that wants its checkpoint, goes on doing so.
-    """
-    if callable(theirs):
-        with _handling({signal.SIGTERM: theirs}):
-            yield
-        return
-    came = []
-
-    def leave(number: int, _frame: object) -> None:
-        came.append(number)
-        raise SystemExit
-
-    with _handling({signal.SIGTERM: leave}):
-        try:
-            yield
-        except SystemExit:
-            if not came:
-                raise
-            # Ray, where it was waiting, has put a code of its own in place of ours.
-            raise SystemExit(128 + came[0]) from None
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C must not leave half a cluster; what is in here has deadlines."""
-    with _handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
-        yield
-
-
-@contextlib.contextmanager
-def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    before = {}
-    for number, handler in handlers.items():
-        # Outside the main thread signals are somebody else's business.
-        with contextlib.suppress(ValueError):
-            before[number] = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _store_full(error: BaseException) -> str:

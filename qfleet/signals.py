@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, turned into a request that the run grants at its next block.
+"""Ctrl-C and SIGTERM: a request that the run grants at its next block, or a way out that tidies up.
 
 Whoever ends a job may send SIGTERM to all its processes at once: batch systems, service managers
 and ``timeout`` do. The run alone is to heed it, since it needs the others for its checkpoint.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -57,3 +57,50 @@ def shrug_if_unheard() -> None:
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+@contextlib.contextmanager
+def sigterm_unwinds(theirs: Any) -> Iterator[None]:
+    """SIGTERM unwinds the block, so that it is tidied up, and ends with the usual code.
+
+    Whoever handled it before, as a run does that wants its checkpoint, goes on doing so.
+    """
+    if callable(theirs):
+        with handling({signal.SIGTERM: theirs}):
+            yield
+        return
+    came = []
+
+    def leave(number: int, _frame: object) -> None:
+        came.append(number)
+        raise SystemExit
+
+    with handling({signal.SIGTERM: leave}):
+        try:
+            yield
+        except SystemExit:
+            if not came:
+                raise
+            # Ray, where it was waiting, has put a code of its own in place of ours.
+            raise SystemExit(128 + came[0]) from None
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """For tidying up, which a second Ctrl-C must not leave half done; it needs deadlines."""
+    with handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
+        yield
+
+
+@contextlib.contextmanager
+def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    before = {}
+    for number, handler in handlers.items():
+        # Outside the main thread signals are somebody else's business.
+        with contextlib.suppress(ValueError):
+            before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from qfleet import cluster as clusters
+from qfleet import signals
 from qfleet.cli import main
 from qfleet.cluster import open_cluster
 from qfleet.errors import ClusterError, UserError
@@ -128,7 +129,7 @@ def test_signals_are_left_alone_outside_the_main_thread() -> None:
     passed = []
 
     def enter() -> None:
-        with clusters._undisturbed():
+        with signals.undisturbed():
             passed.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=enter)
@@ -152,14 +153,14 @@ def test_who_handles_sigterm_goes_on_doing_so() -> None:
 
     before = signal.signal(signal.SIGTERM, theirs)
     try:
-        with clusters._handling({signal.SIGTERM: signal.SIG_IGN}):
-            with clusters._sigterm_unwinds(theirs):
+        with signals.handling({signal.SIGTERM: signal.SIG_IGN}):
+            with signals.sigterm_unwinds(theirs):
                 signal.raise_signal(signal.SIGTERM)
                 assert heard == [signal.SIGTERM]
             assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
         with (
             pytest.raises(SystemExit) as left,
-            clusters._sigterm_unwinds(signal.SIG_DFL),
+            signals.sigterm_unwinds(signal.SIG_DFL),
         ):
             signal.raise_signal(signal.SIGTERM)
         assert (left.value.code, len(heard)) == (143, 1)
