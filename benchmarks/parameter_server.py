@@ -13,6 +13,8 @@ Rates are ratios against a bare call, or one worker, of the same run.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import random
@@ -30,7 +32,7 @@ import torch
 import qfleet
 from qfleet.callbacks import Callback
 from qfleet.cli import lab_speedup
-from qfleet.cluster import Cluster, open_cluster
+from qfleet.cluster import Cluster, from_inside, open_cluster
 from qfleet.config import Config
 from qfleet.evaluation import Evaluation
 from qfleet.parameter_server.client import RemoteLine, Servers
@@ -40,6 +42,7 @@ from qfleet.run import Run
 from qfleet.telemetry.timers import Timers
 
 SIZES = {"CartPole's MLP": 4_610, "an MLP of 256 × 256": 67_586, "Nature's CNN": 1_687_206}
+CLIENTS = (1, 4)
 UPDATES = ("sync", "async", "ssp", "hybrid", "easgd", "local-sgd", "admm")
 LATENCY_S = "0.005"
 WAITING = {"envs": 1, "train_freq": 32, "gradient_steps": 1, "batch_size": 32, "net_arch": [64, 64]}
@@ -74,18 +77,42 @@ class Stepping(Bare):
         return self._weights.numpy().copy()
 
 
+class Client:
+    """A worker as the server sees it: calls one after another, each waited for."""
+
+    def __init__(self, worker: int, size: int, server: Any, actors: dict[str, Any]) -> None:
+        cluster = from_inside()
+        torch.set_num_threads(1)
+        gradient, into = torch.randn(size), torch.zeros(size)
+        servers = Servers(worker, size, [RemoteLine(cluster, server, 0)], Timers())
+        servers.join(into)
+
+        def call(actor: Any) -> None:
+            answer = cluster.get(actor.take.remote(gradient.numpy()), "an actor")
+            into.copy_(torch.from_numpy(answer))
+
+        self._acts: dict[str, Callable[[], None]] = {
+            **{kind: functools.partial(call, actor) for kind, actor in actors.items()},
+            "push": lambda: servers.push(gradient, 1e-3, None, 1.0, into),
+        }
+
+    def act(self, kind: str, calls: int) -> None:
+        for _ in range(calls):
+            self._acts[kind]()
+
+
 def throughput(rounds: int, calls: int) -> dict[str, Any]:
+    """One client shows what a call takes, several how many calls a server can answer."""
     found: dict[str, Any] = {}
-    config = Config(engine="parameter-server", update="async", workers=1)
-    with open_cluster(4, inline_bytes=INLINE_VECTOR_BYTES) as cluster:
-        for name, size in SIZES.items():
-            each = _seconds(cluster, config, size, rounds, calls)
+    with open_cluster(3 + max(CLIENTS), inline_bytes=INLINE_VECTOR_BYTES) as cluster:
+        for (name, size), clients in itertools.product(SIZES.items(), CLIENTS):
+            each = _seconds(cluster, size, clients, rounds, calls)
             over = {kind: each["push"] / each[kind] - 1 for kind in each if kind != "push"}
             megabytes = 2 * 4 * size / 1e6 / each["push"]
-            found[name] = {**each, "over": over, "MB_per_s": megabytes}
+            found[f"{name}, {clients}"] = {**each, "over": over, "MB_per_s": megabytes}
             print(
-                f"{name:<20} {1 / each['push']:8,.0f} pushes/s {megabytes:8.1f} MB/s   "
-                f"{over['bare call']:+.0%} over a bare call, "
+                f"{name:<20} {clients} at once {1 / each['push']:8,.0f} pushes/s "
+                f"{megabytes:8.1f} MB/s   {over['bare call']:+.0%} over a bare call, "
                 f"{over['bare call that steps']:+.0%} over one that steps",
                 flush=True,
             )
@@ -93,32 +120,23 @@ def throughput(rounds: int, calls: int) -> dict[str, Any]:
 
 
 def _seconds(
-    cluster: Cluster, config: Config, size: int, rounds: int, calls: int
+    cluster: Cluster, size: int, clients: int, rounds: int, calls: int
 ) -> dict[str, float]:
-    """Of one call of each kind, in the median of rounds in which they take turns."""
-    gradient, into = torch.randn(size), torch.zeros(size)
-    server = cluster.spawn(RemoteServer, config, into.numpy(), at_once=calls_at_once(config))
-    servers = Servers(0, size, [RemoteLine(cluster, server, 0)], Timers())
-    servers.join(into)
-    bare, stepping = (cluster.spawn(kind, size) for kind in (Bare, Stepping))
-
-    def call(actor: Any) -> None:
-        answer = cluster.get(actor.take.remote(gradient.numpy()), "an actor")
-        into.copy_(torch.from_numpy(answer))
-
-    kinds: dict[str, Callable[[], None]] = {
-        "bare call": lambda: call(bare),
-        "bare call that steps": lambda: call(stepping),
-        "push": lambda: servers.push(gradient, 1e-3, None, 1.0, into),
-    }
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    """Per call of each kind, by all clients, in the median of rounds in which kinds take turns."""
+    config = Config(engine="parameter-server", update="async", workers=clients)
+    weights = np.zeros(size, dtype=np.float32)
+    server = cluster.spawn(RemoteServer, config, weights, at_once=calls_at_once(config))
+    kinds = {"bare call": Bare, "bare call that steps": Stepping}
+    actors = {name: cluster.spawn(kind, size) for name, kind in kinds.items()}
+    callers = [cluster.spawn(Client, worker, size, server, actors) for worker in range(clients)]
+    seconds: dict[str, list[float]] = {kind: [] for kind in (*kinds, "push")}
     for _ in range(rounds + 1):  # the first is not counted
-        for kind, act in kinds.items():
+        for kind, taken in seconds.items():
             start_s = time.perf_counter()
-            for _ in range(calls):
-                act()
-            seconds[kind].append((time.perf_counter() - start_s) / calls)
-    for actor in (server, bare, stepping):
+            for done in [caller.act.remote(kind, calls // clients) for caller in callers]:
+                cluster.get(done, "a client")
+            taken.append((time.perf_counter() - start_s) / (calls // clients * clients))
+    for actor in (server, *actors.values(), *callers):
         cluster.stop(actor)
     return {kind: statistics.median(values[1:]) for kind, values in seconds.items()}
 

@@ -32,6 +32,8 @@ PREFETCHED = 2
 """Draws under way while the learner learns: one to take up next, one behind it."""
 LETTERS_PER_ACTOR = 2
 """Letters of an actor on their way to its shard; with more, collecting waits for the shard."""
+ROWS_OF_A_LIFE = 2**40
+"""More than a ring ever takes: rows of different lives have different numbers."""
 
 
 class NothingToSample(QfleetError):
@@ -86,6 +88,7 @@ class _Shard:
     actors: list[int]
     handle: Any
     life: int = 0
+    """How often it was replaced, since the run began."""
     calls: deque[_Call] = field(default_factory=deque)
     """In the order in which they were made, which is the order in which they are answered."""
     holdings: dict[int, Holding] = field(default_factory=dict)
@@ -355,9 +358,15 @@ class ShardedReplay:
         for shard in self._shards:
             for actor in shard.actors:
                 reference = shard.handle.describe.remote(actor)
-                state, versions = self._fetch(shard, reference)
-                pieces = _FarPieces(self._fetch, shard, actor, len(versions))
-                rings[str(actor)] = {**as_tensors(state), "frames": Segments(pieces, versions)}
+                state, newest_rows = self._fetch(shard, reference)
+                pieces = _FarPieces(self._fetch, shard, actor, len(newest_rows))
+                # Who takes a lost shard's place counts rows from 0 again: they are other rows.
+                versions = [row + shard.life * ROWS_OF_A_LIFE for row in newest_rows]
+                rings[str(actor)] = {
+                    **as_tensors(state),
+                    "frames": Segments(pieces, versions),
+                    "life": shard.life,
+                }
         return {"actors": self._config.workers, "rings": rings}
 
     def _fetch(self, shard: _Shard, reference: Any) -> Any:
@@ -379,6 +388,7 @@ class ShardedReplay:
 
     def _restore(self, shard: _Shard, actor: int, state: StateDict) -> None:
         pieces: Segments = state.pop("frames")
+        shard.life = max(shard.life, state.pop("life", 0))  # older checkpoints say nothing
         who = f"replay shard {shard.number}"
         shard.holdings = self._cluster.get(
             shard.handle.restore.remote(actor, as_arrays(state)), who

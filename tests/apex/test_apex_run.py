@@ -21,13 +21,14 @@ from qfleet.apex.broadcast import INTERVAL_S, Broadcast
 from qfleet.apex.replay import ShardedReplay
 from qfleet.build import build
 from qfleet.config import Config
-from qfleet.core import Clock
+from qfleet.core import Clock, StateDict
 from qfleet.engines import ENGINES
 from qfleet.errors import CheckpointError, ClusterError, ConfigError
 from qfleet.loop import RateLimiter
+from qfleet.memory import ring
 from qfleet.parts import Parts
 from qfleet.run import Run, Sitting
-from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import FleetAccount
 from qfleet.telemetry.fleet_table import fleet_lines
@@ -381,6 +382,43 @@ def test_checkpoints_hold_the_rings_and_servers_may_change(
                 assert torch.equal(mine, theirs)
             assert torch.equal(ring["sampler"]["leaves"], state["sampler"]["leaves"])
         assert parts.memory.can_sample()
+
+
+def test_a_checkpoint_has_no_frames_of_a_shard_that_was_lost(
+    clusters: list[OneProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames that did not change are shared with the checkpoint before; a lost shard's did."""
+    monkeypatch.setattr(ring, "SEGMENT_BYTES", 512)  # many pieces, as with images
+    config = small(servers=2, buffer_size=8000, steps=8000)
+
+    def check_saved(number: int, parts: Parts, cluster: OneProcess) -> StateDict:
+        memory = {"memory": parts.memory.state_dict()}
+        save_checkpoint(tmp_path / "checkpoints", number, memory, {}, keep=9)
+        saved: StateDict = load_checkpoint(tmp_path / "checkpoints").parts["memory"]
+        for shard in cluster.living("ReplayShard"):
+            for actor, kept in shard.instance._kept.items():
+                there, here = saved["rings"][str(actor)], kept.ring.state_dict()
+                assert len(here["frames"].tensors) > 3
+                for mine, stored in zip(
+                    here["frames"].tensors, there["frames"].tensors, strict=True
+                ):
+                    assert torch.equal(mine, stored)
+                assert torch.equal(here["action"], there["action"])
+        return saved
+
+    with built(config) as parts:
+        train_until(parts, 700)
+        check_saved(1, parts, clusters[0])
+        clusters[0].living("ReplayShard")[1].doomed = True
+        train_until(parts, 1800)
+        assert parts.faults.counts == {"replay_shard": 1}
+        saved = check_saved(2, parts, clusters[0])
+    with built(config) as parts:  # a resumed run counts lives on
+        parts.memory.load_state_dict(saved)
+        clusters[1].living("ReplayShard")[1].doomed = True
+        train_until(parts, 1800)
+        assert parts.faults.counts == {"replay_shard": 1}
+        check_saved(3, parts, clusters[1])
 
 
 def test_another_number_of_actors_is_refused_and_both_are_named(
