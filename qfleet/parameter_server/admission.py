@@ -12,6 +12,15 @@ guards (Gorila)    ``AgeLimit``, ``Outliers``: around any of these
 
 A worker whose gradient cannot be used (not finite, dropped by a guard) has arrived all the same:
 the others do not wait for it, and it waits for them.
+
+**Turns.** Several shards that make the same workers wait have to agree on whom they wait for. Where
+a gradient reached some of them only, because one died or the worker was about to join, one shard
+would wait for what another has had already: workers would compute one after another from then on,
+or wait for each other for ever. So gradients are numbered by the turn that they are for: the round
+of a barrier, the worker's clock of bounded staleness. A shard tells a worker the turn of its next
+gradient, and the worker sends the largest that any shard has told it (Lamport 1978), each time a
+larger one. Who comes, or joins, for a later turn has nothing to send for those before it; nor has
+whose gradient was dropped.
 """
 
 from __future__ import annotations
@@ -47,6 +56,8 @@ class Arrival:
     weight: float
     """Its share in a mean, relative to the others'."""
     loss: float | None
+    turn: int | None = None
+    """That it is for; None: the one that it is here."""
 
 
 class Moment(NamedTuple):
@@ -71,6 +82,10 @@ class Admission(Protocol):
         """A worker is present from now on (and in ``moment.present``)."""
         ...
 
+    def expect(self, worker: int, turn: int) -> None:
+        """The next gradient of a present worker will be for this turn, or a later one."""
+        ...
+
     def arrive(self, arrival: Arrival, moment: Moment) -> Decision:
         """A present worker, which does not have to wait, sent a gradient."""
         ...
@@ -83,6 +98,10 @@ class Admission(Protocol):
         """Whether the worker may not compute its next gradient yet."""
         ...
 
+    def turn(self, worker: int) -> int:
+        """Of the worker's next gradient; 0 where nobody waits for anybody in particular."""
+        ...
+
     def state_dict(self) -> StateDict: ...
 
     def load_state_dict(self, state: StateDict) -> None: ...
@@ -92,28 +111,31 @@ class _Group:
     """Gradients that are kept for one mean, and the workers that wait with them."""
 
     def __init__(self) -> None:
-        self.waiting: set[int] = set()
+        self.waiting: dict[int, int] = {}
+        """By worker: the turn that it came for."""
         self._kept: list[Arrival] = []
 
-    def add(self, arrival: Arrival) -> None:
-        self.waiting.add(arrival.worker)
+    def add(self, arrival: Arrival, turn: int = 0) -> None:
+        self.waiting[arrival.worker] = turn
         if arrival.gradient is not None:
             # A copy: the sender may use its buffer again. Losses have been judged by now.
-            mine = replace(arrival, gradient=arrival.gradient.clone(), loss=None)
+            mine = replace(arrival, gradient=arrival.gradient.clone(), loss=None, turn=turn)
             self._kept.append(mine)
 
-    def close(self) -> Decision:
-        update = tuple(sorted(self._kept, key=lambda kept: (kept.worker, kept.sequence)))
-        self.waiting, self._kept = set(), []
-        return Decision(update)
+    def close(self, last: float = math.inf) -> Decision:
+        """The update of those that came for this turn or an earlier one."""
+        update = [kept for kept in self._kept if (kept.turn or 0) <= last]
+        self._kept = [kept for kept in self._kept if (kept.turn or 0) > last]
+        self.waiting = {worker: turn for worker, turn in self.waiting.items() if turn > last}
+        return Decision(tuple(sorted(update, key=lambda kept: (kept.worker, kept.sequence))))
 
     def state_dict(self) -> StateDict:
         # asdict copies the gradients.
         kept = {str(place): asdict(arrival) for place, arrival in enumerate(self._kept)}
-        return {"waiting": sorted(self.waiting), "kept": kept}
+        return {"waiting": {str(w): turn for w, turn in self.waiting.items()}, "kept": kept}
 
     def load_state_dict(self, state: StateDict) -> None:
-        self.waiting = set(state["waiting"])
+        self.waiting = {int(worker): turn for worker, turn in state["waiting"].items()}
         kept: Iterable[StateDict] = state["kept"].values()
         self._kept = [Arrival(**{**saved, "gradient": saved["gradient"].clone()}) for saved in kept]
 
@@ -128,6 +150,9 @@ class Async:
     def join(self, worker: int, moment: Moment) -> None:
         """Nothing to do: who is present does not matter."""
 
+    def expect(self, worker: int, turn: int) -> None:
+        """Nothing to do: nobody waits."""
+
     def arrive(self, arrival: Arrival, moment: Moment) -> Decision:
         del moment
         return _alone(arrival)
@@ -139,6 +164,10 @@ class Async:
     def waits(self, worker: int) -> bool:
         del worker
         return False
+
+    def turn(self, worker: int) -> int:
+        del worker
+        return 0
 
     def state_dict(self) -> StateDict:
         return {}
@@ -156,24 +185,21 @@ class _Barrier:
     def join(self, worker: int, moment: Moment) -> None:
         """Nothing to do: who is present is counted when it matters."""
 
+    def expect(self, worker: int, turn: int) -> None:
+        """Nothing to do where an update takes whoever comes."""
+
     def waits(self, worker: int) -> bool:
         return worker in self._group.waiting
+
+    def turn(self, worker: int) -> int:
+        del worker
+        return 0
 
     def state_dict(self) -> StateDict:
         return self._group.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
         self._group.load_state_dict(state)
-
-    def _close_at(self, needed: int, present: frozenset[int]) -> Decision:
-        """The update, once so many of those present have arrived.
-
-        Who arrived and left is not counted, but its gradient is in the mean: it was worked for.
-        """
-        waiting = self._group.waiting
-        if waiting and len(waiting & present) >= needed:
-            return self._group.close()
-        return NOTHING
 
 
 class Sync(_Barrier):
@@ -188,17 +214,48 @@ class Sync(_Barrier):
         if backup < 0:
             raise ConfigError(f"backup {backup} is no number of workers; use 0 or more")
         self._backup = backup
+        self._round = 0
+        self._expected: dict[int, int] = {}
+        """By worker: the round that it comes for next, at the earliest."""
+
+    def expect(self, worker: int, turn: int) -> None:
+        self._expected[worker] = max(turn, self._expected.get(worker, 0))
+
+    def turn(self, worker: int) -> int:
+        del worker
+        return self._round
 
     def arrive(self, arrival: Arrival, moment: Moment) -> Decision:
+        turn = self._round if arrival.turn is None else arrival.turn
         # Weights change by rounds alone, so what is based on older ones is of an earlier round.
-        if arrival.staleness > 0:
-            return Decision(dropped=LATE)
-        self._group.add(arrival)
+        if arrival.staleness > 0 or turn < self._round:
+            if arrival.turn is not None:
+                self.expect(arrival.worker, arrival.turn + 1)
+            return self.settle(moment)._replace(dropped=LATE)
+        self._group.add(arrival, turn)
         return self.settle(moment)
 
     def settle(self, moment: Moment) -> Decision:
-        m = len(moment.present)
-        return self._close_at(max(min(m, 1), m - self._backup), moment.present)
+        """Who arrived and left is not counted, but is in the mean: it was worked for."""
+        waiting, present = self._group.waiting, moment.present
+        if not waiting:
+            return NOTHING
+        # Rounds that nobody came for are left out; when all have left, nothing stays behind.
+        last = min(waiting.values()) if present else max(waiting.values())
+        come = [w for w in present if w in waiting or self._expected.get(w, 0) > last]
+        if len(come) < max(min(len(present), 1), len(present) - self._backup):
+            return NOTHING
+        self._round = last + 1
+        return self._group.close(last)
+
+    def state_dict(self) -> StateDict:
+        expected = {str(worker): turn for worker, turn in self._expected.items()}
+        return {**super().state_dict(), "round": self._round, "expected": expected}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        super().load_state_dict(state)
+        self._round = state["round"]
+        self._expected = {int(worker): turn for worker, turn in state["expected"].items()}
 
 
 class Hybrid(_Barrier):
@@ -233,11 +290,11 @@ class Hybrid(_Barrier):
             self._ends_s = moment.now_s + self._window_s
         m = len(moment.present)
         needed = m if self._k is None else min(self._k, m)
-        over = moment.now_s >= self._ends_s
-        decision = self._close_at(0 if over else needed, moment.present)
-        if not self._group.waiting:
-            self._ends_s = None
-        return decision
+        come = len(self._group.waiting.keys() & moment.present)
+        if come < needed and moment.now_s < self._ends_s:
+            return NOTHING
+        self._ends_s = None
+        return self._group.close()
 
     def load_state_dict(self, state: StateDict) -> None:
         super().load_state_dict(state)
@@ -264,30 +321,35 @@ class BoundedStaleness:
         if not self.waits(worker):
             self._clocks[worker] = self._slowest(moment.present - {worker}) or 0
 
+    def expect(self, worker: int, turn: int) -> None:
+        self._clocks[worker] = max(turn, self._clocks[worker])
+
     def arrive(self, arrival: Arrival, moment: Moment) -> Decision:
         before = self._slowest(moment.present)
-        self._clocks[arrival.worker] += 1
+        clock = max(self._clocks[arrival.worker], arrival.turn or 0) + 1
+        self._clocks[arrival.worker] = clock
         slowest = self._slowest(moment.present)
         assert slowest is not None, "who sends is present"
-        if self._clocks[arrival.worker] - slowest > self._bound:
-            self._group.add(arrival)
+        if clock - slowest > self._bound:
+            self._group.add(arrival, clock)
             return NOTHING
         if slowest == before:
             return _alone(arrival)
-        self._group.add(arrival)
-        return self._group.close()
+        self._group.add(arrival, clock)
+        return self._group.close(slowest + self._bound)
 
     def settle(self, moment: Moment) -> Decision:
-        waiting = self._group.waiting
         slowest = self._slowest(moment.present)
-        # Who waits stands at the bound, so the slowest's next step lets all go at once.
-        lead = max((self._clocks[worker] for worker in waiting), default=0) - (slowest or 0)
-        if waiting and (slowest is None or lead <= self._bound):
-            return self._group.close()
+        last = math.inf if slowest is None else slowest + self._bound
+        if any(clock <= last for clock in self._group.waiting.values()):
+            return self._group.close(last)
         return NOTHING
 
     def waits(self, worker: int) -> bool:
         return worker in self._group.waiting
+
+    def turn(self, worker: int) -> int:
+        return self._clocks.get(worker, 0)
 
     def _slowest(self, present: frozenset[int]) -> int | None:
         return min((self._clocks[worker] for worker in present), default=None)
@@ -312,11 +374,17 @@ class _Guard:
     def join(self, worker: int, moment: Moment) -> None:
         self._inner.join(worker, moment)
 
+    def expect(self, worker: int, turn: int) -> None:
+        self._inner.expect(worker, turn)
+
     def settle(self, moment: Moment) -> Decision:
         return self._inner.settle(moment)
 
     def waits(self, worker: int) -> bool:
         return self._inner.waits(worker)
+
+    def turn(self, worker: int) -> int:
+        return self._inner.turn(worker)
 
     def state_dict(self) -> StateDict:
         return {"dropped": self.dropped, "inner": self._inner.state_dict()}

@@ -127,12 +127,13 @@ class Servers:
         self._codecs = [make_codec() for _ in lines]
         self._known: list[Stamp | None] = [None] * len(lines)
         self._sequences = [0] * len(lines)
+        self._turn = 0
+        """Of the next gradient: the largest that any shard has told, and larger than the last."""
         self._unanswered: dict[int, Stamp] = {}
         """By shard: epoch and number of the message whose answer did not come."""
         self.takes_part = False
         self.on_entering: Callable[[int], None] = lambda _: None
-        """Told when one that only looked takes part: the version that its first message is for. At
-        a barrier that is a round."""
+        """Told when one that only looked takes part: the turn that its first message is for."""
         self.traffic = Traffic(sent=[{} for _ in lines])
 
     def replace(self, number: int, line: Line) -> None:
@@ -170,10 +171,13 @@ class Servers:
                 learning_rate,
                 loss,
                 weight,
+                turn,
             )
             return push, sent[number], PATIENCE_S, self._life
 
         self._begin()
+        turn = self._turn
+        self._turn += 1
         answers = self._ask("push", arguments, sent)
         self._count(answers)
         answers |= self._wait({number for number, answer in answers.items() if answer.waits})
@@ -210,9 +214,11 @@ class Servers:
             looked = list(self._known)
             entered = self._enter(set(range(len(self._lines))))
             self._known, self.takes_part = looked, True
-            version, is_old = entered[0].stamp.version, entered[0].stamp != looked[0]
-            # One of an earlier round is dropped: the next is the first that counts.
-            self.on_entering(version - 1 if is_old else version)
+            self._learn_turn(entered)
+            if any(answer.stamp != looked[number] for number, answer in entered.items()):
+                # It is of an earlier round, and the next one the first that counts.
+                self._turn = max(0, self._turn - 1)
+            self.on_entering(self._turn)
         for known, sequence, sent in zip(
             self._known, self._sequences, self.traffic.sent, strict=True
         ):
@@ -221,7 +227,7 @@ class Servers:
 
     def _enter(self, numbers: set[int]) -> dict[int, Answer]:
         """Take part in these shards; one may have to wait there for what it sent before it left."""
-        welcomes = self._ask("join", lambda _: (self._worker, self._life), only=numbers)
+        welcomes = self._ask("join", lambda _: (self._worker, self._life, self._turn), only=numbers)
         for number, welcome in welcomes.items():
             self._settle_unanswered(number, welcome)
             self._sequences[number] = welcome.sequence
@@ -338,7 +344,11 @@ class Servers:
             else:
                 self._sequences[number] += 1
 
+    def _learn_turn(self, answers: dict[int, Answer]) -> None:
+        self._turn = max(self._turn, *(answer.turn for answer in answers.values()), 0)
+
     def _take(self, answers: dict[int, Answer], into: Tensor) -> None:
+        self._learn_turn(answers)
         whole = into.numpy()
         for number, answer in answers.items():
             if answer.weights is not None:
@@ -347,12 +357,16 @@ class Servers:
 
     def _join_again(self, answers: dict[int, Answer], into: Tensor | None) -> None:
         """Where a server has given this worker up, or was restored, come back."""
-        for number, answer in answers.items():
-            reason = "" if answer.receipt is None else answer.receipt.reason
-            if answer.is_present and reason != OTHER_EPOCH:
-                continue
-            entered = self._enter({number})
-            if into is not None:
-                self._take(entered, into)
-            else:
-                self._known[number] = entered[number].stamp
+        numbers = {
+            number
+            for number, answer in answers.items()
+            if not answer.is_present
+            or (answer.receipt is not None and answer.receipt.reason == OTHER_EPOCH)
+        }
+        if not numbers:
+            return
+        entered = self._enter(numbers)
+        if into is not None:
+            self._take(entered, into)
+        for number, answer in entered.items():
+            self._known[number] = answer.stamp

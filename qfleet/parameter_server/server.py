@@ -63,6 +63,8 @@ class Answer(NamedTuple):
     """How long the call was kept here for others to come."""
     is_present: bool = True
     """False: the worker was given up as lost, and has to join again."""
+    turn: int = 0
+    """Of the worker's next gradient, as far as this shard knows."""
 
 
 def make_admission(config: Config) -> Admission:
@@ -134,8 +136,8 @@ class Server:
 
     # --- what workers call --------------------------------------------------------------------
 
-    def join(self, worker: int, life: int = 0) -> Welcome:
-        """``life`` counts those that had this number before.
+    def join(self, worker: int, life: int = 0, turn: int = 0) -> Welcome:
+        """``life`` counts those that had this number before; ``turn``: of its next gradient.
 
         One that was cut off may come back when another has its place: it is not let in.
         """
@@ -147,7 +149,10 @@ class Server:
                     f"comes after {now}; end it"
                 )
             self._lives[worker] = life
-            return self._shard.add_worker(worker)
+            welcome: Welcome = self._watched(
+                lambda: self._shard.add_worker(worker, turn, self._clock())
+            )
+            return welcome
 
     def ping(self) -> None:
         """Nothing: what a message costs that carries nothing."""
@@ -237,7 +242,8 @@ class Server:
             if not self._is_present(worker, life):
                 return Answer(receipt, False, self._shard.stamp, is_present=False)
             if not self._shard.waits(worker):
-                return self._with_weights(receipt, known, self._clock() - since_s)
+                answer = self._with_weights(receipt, known, self._clock() - since_s)
+                return answer._replace(turn=self._shard.turn(worker))
             left_s = until_s - self._clock()
             if left_s <= 0:
                 return Answer(receipt, True, self._shard.stamp, waited_s=self._clock() - since_s)

@@ -59,6 +59,8 @@ class Push(NamedTuple):
     loss: float | None = None
     weight: float = 1.0
     """Its share in a mean, relative to the others': the samples behind it, where they differ."""
+    turn: int | None = None
+    """That it is for, by what all shards have told the worker; None: the one that it is here."""
 
 
 class Exchange(NamedTuple):
@@ -174,12 +176,17 @@ class Shard:
 
     # --- workers ------------------------------------------------------------------------------
 
-    def add_worker(self, worker: int) -> Welcome:
-        """The worker takes part from now on; who is present already only learns its number."""
+    def add_worker(self, worker: int, turn: int = 0, now_s: float = 0.0) -> Welcome:
+        """The worker takes part from now on; who is present already only learns its number.
+
+        Its next gradient will be for this turn, or a later one (``admission.py``).
+        """
         record = self._records.setdefault(worker, _Record())
         if worker not in self._present:
             self._present.add(worker)
-            self._admission.join(worker, self._moment(0.0))
+            self._admission.join(worker, self._moment(now_s))
+        self._admission.expect(worker, turn)
+        self.tick(now_s)
         return Welcome(self._epoch, record.sequence)
 
     def remove_worker(self, worker: int, now_s: float = 0.0) -> None:
@@ -196,6 +203,10 @@ class Shard:
         """Whether the worker has to wait before it pulls weights for its next gradient."""
         self._check_present(worker)
         return self._admission.waits(worker)
+
+    def turn(self, worker: int) -> int:
+        """Of the worker's next gradient (``admission.py``)."""
+        return self._admission.turn(worker)
 
     def tick(self, now_s: float) -> None:
         """Time has passed: make the update that is due, if one is."""
@@ -220,6 +231,7 @@ class Shard:
             push.learning_rate,
             push.weight,
             push.loss,
+            push.turn,
         )
         decision = self._admission.arrive(arrival, self._moment(now_s))
         self._make(decision)

@@ -188,7 +188,7 @@ class Worker:
             self._updater.join(takes_part=not self._is_late)
             self._parts.learner.adopt_weights()
             self._has_joined = True
-        elif self._is_late and self._parts.clock.updates == 0:
+        elif self._parts.clock.updates == 0 and not self._servers.takes_part:
             # Its memory is filling, and others go on: it is to begin with the newest weights.
             self._updater.join(takes_part=False)
             self._parts.learner.adopt_weights()

@@ -247,6 +247,45 @@ def test_a_lost_server_ends_the_slice_and_another_goes_on() -> None:
     assert (report.traffic["outcomes"]["heard"], report.traffic["outcomes"]["unanswered"]) == (1, 0)
 
 
+def test_a_late_worker_that_loses_a_server_in_its_first_burst_waits_as_it_has_to() -> None:
+    """Its first gradient is kept at a barrier, and no update of its own is over yet."""
+    config = make_config(workers=2, servers=2, gradient_steps=4)
+    servers = make_servers(config)
+    for server in servers:
+        server.join(1)
+
+    class Leaving(DirectLine):
+        """The other worker leaves when this one has asked whether it may go on."""
+
+        is_over = False
+
+        def start(self, method: str, *arguments: Any) -> Any:
+            if self.is_over and method == "wait":
+                for server in servers:
+                    server.leave(1)
+            return super().start(method, *arguments)
+
+    class DyingAtAPush(DirectLine):
+        def start(self, method: str, *arguments: Any) -> Any:
+            return "nobody" if method == "push" else super().start(method, *arguments)
+
+        def finish(self, started: Any) -> Any:
+            if started == "nobody":
+                raise ServersLost([1])
+            return super().finish(started)
+
+    line = Leaving(servers[0])
+    late = Worker(config, 0, [line, DyingAtAPush(servers[1])], is_late=True)
+    report = late.work(Told(0, STEPS, LONG_S))
+    assert (report.lost_servers, report.updates) == ((1,), 0), report.traffic["outcomes"]
+    assert servers[0]._shard.waits(0)
+    snapshot = servers[1].snapshot()
+    servers[1] = Server(config, snapshot["weights"], snapshot=snapshot)
+    line.is_over = True
+    report = late.work(Told(0, STEPS, LONG_S, renewed=((1, DirectLine(servers[1])),)))
+    assert (report.lost_servers, report.env_steps) == ((), STEPS)
+
+
 def test_what_a_worker_sent_tells_what_died_with_a_server() -> None:
     config = make_config(servers=2)
     servers = make_servers(config)
