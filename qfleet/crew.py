@@ -105,12 +105,3 @@ class Crew:
         if call.ping is None and now_s - call.heard_s > self._timeout_s:
             call.ping, call.pinged_s = call.ask(), now_s
         return call.ping is not None and now_s - call.pinged_s > PING_S
-
-    def end(self, wait_s: float) -> list[Came]:
-        """Wait for all that are under way, so long at most; the rest is not expected any more."""
-        until_s = self._clock() + wait_s
-        came = []
-        while self._calls and self._clock() < until_s:
-            came += self.come(max(0.0, until_s - self._clock()))
-        self._calls.clear()
-        return came

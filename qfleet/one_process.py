@@ -11,7 +11,7 @@ import torch
 from qfleet.accelerator.fused_cnn import fuse
 from qfleet.accelerator.graphs import why_no_graphs
 from qfleet.accelerator.preparing import prepare_learner
-from qfleet.accelerator.tuning import Choice, apply_choice, may_compile
+from qfleet.accelerator.tuning import Choice, apply_asked, apply_choice, may_compile
 from qfleet.acting import HostInference
 from qfleet.actor import Actor
 from qfleet.collectors import Ahead, Inline
@@ -125,9 +125,7 @@ def build_one_process(
         if place.unasked:
             choice = prepare_learner(parts, memory)
         else:
-            choice = Choice("fp32" if config.precision == "auto" else config.precision, False)
-            if config.precision != "auto":
-                apply_choice(choice, learner.networks, [])
+            choice = apply_asked(config, learner.networks)
         if tensor_env is not None:
             _act_on_the_device(parts, tensor_env, place)
         elif place.ahead or (config.engine == "pipeline" and config.lockstep):

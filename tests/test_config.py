@@ -182,6 +182,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {**SERVERS, "local_steps": 3},
         "local_steps 3 is for --update easgd or local-sgd or admm, not async",
     ),
+    ({**SERVERS, "update": "easgd", "local_steps": 0}, "local_steps 0 must be positive"),
+    ({**SERVERS, "update": "easgd", "easgd_alpha": 1.5}, "easgd_alpha 1.5 must lie in [0, 1]"),
+    ({**SERVERS, "update": "admm", "admm_rho": 0.0}, "admm_rho 0.0 must be positive"),
     (
         {**SERVERS, "update": "sync", "max_gradient_age": 3},
         "max_gradient_age 3 is for --update async or ssp or hybrid, not sync",

@@ -87,22 +87,6 @@ def test_who_does_not_say_that_it_is_there_is_given_up() -> None:
     assert hands.crew.busy == frozenset()
 
 
-def test_the_end_is_waited_for_so_long_and_no_longer() -> None:
-    hands = Hands()
-    hands.call(0)
-    hands.call(1)
-    hands.cluster.values["call 1"] = "report"
-    real = hands.crew.come
-
-    def come(wait_s: float) -> list[Came]:
-        hands.now_s += wait_s or 1.0
-        return real(wait_s)
-
-    hands.crew.come = come  # type: ignore[method-assign]
-    assert hands.crew.end(3.0) == [Came(1, "report")]
-    assert hands.crew.busy == frozenset()
-
-
 def test_one_that_has_yet_to_start_is_given_longer() -> None:
     hands = Hands()
     hands.crew.called(0, "call 0", lambda: "ping", grace_s=100.0)

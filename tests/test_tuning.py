@@ -13,6 +13,7 @@ from torch import Tensor
 from qfleet.accelerator.compiling import PLAINER, Compilable, switch
 from qfleet.accelerator.tuning import (
     Choice,
+    apply_asked,
     apply_choice,
     candidates,
     copy_state,
@@ -187,6 +188,27 @@ def test_a_choice_is_put_in_force_and_torchs_settings_given_back(
     assert function.on is choice.compiled
     settings.restore()
     assert torch_state() == before
+
+
+@pytest.mark.parametrize(("asked", "choice"), [("tf32", TF32), ("bf16", BF16), ("fp32", FP32)])
+def test_what_was_asked_for_is_in_force_where_nothing_is_tried(asked: Any, choice: Choice) -> None:
+    settings = TorchSettings()
+    apply_choice(choice, [], [])
+    expected = torch_state()
+    settings.restore()
+    network = make_network(Config(), EnvSpec("toy", (3,), "float32", 2), CPU, seed=0)
+    assert apply_asked(Config(precision=asked), [network]) == choice
+    assert torch_state() == expected
+    assert network.autocast_dtype == (torch.bfloat16 if asked == "bf16" else None)
+
+
+def test_where_nothing_was_asked_for_torch_is_left_alone() -> None:
+    network = make_network(Config(), EnvSpec("toy", (3,), "float32", 2), CPU, seed=0)
+    torch.set_float32_matmul_precision("medium")
+    before = torch_state()
+    assert apply_asked(Config(), [network]) == FP32
+    assert torch_state() == before
+    assert network.autocast_dtype is None
 
 
 def test_settings_of_threads_are_given_back_too() -> None:

@@ -72,6 +72,15 @@ def apply_choice(choice: Choice, networks: list[QNetwork], compilables: list[Com
     switch(compilables, choice.compiled)
 
 
+def apply_asked(config: Config, networks: list[QNetwork]) -> Choice:
+    """Where nothing is tried: what was asked for, in force; ``auto`` leaves everything as it is."""
+    if config.precision == "auto":
+        return Choice("fp32", compiled=False)
+    choice = Choice(config.precision, compiled=False)
+    apply_choice(choice, networks, [])
+    return choice
+
+
 def tune(
     options: list[Choice],
     compiles: bool,

@@ -8,6 +8,7 @@ import os
 
 import torch
 
+from qfleet.accelerator.tuning import apply_asked
 from qfleet.apex.account import Account
 from qfleet.apex.broadcast import Broadcast
 from qfleet.apex.fleet import ActorFleet
@@ -86,6 +87,7 @@ def build_actors(
             seed=seeds.learner,
             drawing="communicate",
         )
+        apply_asked(config, learner.networks)
         learner.limit_bursts(min(learner.most_at_once, _batches_at_once(config, spec)))
         channel = Broadcast(cluster, learner.weights, account)
         each = [actor_seed(seeds.envs, i, 0, restarted_at) for i in range(config.workers)]

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from qfleet.apex.shares import Holding
-from qfleet.core import Episode, StateDict
+from qfleet.core import Episode
 from qfleet.telemetry.trace import SpanRecord
 
 
@@ -58,30 +57,6 @@ class Report:
 
 COLUMNS = ("obs", "action", "reward", "discount", "next_obs")
 """Of a batch, those that a shard sends."""
-
-
-def as_arrays(state: StateDict) -> StateDict:
-    """Tensors as arrays: a view of a tensor would travel with all that it is a view of."""
-    return {
-        name: as_arrays(value)
-        if isinstance(value, dict)
-        else value.numpy()
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in state.items()
-    }
-
-
-def as_tensors(state: StateDict) -> StateDict:
-    """And back, in memory of their own."""
-    return {
-        name: as_tensors(value)
-        if isinstance(value, dict)
-        else torch.from_numpy(np.array(value))
-        if isinstance(value, np.ndarray)
-        else value
-        for name, value in state.items()
-    }
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.apex.letters import Letter, unseal
-from qfleet.apex.messages import COLUMNS, Answer, Drawn, News, Tally, as_arrays, as_tensors
+from qfleet.apex.messages import COLUMNS, Answer, Drawn, News, Tally
 from qfleet.apex.shares import Holding, ring_capacity
 from qfleet.config import Config
 from qfleet.core import FIRST, EnvSpec, StateDict
 from qfleet.envs.seeding import mix_seeds
 from qfleet.memory import PrioritizedSampler, Ring, UniformSampler
 from qfleet.randomness import Seeds
+from qfleet.states import as_arrays, as_tensors
 from qfleet.storage.segments import Segments
 from qfleet.torch_settings import set_threads
 

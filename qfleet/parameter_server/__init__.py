@@ -3,7 +3,7 @@
 layout       a flat vector in, its even slices out
 shard        one slice, its optimiser and version; every push applied exactly once
 admission    which gradients make an update, and who has to wait
-schemes      what workers send that is no gradient: elastic averaging, local SGD, ADMM, FedAvg
+schemes      what servers do with what is no gradient: elastic averaging, local SGD, ADMM
 compression  vectors in, fewer bytes out, and back
 clipping     a worker's whole gradient in, the same clipped or marked as bad out
 

@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from qfleet.core import StateDict
 from qfleet.errors import ConfigError
 
 
@@ -84,12 +83,6 @@ class TopK:
             self._kept = total
         small = size <= torch.iinfo(torch.int32).max
         return Packed(size, values, places.to(torch.int32) if small else places)
-
-    def state_dict(self) -> StateDict:
-        return {} if self._kept is None else {"kept": self._kept.clone()}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        self._kept = state["kept"].clone() if "kept" in state else None
 
 
 def decode(sent: Sent) -> Tensor:

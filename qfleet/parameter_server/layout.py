@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
 
 from qfleet.errors import ConfigError
 
@@ -18,13 +14,3 @@ def cut(size: int, shards: int) -> list[slice]:
     shortest, longer = divmod(size, shards)
     starts = [shard * shortest + min(shard, longer) for shard in range(shards + 1)]
     return [slice(start, stop) for start, stop in itertools.pairwise(starts)]
-
-
-def split(vector: Tensor, slices: Sequence[slice]) -> list[Tensor]:
-    """Each shard's part, as a view."""
-    return [vector[part] for part in slices]
-
-
-def join(parts: Sequence[Tensor]) -> Tensor:
-    """The whole vector from its shards' parts, in their order."""
-    return torch.cat(list(parts))

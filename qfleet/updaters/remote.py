@@ -179,7 +179,10 @@ class Elastic(_Periodic):
 
 
 class LocalSteps(_Periodic):
-    """Local SGD with an outer step on the servers (DiLoCo, 2311.08105)."""
+    """Local SGD with an outer step on the servers (DiLoCo, 2311.08105).
+
+    With outer rate 1 and without momentum it is FedAvg (1602.05629): the mean, by ``share``.
+    """
 
     def __init__(
         self, weights: FlatWeights, servers: Servers, local: LocalUpdater, period: int, rate: float
@@ -200,7 +203,11 @@ class LocalSteps(_Periodic):
 
 
 class Consensus(_Periodic):
-    """Consensus ADMM (Boyd 2011, section 7.1), its inner problem by steps of the optimiser."""
+    """Consensus ADMM (Boyd 2011, section 7.1), its inner problem by steps of the optimiser.
+
+    A worker's own weights x go down f(x) + ρ/2 ‖x − z + u‖². The servers hold z, the workers' mean
+    of x + u; u are the prices (scaled duals) of what was still between x and z.
+    """
 
     def __init__(
         self, weights: FlatWeights, servers: Servers, local: LocalUpdater, period: int, rho: float

@@ -27,6 +27,7 @@ from qfleet.errors import CheckpointError, ClusterError, ConfigError
 from qfleet.loop import RateLimiter
 from qfleet.memory import ring
 from qfleet.parts import Parts
+from qfleet.placement import Placement
 from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from qfleet.telemetry.faults import FaultLog
@@ -353,6 +354,39 @@ def test_priorities_of_learnt_samples_reach_their_rings(clusters: list[OneProces
             shard = clusters[0].living("ReplayShard")[actor].instance
             leaves = shard._kept[actor].prioritized.leaves
             assert sorted(torch.topk(leaves, len(places)).indices.tolist()) == places
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize(
+    ("precision", "matmul", "autocast"),
+    [("auto", "medium", None), ("tf32", "high", None), ("bf16", "high", torch.bfloat16)],
+)
+def test_the_learner_has_the_precision_that_was_asked_for(
+    precision: str,
+    matmul: str,
+    autocast: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on an accelerator; the CPU stands in for one."""
+    host = torch.device("cpu")
+    place = Placement(host, host, ahead=False, unasked=False)
+    monkeypatch.setattr(Placement, "of", lambda *_, **__: place)
+    torch.set_float32_matmul_precision("medium")
+    with built(small(precision=precision)) as parts:
+        assert torch.get_float32_matmul_precision() == matmul
+        assert len(parts.learner.networks) == 2
+        assert [network.autocast_dtype for network in parts.learner.networks] == [autocast] * 2
+        train_until(parts, 100)
+        assert parts.clock.updates > 0
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_a_precision_of_accelerators_is_refused_before_there_is_a_cluster(
+    precision: str, clusters: list[OneProcess]
+) -> None:
+    with pytest.raises(ConfigError, match=f"precision '{precision}' is for accelerators"):
+        build(small(precision=precision, device="cpu"), FaultLog())
+    assert clusters == []
 
 
 def test_checkpoints_hold_the_rings_and_servers_may_change(

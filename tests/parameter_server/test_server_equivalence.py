@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qfleet.parameter_server.admission import Async, Sync
 from qfleet.parameter_server.clipping import clip
-from qfleet.parameter_server.layout import cut, join, split
+from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.shard import Shard
 from qfleet.updaters.local import LocalUpdater
 from qfleet.updaters.optimisers import make_optimiser
@@ -41,7 +41,7 @@ def test_one_worker_at_a_barrier_is_the_local_updater_bit_for_bit(
     updater = LocalUpdater(local, make_optimiser(name, local.data, EPS), max_grad_norm)
     size = local.data.numel()
     slices = cut(size, shards)
-    servers = [make_shard(Sync(), part, name) for part in split(local.data, slices)]
+    servers = [make_shard(Sync(), local.data[part], name) for part in slices]
     clients = [Client(server, 0) for server in servers]
     skipped = 0.0
     for step in range(STEPS):
@@ -50,10 +50,10 @@ def test_one_worker_at_a_barrier_is_the_local_updater_bit_for_bit(
         skipped += float(updater.apply(rate)["skipped"])
         gradient = gradient_of(size, step)
         clip(gradient, max_grad_norm)
-        for client, part in zip(clients, split(gradient, slices), strict=True):
-            client.push(part, rate)
+        for client, part in zip(clients, slices, strict=True):
+            client.push(gradient[part], rate)
             client.pull()
-        assert torch.equal(join([client.weights for client in clients]), local.data)
+        assert torch.equal(torch.cat([client.weights for client in clients]), local.data)
     assert skipped > 0
     for server in servers:
         assert server.counters.dropped == {"not-finite": skipped}
@@ -68,16 +68,16 @@ def test_many_shards_are_one_shard_bit_for_bit(shards: int, size: int, name: str
     ends = []
     for count in (1, shards):
         slices = cut(size, count)
-        servers = [make_shard(Sync(), part, name) for part in split(start, slices)]
+        servers = [make_shard(Sync(), start[part], name) for part in slices]
         clients = [[Client(server, worker) for server in servers] for worker in range(3)]
         for step in range(STEPS // 2):
             for worker, mine in enumerate(clients):
-                known = join([client.pull() for client in mine])
+                known = torch.cat([client.pull() for client in mine])
                 gradient = known * 0.1 + noise(size, worker, step)
                 clip(gradient, 5.0)
-                for client, part in zip(mine, split(gradient, slices), strict=True):
-                    client.push(part, 0.05, weight=1.0 + worker)
-        ends.append(join([weights_of(server) for server in servers]))
+                for client, part in zip(mine, slices, strict=True):
+                    client.push(gradient[part], 0.05, weight=1.0 + worker)
+        ends.append(torch.cat([weights_of(server) for server in servers]))
     assert torch.equal(ends[0], ends[1])
     assert not torch.equal(ends[0], start)
 
