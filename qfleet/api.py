@@ -77,6 +77,16 @@ class TrainedSeeds:
     curve: Path | None
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """A run that has another number of workers now."""
+
+    folder: Path
+    workers_before: int | None
+    """None where that is not known."""
+    workers: int
+
+
 def train(
     env: str | None = None,
     *,
@@ -186,11 +196,17 @@ def resume(
     return _go(runner)
 
 
-def scale(run: Path | str, workers: int) -> None:
+def scale(run: Path | str, workers: int) -> Scaled:
     """Give a run that is training in another process so many workers from now on."""
     folder = _one_run(run)
-    scaling.check(Config(**read_fields(folder / "config.json")), workers)
+    config = Config(**read_fields(folder / "config.json"))
+    # In this order: how many a run may have is of no use to who has none that trains.
+    scaling.check_engine(config)
+    scaling.check_training(folder, workers)
+    scaling.check(config, workers)
+    before = scaling.workers_now(folder, config)
     scaling.ask(folder, workers)
+    return Scaled(folder, before, workers)
 
 
 def load(
