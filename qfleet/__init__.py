@@ -10,7 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qfleet.api import Trained, TrainedSeeds, evaluate, load, resume, scale, train, train_seeds
+    from qfleet.api import (
+        Scaled,
+        Trained,
+        TrainedSeeds,
+        evaluate,
+        load,
+        resume,
+        scale,
+        train,
+        train_seeds,
+    )
     from qfleet.callbacks import Callback
     from qfleet.config import Config
     from qfleet.policy import Policy
@@ -21,6 +31,7 @@ __all__ = [
     "Config",
     "Policy",
     "Result",
+    "Scaled",
     "Trained",
     "TrainedSeeds",
     "evaluate",

@@ -19,8 +19,15 @@ from qfleet.policy import Policy, check_trust, load_run_policy
 from qfleet.presets import resolve
 from qfleet.result import Result
 from qfleet.run import Run, Sitting
-from qfleet.storage.checkpoint import diff_meta, load_checkpoint
-from qfleet.storage.rundir import atomic_write_text, check_name, default_name, new_run_dir
+from qfleet.storage.checkpoint import diff_meta, has_checkpoint, load_checkpoint
+from qfleet.storage.rundir import (
+    atomic_write_text,
+    check_idle,
+    check_name,
+    default_name,
+    new_run_dir,
+)
+from qfleet.storage.vacancy import check_vacant, how_to_start_anew
 from qfleet.telemetry.aggregate import bootstrap_ci, iqm
 from qfleet.telemetry.plots import learning_curve
 from qfleet.telemetry.runs import (
@@ -70,6 +77,16 @@ class TrainedSeeds:
     curve: Path | None
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """A run that has another number of workers now."""
+
+    folder: Path
+    workers_before: int | None
+    """None where that is not known."""
+    workers: int
+
+
 def train(
     env: str | None = None,
     *,
@@ -114,6 +131,9 @@ def train_seeds(
             f"population {config.population} has seeds of its own, one an agent; train it once"
         )
     folder = _folder(config, run_dir, name)
+    for seed in seeds:
+        # All of them first: the last one must not be refused when the others are done.
+        check_vacant(folder / f"seed-{seed}")
     runs: list[Trained] = []
     for seed in seeds:
         one = config.replace(seed=seed)
@@ -139,6 +159,8 @@ def resume(
 ) -> Trained:
     """Go on from a run's newest whole checkpoint, bit for bit where one process does the work."""
     folder = _one_run(run)
+    # First of all: who trains there may only just have begun, and have no checkpoint yet.
+    check_idle(folder)
     config = Config(**read_fields(folder / "config.json"))
     check_trust(config, trust)
     if steps is not None:
@@ -150,6 +172,11 @@ def resume(
     if fleet and config.engine not in ("parameter-server", "actors"):
         raise ConfigError(f"'{folder}' is a run on {config.engine}, without {', '.join(fleet)}")
     config = config.replace(**fleet)
+    if not has_checkpoint(folder / "checkpoints"):
+        raise CheckpointError(
+            f"'{folder}' has no checkpoint to go on from; start it anew with: "
+            f"{how_to_start_anew(folder)}"
+        )
     alerts: list[str] = []
     checkpoint = load_checkpoint(folder / "checkpoints", None, on_alert=alerts.append)
     saved = checkpoint.meta["config"]
@@ -169,11 +196,17 @@ def resume(
     return _go(runner)
 
 
-def scale(run: Path | str, workers: int) -> None:
+def scale(run: Path | str, workers: int) -> Scaled:
     """Give a run that is training in another process so many workers from now on."""
     folder = _one_run(run)
-    scaling.check(Config(**read_fields(folder / "config.json")), workers)
+    config = Config(**read_fields(folder / "config.json"))
+    # In this order: how many a run may have is of no use to who has none that trains.
+    scaling.check_engine(config)
+    scaling.check_training(folder, workers)
+    scaling.check(config, workers)
+    before = scaling.workers_now(folder, config)
     scaling.ask(folder, workers)
+    return Scaled(folder, before, workers)
 
 
 def load(

@@ -35,6 +35,7 @@ from qfleet.stages import Stages, measure_stages
 from qfleet.standings import Standings
 from qfleet.storage.checkpoint import Checkpoint, load_policy, save_checkpoint
 from qfleet.storage.rundir import RunLock, atomic_write_text
+from qfleet.storage.vacancy import check_vacant
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import Processes
 from qfleet.telemetry.fleet_plots import draw_fleet
@@ -82,6 +83,13 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = RunLock(folder)
         self._lock.__enter__()
+        try:
+            if checkpoint is None:
+                # Again: until the lock was ours, somebody else may have trained here.
+                check_vacant(folder)
+        except BaseException:
+            self._lock.close()
+            raise
         scaling.forget(folder)
         self._torch_settings = TorchSettings()
         # Envs that cannot go on where they were must not play their first episodes again.
@@ -152,6 +160,9 @@ class Run:
         drop_metrics_beyond(self.folder / tournament.POPULATION_FILE, resumed)
         try:
             # After the writers, which may refuse: until then the folder is not a run's.
+            if not resumed:
+                # Of a start that failed; it would be taken for this run's end.
+                (self.folder / "result.json").unlink(missing_ok=True)
             atomic_write_text(self.folder / "config.json", self.config.to_json())
             atomic_write_text(self.folder / "seeds.json", json.dumps(self.seeds(), indent=2))
             self._started_s = time.monotonic()

@@ -7,13 +7,16 @@ for it between its other duties, takes it away, and leaves an answer beside it.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from qfleet.config import Config
 from qfleet.errors import ConfigError, QfleetError, UserError
+from qfleet.storage.checkpoint import has_checkpoint
 from qfleet.storage.rundir import atomic_write_text, is_locked
+from qfleet.storage.vacancy import how_to_start_anew
 
 FILE, ANSWER = ".workers", ".workers-answer"
 MOST_GROWTH = 4
@@ -27,13 +30,18 @@ def several(workers: int) -> str:
     return f"{workers} worker{'s' if workers != 1 else ''}"
 
 
-def check(config: Config, workers: int) -> None:
-    """Whether a run may have so many."""
+def check_engine(config: Config) -> None:
+    """Whether a run may have other workers at all."""
     if config.engine != "parameter-server":
         raise ConfigError(
             f"a run on {config.engine} keeps its number of workers; only one on parameter-server "
             "takes others in"
         )
+
+
+def check(config: Config, workers: int) -> None:
+    """Whether a run may have so many."""
+    check_engine(config)
     most = MOST_GROWTH * config.workers
     if not 1 <= workers <= most:
         raise ConfigError(
@@ -42,12 +50,32 @@ def check(config: Config, workers: int) -> None:
         )
 
 
+def check_training(folder: Path, workers: int) -> None:
+    """Whether anybody is there to be asked for so many."""
+    if is_locked(folder):
+        return
+    if has_checkpoint(folder / "checkpoints"):
+        mend = f"go on with: qfleet resume {folder}"
+    else:
+        mend = f"it has no checkpoint, so start it anew with: {how_to_start_anew(folder)}"
+    raise UserError(f"nobody trains in '{folder}'; {mend} --workers {max(workers, 1)}")
+
+
+def workers_now(folder: Path, config: Config) -> int | None:
+    """As last agreed in this sitting, or as it began; None if the last answer was a refusal."""
+    try:
+        said = (folder / ANSWER).read_text()
+    except FileNotFoundError:
+        return config.workers
+    except (OSError, ValueError):
+        return None
+    number = re.match(r"\d+", said)
+    return int(number[0]) if number is not None and said == agreed(int(number[0])) else None
+
+
 def ask(folder: Path, workers: int, wait_s: float = WAIT_S) -> None:
     """Leave the wish, and wait until the run has answered."""
-    if not is_locked(folder):
-        raise UserError(
-            f"nobody trains in '{folder}'; go on with: qfleet resume {folder} --workers {workers}"
-        )
+    check_training(folder, workers)
     wish, answer = folder / FILE, folder / ANSWER
     try:
         answer.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from qfleet.address import check_address
 from qfleet.config import FIELDS, Config
 from qfleet.errors import ConfigError
 
@@ -99,7 +100,7 @@ _NON_NEGATIVE = (
 _FRACTIONS = (
     "sticky_actions", "gamma", "munchausen_alpha", "prioritized_replay_beta0", "tau",
     "exploration_fraction", "exploration_initial_eps", "exploration_final_eps", "eval_eps",
-    "max_fault_rate", "lr_plateau_factor", "td_lambda", "easgd_alpha", "outer_momentum",
+    "max_fault_rate", "lr_plateau_factor", "td_lambda", "easgd_alpha",
 )
 # fmt: on
 
@@ -167,6 +168,12 @@ def check_rules(config: Config) -> None:
         config.step_latency_s,
         "is for environments on the host; --engine device has none, so use another or leave it 0",
     )
+    _require(
+        0 <= config.outer_momentum < 1,
+        "outer_momentum",
+        config.outer_momentum,
+        "must lie in [0, 1); at 1 nothing that was ever added up fades",
+    )
     _require(config.straggler >= 1, "straggler", config.straggler, "must be at least 1")
     _require(
         config.straggler == 1 or config.step_latency_s > 0,
@@ -175,6 +182,8 @@ def check_rules(config: Config) -> None:
         "multiplies step_latency_s, which is 0: set that too",
     )
     _check_fields_of_engines(config)
+    if config.address:
+        check_address(config.address)
     if config.engine == "parameter-server":
         _check_workers(config)
     if config.engine == "actors":
@@ -380,6 +389,19 @@ def _check_rollouts(config: Config) -> None:
         "block_rows",
         config.block_rows,
         f"does not divide a rollout of {rows} rows; leave it 0",
+    )
+    # All envs step together, so the last step may be a few more. A worker of a parameter server
+    # begins with a whole rollout, too, however few of the steps are its share.
+    taken = -(-config.steps // config.envs) * config.envs
+    workers = config.workers if config.engine == "parameter-server" else 1
+    starts = -(-config.learning_starts // workers)
+    after = f" after learning_starts {config.learning_starts}" if starts else ""
+    _require(
+        taken - starts >= steps,
+        "train_freq",
+        steps,
+        f"leaves no whole rollout to learn from within steps {config.steps}{after}; lower it or "
+        "raise steps",
     )
 
 

@@ -201,6 +201,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {**SERVERS, "gradient_compression": "fp16", "top_k_share": 0.5},
         "top_k_share 0.5 is for --gradient-compression top-k, not fp16",
     ),
+    (
+        {**SERVERS, "update": "local-sgd", "outer_momentum": 1.0},
+        "outer_momentum 1.0 must lie in [0, 1)",
+    ),
+    ({**SERVERS, "address": "10.0.0.1"}, "address '10.0.0.1' is no host:port"),
+    ({"engine": "actors", "address": ":6379"}, "address ':6379' is no host:port"),
     ({"env_kwargs": "{"}, "env_kwargs '{' is not JSON"),
     ({"env_kwargs": "[1]"}, "env_kwargs '[1]' must be a JSON object"),
 ]

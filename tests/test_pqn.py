@@ -65,6 +65,12 @@ def configure(**changes: Any) -> Config:
         ({"envs": 64}, "train_freq 64 does not give each of 64 envs two steps"),
         ({"block_rows": 5}, "block_rows 5 does not divide a rollout of 16 rows"),
         ({"td_lambda": 1.1}, "td_lambda 1.1 must lie in [0, 1]"),
+        ({"steps": 60}, "train_freq 64 leaves no whole rollout to learn from within steps 60;"),
+        ({"learning_starts": 600}, "within steps 640 after learning_starts 600; lower it or raise"),
+        (
+            {"engine": "parameter-server", "update": "easgd", "workers": 2, "steps": 60},
+            "train_freq 64 leaves no whole rollout",
+        ),
     ],
     ids=str,
 )
@@ -79,6 +85,9 @@ def test_what_cannot_work_without_replay_is_refused(changes: dict[str, Any], wor
     [
         {"buffer_size": 1},
         {"learning_starts": 100},
+        {"learning_starts": 576},
+        {"steps": 61},  # four envs step together, so 64 are taken
+        {"engine": "parameter-server", "workers": 8, "steps": 64},
         {"dueling": True, "noisy": True},
         {"loss": "huber", "optimizer": "adam"},
         {"envs": 0},

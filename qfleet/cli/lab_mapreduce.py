@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from qfleet.address import check_address
 from qfleet.cli.parsing import parse
 from qfleet.cluster import STORE_BYTES, TIMEOUT_S, open_cluster
 from qfleet.errors import ConfigError
@@ -16,9 +17,11 @@ from qfleet.lab.mapreduce import (
     Problem,
     Slowness,
     broadcast_bytes,
+    check_descent,
+    check_shares,
+    check_size,
     gradient_bytes,
     make_problem,
-    shares,
 )
 from qfleet.lab.mapreduce_plot import draw_descent
 from qfleet.lab.mapreduce_ray import Descent, descend_on
@@ -78,11 +81,17 @@ class MapReduceOptions:
 
 def run(argv: list[str]) -> None:
     options = parse(MapReduceOptions, argv, "lab mapreduce", description=DESCRIPTION)
+    from qfleet.memory.sizing import available_bytes  # torch, which --help need not wait for
+
     straggler = None if options.straggler is None else Slowness.parse(options.straggler)
     for name in ("tolerance", "timeout_s"):
         if not getattr(options, name) > 0:
             raise ConfigError(f"{name} {getattr(options, name)} must be positive")
-    shares(options.samples, options.workers)
+    if options.address is not None:
+        check_address(options.address)
+    check_descent(options.steps, options.learning_rate)
+    check_size(options.samples, options.features, available_bytes())
+    check_shares(options.samples, options.workers)
     problem = make_problem(options.samples, options.features, options.noise, options.seed)
     data_bytes = problem.features.nbytes + problem.targets.nbytes
     # The data, and where nothing is reduced two rounds' gradients of the same size.

@@ -19,8 +19,10 @@ from qfleet.errors import ConfigError
 from qfleet.lab.speedup import (
     HEADER,
     UNMEASURED,
+    Case,
     Point,
     Train,
+    check_sweep,
     make_cases,
     parse_updates,
     parse_workers,
@@ -29,6 +31,7 @@ from qfleet.lab.speedup import (
     write_csv,
 )
 from qfleet.lab.speedup_plot import draw_speedup
+from qfleet.presets import resolve
 from qfleet.validation import means_nothing
 
 DESCRIPTION = """Train with more and more workers, and see what each of them brings.
@@ -98,7 +101,9 @@ def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
     cases = make_cases(updates, parse_workers(options.workers), options.straggler)
     if options.straggler > 1 and options.step_latency_s <= 0:
         raise ConfigError("straggler multiplies the latency: set --step-latency-s too")
+    check_sweep(options.steps_per_worker, options.repeats)
     fields = _fields(options, updates)
+    _check_runs(options, fields, cases)
     points: list[Point] = []
     with tempfile.TemporaryDirectory(prefix="qfleet-speedup-") as folder:
         trainer = _trainer(options, fields, Path(folder), train)
@@ -136,6 +141,13 @@ def _fields(options: SpeedupOptions, updates: Sequence[str]) -> dict[str, Any]:
     return {**UNMEASURED, **asked, **own}
 
 
+def _check_runs(options: SpeedupOptions, fields: Mapping[str, Any], cases: Sequence[Case]) -> None:
+    """All of them first: the last one must not be refused when hours are behind us."""
+    for case in cases:
+        own = _fields_for(fields, case.fields(options.steps_per_worker))
+        resolve(options.env, options.algo, options.preset, fields=own)[0].validate()
+
+
 def _trainer(
     options: SpeedupOptions,
     fields: Mapping[str, Any],
@@ -156,7 +168,7 @@ def _trainer(
             algo=options.algo,
             preset=options.preset,
             run_dir=folder / str(number),
-            **{**_fields_for(fields, told), **told, "log_interval": told["steps"]},
+            **_fields_for(fields, told),
         )
         if trained.interrupted_by is not None:
             raise KeyboardInterrupt
@@ -167,7 +179,7 @@ def _trainer(
 
 
 def _fields_for(fields: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
-    """Where several updates are compared, each is told what is for it.
+    """All of one run. Where several updates are compared, each is told what is for it.
 
     Numbers of workers among the fields are cut to what there is: a single worker is the measure of
     all, and has none to spare.
@@ -175,7 +187,7 @@ def _fields_for(fields: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str,
     own = {name: v for name, v in fields.items() if not means_nothing(name, told["update"])}
     most = {"backup_workers": told["workers"] - 1, "hybrid_workers": told["workers"]}
     own |= {name: min(own[name], most[name]) for name in most if name in own}
-    return own
+    return {**own, **told, "log_interval": told["steps"]}
 
 
 def _write(

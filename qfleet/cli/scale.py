@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_module
 from dataclasses import dataclass
 
 import tyro
@@ -28,6 +29,8 @@ class ScaleOptions:
     """Name or folder of the run."""
     workers: int
     """So many from now on."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
 
 
 def run(argv: list[str]) -> int:
@@ -35,6 +38,14 @@ def run(argv: list[str]) -> int:
     from qfleet import api
     from qfleet.scaling import several
 
-    api.scale(options.run, options.workers)
-    print(f"{options.run}: {several(options.workers)} from now on")
+    scaled = api.scale(options.run, options.workers)
+    if options.json:
+        report = {
+            "run_dir": str(scaled.folder),
+            "workers_before": scaled.workers_before,
+            "workers": scaled.workers,
+        }
+        print(json_module.dumps(report))
+    else:
+        print(f"{options.run}: {several(options.workers)} from now on")
     return 0

@@ -9,6 +9,7 @@ maps them to gradients on every share, reduces these to one, and updates:
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,8 @@ from qfleet.errors import ConfigError
 
 Floats = NDArray[np.float64]
 FLOAT_BYTES = np.dtype(np.float64).itemsize
+COPIES = 3
+"""Of the data: here, where workers read it, and for a while in the closed form's solver."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,31 @@ class Problem:
         return float(np.linalg.norm(weights - self.solution)) / (length or 1.0)
 
 
+def check_size(samples: int, dimensions: int, available_bytes: int) -> None:
+    """Refuse a problem whose numbers no memory of this size holds."""
+    _check_counts(samples, dimensions)
+    most = available_bytes // (COPIES * (dimensions + 1) * FLOAT_BYTES)
+    mend = f"use --samples {most} or fewer" if most >= dimensions else "use fewer --features"
+    needed_gib = COPIES * samples * (dimensions + 1) * FLOAT_BYTES / 2**30
+    _require(
+        samples <= most,
+        "samples",
+        samples,
+        f"of {dimensions} features need {needed_gib:.1f} GiB but {available_bytes / 2**30:.1f} GiB "
+        f"of memory is available; {mend}",
+    )
+
+
+def check_descent(steps: int, rate: float) -> None:
+    """Refuse what is no descent."""
+    _require(steps >= 1, "steps", steps, "must be at least 1")
+    _require(rate > 0 and math.isfinite(rate), "learning_rate", rate, "must be positive")
+
+
 def make_problem(samples: int, dimensions: int, noise: float, seed: int) -> Problem:
     """Normal features, targets from normal weights, and normal noise on the targets."""
-    _require(dimensions >= 1, "features", dimensions, "must be at least 1")
-    _require(samples >= dimensions, "samples", samples, f"must be at least features {dimensions}")
-    _require(noise >= 0, "noise", noise, "must not be negative")
+    _check_counts(samples, dimensions)
+    _require(noise >= 0 and math.isfinite(noise), "noise", noise, "must be a number from 0 on")
     _require(seed >= 0, "seed", seed, "must not be negative")
     rng = np.random.default_rng(seed)
     features = rng.standard_normal((samples, dimensions))
@@ -83,10 +106,15 @@ def make_problem(samples: int, dimensions: int, noise: float, seed: int) -> Prob
     return Problem(features, features @ truth + noise * rng.standard_normal(samples))
 
 
-def shares(samples: int, workers: int) -> list[slice]:
-    """One run of samples per worker, as even as they come."""
+def check_shares(samples: int, workers: int) -> None:
+    """Refuse workers that would have nothing to do."""
     _require(workers >= 1, "workers", workers, "must be at least 1")
     _require(workers <= samples, "workers", workers, f"must not exceed samples {samples}")
+
+
+def shares(samples: int, workers: int) -> list[slice]:
+    """One run of samples per worker, as even as they come."""
+    check_shares(samples, workers)
     cuts = [samples * k // workers for k in range(workers + 1)]
     return [slice(start, stop) for start, stop in pairwise(cuts)]
 
@@ -172,6 +200,11 @@ class Slowness:
 
     def pause_s(self, busy_s: float) -> float:
         return (self.factor - 1.0) * busy_s + self.latency_s
+
+
+def _check_counts(samples: int, dimensions: int) -> None:
+    _require(dimensions >= 1, "features", dimensions, "must be at least 1")
+    _require(samples >= dimensions, "samples", samples, f"must be at least features {dimensions}")
 
 
 def _require(ok: bool, name: str, value: float, why: str) -> None:

@@ -15,11 +15,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from qfleet.cluster import Cluster
-from qfleet.errors import ConfigError, DivergedError
+from qfleet.errors import DivergedError
 from qfleet.lab.mapreduce import (
     Floats,
     Problem,
     Slowness,
+    check_descent,
     gradient,
     map_and_reduce,
     map_samples,
@@ -135,10 +136,7 @@ def descend_on(
     straggler: Slowness | None = None,
 ) -> Descent:
     """Descend from 0; the last worker is the straggler. The clock runs from the first broadcast."""
-    if steps < 1:
-        raise ConfigError(f"steps {steps} must be at least 1")
-    if not rate > 0:
-        raise ConfigError(f"learning_rate {rate} must be positive")
+    check_descent(steps, rate)
     server = _Server(cluster, problem, workers, rate, mode, local_reduction, straggler)
     try:
         server.begin()

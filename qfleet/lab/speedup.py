@@ -48,6 +48,15 @@ class Case:
     def curve(self) -> tuple[str, float]:
         return self.update, self.straggler
 
+    def fields(self, steps_per_worker: int) -> dict[str, Any]:
+        """What this run's configuration differs in from the others'."""
+        return {
+            "update": self.update,
+            "straggler": self.straggler,
+            "workers": self.workers,
+            "steps": self.workers * steps_per_worker,
+        }
+
 
 @dataclass(frozen=True)
 class Point:
@@ -112,21 +121,21 @@ def make_cases(updates: Sequence[str], workers: Sequence[int], straggler: float)
     ]
 
 
+def check_sweep(steps_per_worker: int, repeats: int) -> None:
+    """Refuse what measures nothing."""
+    for name, value in (("steps_per_worker", steps_per_worker), ("repeats", repeats)):
+        if value < 1:
+            raise ConfigError(f"{name} {value} must be at least 1")
+
+
 def sweep(
     cases: Sequence[Case], steps_per_worker: int, repeats: int, train: Train
 ) -> Iterator[Point]:
     """Run all cases. Of ``repeats`` runs of a case the one with the median rate stands for all."""
-    for name, value in (("steps_per_worker", steps_per_worker), ("repeats", repeats)):
-        if value < 1:
-            raise ConfigError(f"{name} {value} must be at least 1")
+    check_sweep(steps_per_worker, repeats)
     baselines: dict[str, float] = {}
     for case in cases:
-        told = {
-            "update": case.update,
-            "straggler": case.straggler,
-            "workers": case.workers,
-            "steps": case.workers * steps_per_worker,
-        }
+        told = case.fields(steps_per_worker)
         runs = sorted((_rated(train(told), case) for _ in range(repeats)), key=lambda run: run[0])
         rate, fleet = runs[(len(runs) - 1) // 2]
         yield _point(case, rate, baselines.setdefault(case.update, rate), fleet)

@@ -98,6 +98,11 @@ def list_checkpoints(root: Path) -> list[int]:
     return [number for number in _numbers(root) if _is_committed(root, number)]
 
 
+def has_checkpoint(root: Path) -> bool:
+    """Whether one was ever committed in `root` and not removed, even if it is damaged by now."""
+    return bool(_numbers(root))
+
+
 def load_checkpoint(
     root: Path,
     env_steps: int | None = None,

@@ -15,6 +15,7 @@ from types import TracebackType
 
 from qfleet.errors import ConfigError, RunBusyError
 from qfleet.storage import files
+from qfleet.storage.vacancy import check_vacant
 
 MAX_NAME_CHARS = 100
 _MAX_NAME_BYTES = 200  # file systems allow 255; leave room for suffixes
@@ -48,19 +49,16 @@ def default_name(env: str, algo: str, seed: int) -> str:
 def new_run_dir(root: Path, name: str, *, explicit: bool = True) -> Path:
     """Create the run's folder under `root`.
 
-    A name the user gave (`explicit`) is used as it is, and refused where a run is in it already;
-    a default name gets -2, -3 … until it is free.
+    A name the user gave (`explicit`) is used as it is, and refused where a run is in it already or
+    at work; a default name gets -2, -3 … until it is free.
     """
     check_name(name)
     path = root / name
     try:
         root.mkdir(parents=True, exist_ok=True)
         if explicit:
-            if (path / "config.json").exists():
-                raise ConfigError(
-                    f"run folder '{path}' holds a run already; "
-                    f"continue it with: qfleet resume {path}"
-                )
+            check_idle(path)
+            check_vacant(path)
             path.mkdir(exist_ok=True)
             return path
         attempt = 1
@@ -104,12 +102,8 @@ class RunLock:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         except BlockingIOError:
-            pid = os.pread(descriptor, 20, 0).decode(errors="replace") or "unknown"
             os.close(descriptor)
-            raise RunBusyError(
-                f"folder '{self.path}' is in use by process {pid}; "
-                "wait for it, stop it, or choose another name"
-            ) from None
+            raise _busy(self.path) from None
         except OSError as error:
             os.close(descriptor)
             raise ConfigError(f"cannot lock run folder '{self.path}': {error.strerror}") from None
@@ -159,6 +153,23 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def check_idle(path: Path) -> None:
+    """RunBusyError where a process is at work in this run's folder."""
+    if is_locked(path):
+        raise _busy(path)
+
+
+def _busy(path: Path) -> RunBusyError:
+    try:
+        pid = (path / ".lock").read_text(errors="replace")[:20]
+    except OSError:
+        pid = ""
+    return RunBusyError(
+        f"folder '{path}' is in use by process {pid or 'unknown'}; "
+        "wait for it, stop it, or choose another name"
+    )
 
 
 _held: set[RunLock] = set()

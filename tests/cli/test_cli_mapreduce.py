@@ -90,8 +90,22 @@ def test_more_workers_than_processors_are_refused(cluster: Cluster) -> None:
         ("--tolerance 0", "tolerance 0"),
         ("--timeout-s -1", "timeout_s -1"),
         ("--samples 3 --features 9", "samples 3"),
+        ("--samples 100000000000", r"samples 100000000000 of 50 features .*use --samples \d+ or"),
+        ("--samples 100000000000000000000 --workers 10000000000", "of memory is available"),
+        ("--samples 10000000 --features 10000000", "use fewer --features"),
+        ("--noise inf", "noise inf"),
+        ("--steps 0", "steps 0 must be at least 1"),
+        ("--learning-rate nan", "learning_rate nan must be positive"),
+        ("--learning-rate inf", "learning_rate inf must be positive"),
+        ("--address :6379", "address ':6379' is no host:port"),
     ],
 )
-def test_bad_numbers_are_refused_before_a_cluster_starts(words: str, named: str) -> None:
+def test_bad_numbers_are_refused_before_a_cluster_starts(
+    words: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a cluster was asked for")
+
+    monkeypatch.setattr(lab_mapreduce, "open_cluster", start)
     with pytest.raises(ConfigError, match=named):
         lab.run(["mapreduce", *words.split()])

@@ -123,6 +123,11 @@ def test_an_interrupted_run_is_no_point(tmp_path: Path) -> None:
     assert (tmp_path / "speedup.csv").read_text().count("\n") == 2
 
 
+def test_the_verb_leads_here() -> None:
+    with pytest.raises(ConfigError, match="repeats 0 must be at least 1"):
+        lab.run(["speedup", "--repeats", "0"])
+
+
 def test_nothing_measured_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(ClusterError):
@@ -145,11 +150,24 @@ def test_nothing_measured_leaves_nothing(tmp_path: Path) -> None:
         (["--fields", '{"train_frek": 3}'], UnknownNameError, "did you mean train_freq"),
         (["--steps-per-worker", "0"], ConfigError, "steps_per_worker 0"),
         (["--repeats", "0"], ConfigError, "repeats 0"),
+        (["--engine", "actors", "--updates", "sync"], ConfigError, "update 'sync' is for"),
+        # Only the last run of this one could not be made.
+        (["--engine", "actors", "--updates", "async,sync"], ConfigError, "update 'sync' is for"),
+        (["--algo", "pqn"], ConfigError, "train_freq 2048 leaves no whole rollout"),
+        (["--fields", '{"batch_size": 0}'], ConfigError, "batch_size 0"),
+        (["--preset", "cartpol"], UnknownNameError, "did you mean cartpole"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
-    words: list[str], error: type[Exception], named: str, tmp_path: Path
+    words: list[str],
+    error: type[Exception],
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    training = Training()
     with pytest.raises(error, match=named):
-        lab.run(["speedup", *words, "--out", str(tmp_path / "out")])
+        lab_speedup.run([*words, "--out", str(tmp_path / "out")], training)
     assert not (tmp_path / "out").exists()
+    assert training.calls == []
+    assert capsys.readouterr().out == ""

@@ -120,6 +120,11 @@ MISTAKES = [
     ("train CartPole-v1 --steps abc", "abc"),
     ("train CartPole-v1 --steps", "--steps"),
     ("train CartPole-v1 --steps 0", "steps 0 must be positive"),
+    ("train CartPole-v1 --algo pqn --steps 2000", "train_freq 2048 leaves no whole rollout"),
+    (
+        "train CartPole-v1 --engine actors --address 127.0.0.1:99999 --run-dir made",
+        "address '127.0.0.1:99999' is no host:port, as in 10.0.0.1:6379",
+    ),
     ("train CartPole-v1 --algo", "--algo needs a value"),
     ("train CartPole-v1 --loss l1", "l1"),
     ("train CartPole-v1 --max-wall 5parsecs", "'5parsecs' is no duration"),
@@ -162,6 +167,7 @@ def test_a_mistake_is_answered_by_one_line(line: str, words: str, shell: Shell) 
     assert shell.err.count("\n") == 1
     assert words in shell.err
     assert shell.out in ("", "preset cartpole; --preset none for plain defaults\n")
+    assert not Path("made").exists()
 
 
 def test_debug_shows_the_traceback(shell: Shell) -> None:

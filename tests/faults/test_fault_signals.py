@@ -119,3 +119,16 @@ def test_what_a_cluster_runs_does_not_hear_sigterm_but_what_environments_start_d
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     signals.shrug_if_unheard()  # where it is heard, as in this process, nothing changes
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_request_and_the_second_is_not(number: signal.Signals) -> None:
+    came: list[int] = []
+    with signals.Signals(came.append):
+        signal.raise_signal(number)
+        assert came == [number]
+        with signals.undisturbed():
+            signal.raise_signal(number)  # while a cluster is ended
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert came == [number]

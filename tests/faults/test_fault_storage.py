@@ -14,7 +14,8 @@ import pytest
 from faulty_envs import TINY, result_of
 
 import qfleet
-from qfleet.errors import CheckpointError, ConfigError, RunBusyError, UserError
+from qfleet.cli.main import main
+from qfleet.errors import CheckpointError, ClusterError, ConfigError, RunBusyError, UserError
 from qfleet.run import Run, Sitting
 from qfleet.storage import files
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
@@ -133,6 +134,103 @@ def test_a_finished_run_is_told_apart_and_may_be_prolonged(tmp_path: Path) -> No
     assert json.loads((folder / "config.json").read_text())["steps"] == 700
 
 
+class Failing(qfleet.Callback):
+    """The run fails before its first step, or at this log."""
+
+    def __init__(self, at_env_steps: int = 0) -> None:
+        self._at = at_env_steps
+
+    def on_start(self, run: Run) -> None:
+        if self._at == 0:
+            raise ClusterError(f"no room for {run.config.env}")
+
+    def on_log(self, run: Run, scalars: dict[str, float | None]) -> None:
+        if scalars["time/env_steps"] == self._at:
+            raise ClusterError(f"no room for {run.config.env}")
+
+
+def fail(folder: Path, **where: Any) -> None:
+    with pytest.raises(ClusterError, match="no room"):
+        train(folder, callbacks=[Failing(**where)])
+
+
+def test_a_start_that_came_to_nothing_does_not_take_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    fail(folder)
+    assert result_of(folder)["env_steps"] == 0
+    (folder / "notes.txt").write_text("mine")
+
+    class Looking(qfleet.Callback):
+        def on_start(self, run: Run) -> None:
+            # The failure of before must not be taken for the end of this one.
+            assert not (run.folder / "result.json").exists()
+
+    trained = train(folder, gamma=0.5, callbacks=[Looking()])
+    assert trained.folder == folder
+    assert result_of(folder)["stopped_by"] == "steps"
+    assert json.loads((folder / "config.json").read_text())["gamma"] == 0.5
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert qfleet.resume(folder, steps=700).result.env_steps == 700
+
+
+def test_what_a_run_came_to_is_kept_though_it_has_no_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    fail(folder, at_env_steps=100)
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    with pytest.raises(ConfigError, match="no checkpoint to go on from, so choose another folder"):
+        train(folder)
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* qfleet train --config") as caught:
+        qfleet.resume(folder)
+    assert "--run-dir" not in str(caught.value)  # it would be refused
+    assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_who_cannot_resume_is_told_a_command_that_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    fail(folder)
+    assert main(["resume", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"qfleet: '{folder}' has no checkpoint to go on from; start it anew")
+    words = said.split("with: qfleet ")[1].split()
+    assert main([*words, "--quiet"]) == 0
+    assert result_of(folder)["stopped_by"] == "steps"
+
+
+def test_seeds_that_were_trained_are_not_trained_over(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    qfleet.train_seeds(1, "CartPole-v1", **TINY, seed=1, run_dir=folder)
+    before = (folder / "seed-1" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"seed-1' holds a run already; continue it with"):
+        qfleet.train_seeds(2, "CartPole-v1", **TINY, run_dir=folder)
+    assert not (folder / "seed-0").exists()
+    assert (folder / "seed-1" / "metrics.jsonl").read_bytes() == before
+
+
+class Beginner(qfleet.Callback):
+    """Tries to start and to resume another where a run has no checkpoint yet."""
+
+    def __init__(self) -> None:
+        self.errors: list[UserError] = []
+
+    def on_start(self, run: Run) -> None:
+        assert not (run.folder / "checkpoints").exists()
+        for action in (train, qfleet.resume):
+            with pytest.raises(UserError) as caught:
+                action(run.folder)
+            self.errors.append(caught.value)
+
+
+def test_a_run_without_a_checkpoint_yet_is_in_use(tmp_path: Path) -> None:
+    beginner = Beginner()
+    assert train(tmp_path / "run", callbacks=[beginner]).result.env_steps == 600
+    for refusal in beginner.errors:
+        assert isinstance(refusal, RunBusyError)
+        assert f"in use by process {os.getpid()}" in str(refusal)
+    assert len(beginner.errors) == 2
+
+
 class Intruder(qfleet.Callback):
     """While a run is going on, tries to start and to resume another in its folder."""
 
@@ -153,9 +251,9 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     intruder = Intruder()
     trained = train(tmp_path / "run", checkpoint_freq=200, callbacks=[intruder])
     start, resume = intruder.errors
-    assert "holds a run already" in str(start)
-    assert isinstance(resume, RunBusyError)
-    assert f"in use by process {os.getpid()}" in str(resume)
+    for refusal in (start, resume):
+        assert isinstance(refusal, RunBusyError)
+        assert f"in use by process {os.getpid()}" in str(refusal)
     # The first one is none the worse for it.
     assert trained.result.env_steps == 600
     assert load_checkpoint(trained.folder / "checkpoints").env_steps == 600

@@ -10,6 +10,7 @@ from qfleet.lab.mapreduce import (
     Problem,
     Slowness,
     broadcast_bytes,
+    check_size,
     descend,
     gradient,
     gradient_bytes,
@@ -47,6 +48,14 @@ def test_the_gradient_is_the_loss_s_own_by_differences() -> None:
         step = np.eye(2)[i] * 1e-6
         above, below = (loss(FEATURES, TARGETS, WEIGHTS + sign * step) for sign in (1, -1))
         assert found[i] == pytest.approx((above - below) / 2e-6, abs=1e-8)
+
+
+def test_the_size_that_is_advised_is_taken() -> None:
+    with pytest.raises(ConfigError, match="use --samples 416 or fewer"):
+        check_size(417, 9, available_bytes=100_000)  # 3 copies of 10 numbers of 8 bytes each
+    check_size(416, 9, available_bytes=100_000)
+    with pytest.raises(ConfigError, match="use fewer --features"):
+        check_size(100, 100, available_bytes=100_000)
 
 
 def test_one_round_by_hand() -> None:

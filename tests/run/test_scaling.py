@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import qfleet
 from qfleet import scaling
+from qfleet.cli.main import main
 from qfleet.config import Config
 from qfleet.errors import ConfigError, UserError
 from qfleet.storage.rundir import RunLock, is_locked
@@ -79,6 +83,62 @@ def test_nobody_is_asked_where_nobody_trains(tmp_path: Path) -> None:
             scaling.ask(tmp_path, 3, wait_s=0.2)
     assert not is_locked(tmp_path)
     assert not (tmp_path / scaling.FILE).exists()
+
+
+def make_run(folder: Path, checkpoint: bool = False, **fields: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(FLEET.replace(**fields).to_json())
+    (folder / "metrics.jsonl").touch()
+    if checkpoint:
+        (folder / "checkpoints" / "100").mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize("workers", [3, 100])
+def test_where_nobody_trains_the_advice_works(tmp_path: Path, workers: int) -> None:
+    """Whatever the number: how many may join matters to who trains only."""
+    resumable = make_run(tmp_path / "resumable", checkpoint=True)
+    with pytest.raises(UserError, match=f"qfleet resume {resumable} --workers {workers}$"):
+        qfleet.scale(resumable, workers)
+    failed = make_run(tmp_path / "failed")
+    mend = f"train --config {failed}/config.json --run-dir {failed} --workers {workers}$"
+    with pytest.raises(UserError, match=mend):
+        qfleet.scale(failed, workers)
+    with pytest.raises(ConfigError, match="a run on actors keeps"):
+        qfleet.scale(make_run(tmp_path / "actors", engine="actors"), workers)
+
+
+def test_scale_tells_what_it_did_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "run")
+    told = []
+    for workers in (3, 1):
+        with RunLock(folder):
+            asking = threading.Thread(
+                target=main, args=(["scale", str(folder), "--workers", str(workers), "--json"],)
+            )
+            asking.start()
+            while asking.is_alive():  # not until it is heard: it may have been refused
+                scaling.heed(folder, lambda _: None)
+            asking.join()
+        told.append(json.loads(capsys.readouterr().out))
+    assert told == [
+        {"run_dir": str(folder), "workers_before": 2, "workers": 3},
+        {"run_dir": str(folder), "workers_before": 3, "workers": 1},
+    ]
+
+
+def test_how_many_there_are_is_not_guessed(tmp_path: Path) -> None:
+    assert scaling.workers_now(tmp_path, FLEET) == 2
+    for said, workers in [
+        (scaling.agreed(1), 1),
+        (scaling.agreed(12), 12),
+        ("a wish for other workers was refused: no room for 3", None),
+        ("3 workers: a run that began with 2 may have 1 to 2", None),
+    ]:
+        (tmp_path / scaling.ANSWER).write_text(said)
+        assert scaling.workers_now(tmp_path, FLEET) == workers
 
 
 def test_a_wish_that_cannot_be_is_told_and_forgotten(tmp_path: Path) -> None:

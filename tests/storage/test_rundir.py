@@ -92,8 +92,18 @@ def test_default_names_step_aside_and_given_ones_do_not(tmp_path: Path) -> None:
     given = new_run_dir(tmp_path / "runs", "mine")
     assert new_run_dir(tmp_path / "runs", "mine") == given  # nothing in it yet
     (given / "config.json").write_text("{}")
+    (given / "checkpoints" / "100").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"mine.*qfleet resume"):
         new_run_dir(tmp_path / "runs", "mine")
+
+
+def test_a_folder_in_use_is_not_given_away(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with (
+        RunLock(tmp_path / "mine"),
+        pytest.raises(RunBusyError, match=rf"mine.* process {os.getpid()}"),
+    ):
+        new_run_dir(tmp_path, "mine")
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
