@@ -35,6 +35,7 @@ from qfleet.parameter_server.schemes import Nesterov
 from qfleet.parameter_server.shard import Exchange, Push, Receipt, Shard, Stamp, Welcome
 from qfleet.parameter_server.wire import Wire, from_wire, plain, to_wire, wire_from_plain
 from qfleet.scaling import MOST_GROWTH
+from qfleet.states import as_arrays, as_tensors
 from qfleet.updaters.optimisers import SGD, FlatOptimiser, make_optimiser
 
 TICK_S = 0.02
@@ -129,7 +130,7 @@ class Server:
         self._lives: dict[int, int] = {}
         """Of each worker: the one that is listened to. Those before it were given up."""
         if snapshot is not None:
-            self._shard.restore(_as_tensors(snapshot))
+            self._shard.restore(as_tensors(snapshot))
             # They come again by themselves; what they had sent is in the weights then.
             for worker in self._shard.present:
                 self._shard.remove_worker(worker)
@@ -200,7 +201,7 @@ class Server:
 
     def snapshot(self) -> StateDict:
         with self._changed:
-            return _as_arrays(self._shard.snapshot())
+            return as_arrays(self._shard.snapshot())
 
     def account(self) -> dict[str, Any]:
         """Counters, version, and the processor time of this process."""
@@ -305,24 +306,6 @@ def _threads(config: Config, weights: int) -> int:
     if weights < THREADED_FROM:
         return 1
     return max(1, min(MOST_THREADS, (os.cpu_count() or 1) // config.servers))
-
-
-def _as_arrays(state: StateDict) -> StateDict:
-    return {
-        name: value.numpy() if isinstance(value, Tensor)
-        else _as_arrays(value) if isinstance(value, dict)
-        else value
-        for name, value in state.items()
-    }  # fmt: skip
-
-
-def _as_tensors(state: StateDict) -> StateDict:
-    return {
-        name: torch.tensor(value) if hasattr(value, "__array__")
-        else _as_tensors(value) if isinstance(value, dict)
-        else value
-        for name, value in state.items()
-    }  # fmt: skip
 
 
 def join_states(states: list[StateDict], sizes: list[int]) -> StateDict:

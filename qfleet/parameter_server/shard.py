@@ -64,7 +64,7 @@ class Push(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """One worker's weights for one shard's centre (``schemes.ElasticAveraging``)."""
+    """One worker's weights for one shard's centre (``schemes.elastic_difference``)."""
 
     worker: int
     sequence: int
