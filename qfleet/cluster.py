@@ -43,14 +43,14 @@ STORE_BYTES = 256 * 2**20
 INLINE_BYTES = 100 * 2**10
 """Ray's own: what is smaller travels within the call or its answer, the rest through the store."""
 TIMEOUT_S = 120.0
-GRACE_S = 5.0
+GRACE_S = 30.0
 """How long processes that were killed may take to be gone."""
 RUN_AGAIN = "; run it again"
 """How a loss ends that nobody makes good; who replaces what was lost leaves it out."""
 LEAST = 0.001
 """Of a node's own resource: a thousand members may name the node that they are to be on."""
-LEAST_BYTES = 32 * 2**20
-"""No worker does with less memory of its own; those with torch take several times as much."""
+LEAST_BYTES, LEAST_BYTES_WITH_TORCH = 32 * 2**20, 128 * 2**20
+"""No process does with less memory of its own (with torch some 200 MiB were measured)."""
 PROBE_S = 5.0
 """How long a cluster's port may take to answer at all."""
 _LONGEST_TMP = 20
@@ -230,15 +230,15 @@ def open_cluster(
     return _join(workers, address, timeout_s)
 
 
-def check_memory(workers: int) -> None:
-    """Ray starts a process per processor, whatever becomes of the machine."""
+def check_memory(processes: int, each_bytes: int = LEAST_BYTES) -> None:
+    """Whether this machine has memory for so many; Ray starts them, whatever becomes of it."""
     from qfleet.memory.sizing import available_bytes  # torch, which --help need not wait for
 
-    most = available_bytes() // LEAST_BYTES
-    if workers > most:
-        raise ClusterError(
-            f"{workers} workers cannot be on this machine, whose memory has room for {most} at the "
-            "very most; ask for fewer workers or join a cluster with --address"
+    most = available_bytes() // each_bytes
+    if processes > most:
+        raise UserError(
+            f"{processes} processes cannot be on this machine, whose memory has room for {most} at "
+            "the very most; ask for fewer workers or servers, or join a cluster with --address"
         )
 
 

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+AT_ONCE_S = 0.5
+"""Signals so close together are one: ``timeout`` sends its own to the program and to its group."""
+
 
 class Signals:
-    """Hands the first signal to ``on_signal``; a second one ends the program at once."""
+    """Hands the first signal to ``on_signal``; a later one ends the program at once."""
 
-    def __init__(self, on_signal: Callable[[int], None]) -> None:
-        self._on_signal = on_signal
-        self._came = False
+    def __init__(
+        self, on_signal: Callable[[int], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._on_signal, self._clock = on_signal, clock
+        self._came_s: float | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> None:
@@ -29,10 +35,12 @@ class Signals:
                 return
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self._came:
+        now_s = self._clock()
+        if self._came_s is None:
+            self._came_s = now_s
+            self._on_signal(number)
+        elif now_s - self._came_s > AT_ONCE_S:
             raise KeyboardInterrupt
-        self._came = True
-        self._on_signal(number)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():

@@ -140,7 +140,7 @@ def test_signals_are_left_alone_outside_the_main_thread() -> None:
 
 @needs_ray
 def test_more_workers_than_memory_has_room_for_are_refused() -> None:
-    with pytest.raises(ClusterError, match="1000000000 workers cannot be on this machine"):
+    with pytest.raises(UserError, match="1000000000 processes cannot be on this machine"):
         open_cluster(10**9)
 
 

@@ -16,7 +16,13 @@ from qfleet.apex.remote_actor import RemoteActor, actor_seed
 from qfleet.apex.replay import LETTERS_PER_ACTOR, PREFETCHED, ShardedReplay
 from qfleet.apex.shard import ReplayShard
 from qfleet.apex.shares import ring_capacity
-from qfleet.cluster import STORE_BYTES, Cluster, open_cluster
+from qfleet.cluster import (
+    LEAST_BYTES_WITH_TORCH,
+    STORE_BYTES,
+    Cluster,
+    check_memory,
+    open_cluster,
+)
 from qfleet.config import Config
 from qfleet.core import Clock, EnvSpec
 from qfleet.envs import make_envs
@@ -51,6 +57,8 @@ def build_actors(
     probe.close()
     place = Placement.of(config, spec, in_background=False)
     _check_rings(config, spec)
+    if not config.address:
+        check_memory(config.workers + config.servers, LEAST_BYTES_WITH_TORCH)
     _set_threads(config, spec)
     clock = Clock(frame_skip=spec.frame_skip)
     # A trace of its own, to be merged with the actors' in the end: there is room for so many spans,

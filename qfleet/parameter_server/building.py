@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from qfleet.accelerator.compiling import Compilable
-from qfleet.cluster import check_memory
+from qfleet.cluster import LEAST_BYTES_WITH_TORCH, check_memory
 from qfleet.config import Config
 from qfleet.core import Batch, Block, Clock, EnvSpec, StateDict
 from qfleet.envs import make_envs
@@ -75,13 +75,14 @@ def _check_here(config: Config, spec: EnvSpec) -> None:
     Placement.of(config, spec, in_background=False)
     # A worker sees its own memory alone, and all of them are on this machine.
     _check_memories(config, spec, config.buffer_size)
+    check_memory(config.workers + config.servers, LEAST_BYTES_WITH_TORCH)
 
 
 def _check_more(config: Config, spec: EnvSpec, workers: int) -> None:
     """Whether this machine has room for so many more workers, and for their memories."""
     if config.address:
         return
-    check_memory(workers)
+    check_memory(workers, LEAST_BYTES_WITH_TORCH)
     _check_memories(config, spec, workers * -(-config.buffer_size // config.workers))
 
 

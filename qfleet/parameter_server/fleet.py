@@ -17,9 +17,9 @@ from qfleet.cluster import STORE_BYTES, Cluster, open_cluster
 from qfleet.config import Config
 from qfleet.core import Clock, Episode, StateDict
 from qfleet.errors import CheckpointError
-from qfleet.parameter_server.servers import ServerRow
+from qfleet.parameter_server.servers import LOOK_S, ServerRow
 from qfleet.parameter_server.store import check_store, store_bytes
-from qfleet.parameter_server.supervisor import LOOK_S, Supervisor
+from qfleet.parameter_server.supervisor import Supervisor
 from qfleet.parameter_server.wire import INLINE_VECTOR_BYTES
 from qfleet.parameter_server.worker import Report
 from qfleet.telemetry.faults import FaultLog
@@ -53,6 +53,8 @@ class Fleet:
         self._optimiser: StateDict | None = None
         """Of all servers together, as it was last seen or loaded."""
         self._base_env_steps = self._base_updates = 0
+        self._base_skipped = 0.0
+        self._base_seconds: dict[str, float] = {}
         self._cluster: Cluster | None = None
         self._servers: ServerRow | None = None
         self._supervisor: Supervisor | None = None
@@ -65,6 +67,7 @@ class Fleet:
         """Train until ``keep_going`` says no, or all steps are taken."""
         config = self._config
         self._base_env_steps, self._base_updates = self._clock.env_steps, self._clock.updates
+        self._base_seconds = dict(self._timers.seconds)
         if not keep_going():
             return
         needed = store_bytes(config, self._weights)
@@ -75,6 +78,8 @@ class Fleet:
             check_store(cluster, needed)
             self._cluster = cluster
             servers = ServerRow(config, cluster, self._faults, self._weights, self._optimiser)
+            if not servers.await_start(keep_going):
+                return
             supervisor = Supervisor(
                 config,
                 cluster,
@@ -119,14 +124,15 @@ class Fleet:
             supervisor.news.clear()
 
     def _settle_clock(self, supervisor: Supervisor) -> None:
-        reports = supervisor.reports()
         with supervisor.lock:
             self._clock.env_steps = self._base_env_steps + supervisor.env_steps()
-            updates = sum(worker.total("updates") for worker in supervisor.workers.values())
-            self._clock.updates = self._base_updates + updates
+            heard = [worker.reports for worker in supervisor.workers.values() if worker.reports]
+            reports = [report for lives in heard for report in lives]
+        self._clock.updates = self._base_updates + sum(report.updates for report in reports)
         for stage in STAGES if reports else ():
-            spent = sum(report.seconds[stage] for report in reports)
-            self._timers.seconds[stage] = spent / len(reports)
+            # Of a worker on average, all that had its number taken together.
+            spent_s = sum(report.seconds[stage] for report in reports) / len(heard)
+            self._timers.seconds[stage] = self._base_seconds[stage] + spent_s
 
     def resize(self, workers: int) -> None:
         """From now on so many workers: others join, or the last ones leave after their slice."""
@@ -156,8 +162,18 @@ class Fleet:
             return {}
         means = {name: sum(m[name] for m in found) / len(found) for name in found[0]}
         means["abs_q_max"] = max(m["abs_q_max"] for m in found)
-        means["skipped"] = sum(m["skipped"] for m in found)
+        means["skipped"] = self._skipped()
         return means
+
+    def _skipped(self) -> float:
+        """Gradients of all workers that were not finite, since the run began."""
+        if self._supervisor is None:
+            return self._base_skipped
+        with self._supervisor.lock:
+            workers = list(self._supervisor.workers.values())
+            return self._base_skipped + sum(
+                report.metrics.get("skipped", 0.0) for each in workers for report in each.reports
+            )
 
     def _reports(self) -> list[Report]:
         return [] if self._supervisor is None else self._supervisor.reports()
@@ -193,7 +209,12 @@ class Fleet:
             snapshots = servers.peek()
             if snapshots is not None:
                 self._optimiser = servers.remember(snapshots, self._weights)
-        return {"envs": None, "update": self._config.update, "optimiser": self._optimiser or {}}
+        return {
+            "envs": None,
+            "update": self._config.update,
+            "optimiser": self._optimiser or {},
+            "skipped": self._skipped(),
+        }
 
     def load_state_dict(self, state: StateDict, env_steps: int) -> bool:
         del env_steps
@@ -203,6 +224,7 @@ class Fleet:
                 "resume with the update that it had"
             )
         self._optimiser = dict(state["optimiser"]) or None
+        self._base_skipped = state.get("skipped", 0.0)  # older checkpoints say nothing
         return False
 
     # --- accounts -----------------------------------------------------------------------------

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qfleet.cluster import Cluster
+from qfleet.cluster import TIMEOUT_S, Cluster
 from qfleet.config import Config
 from qfleet.core import StateDict
 from qfleet.errors import ClusterError, MemberLost, QfleetError
@@ -30,6 +30,8 @@ from qfleet.parameter_server.wire import from_wire
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import ServerAccount
 
+LOOK_S = 0.1
+"""How often a thread looks up from its work, at least."""
 ANSWER_S = 30.0
 """How long a server may take to answer, its start included, before it is as good as dead."""
 MOST_LOSSES = 10
@@ -65,7 +67,10 @@ class ServerRow:
         weights: Tensor,
         optimiser: StateDict | None,
     ) -> None:
-        """Starts them, with these weights and perhaps the state of an optimiser for all of them."""
+        """Starts them, with these weights and perhaps the state of an optimiser for all of them.
+
+        They are there when ``await_start`` says so.
+        """
         self._config, self._cluster, self._faults = config, cluster, faults
         self._slices = cut(weights.numel(), config.servers)
         self._states: list[_State] = []
@@ -73,10 +78,23 @@ class ServerRow:
         for part in self._slices:
             own = optimiser and cut_state(optimiser, host.numel(), part)
             self._states.append(_State(self._spawn(host[part].numpy(), own, 0, None), {}))
-        for number, state in enumerate(self._states):
-            call = state.handle.snapshot.remote()
-            state.snapshot = cluster.get(call, f"server {number}")
+
+    def await_start(self, keep_going: Callable[[], bool]) -> bool:
+        """Wait until all of them are there; False where ``keep_going`` says no before."""
+        calls = [state.handle.snapshot.remote() for state in self._states]
+        until_s = time.monotonic() + TIMEOUT_S
+        for number, (state, call) in enumerate(zip(self._states, calls, strict=True)):
+            while not self._cluster.ready([call], LOOK_S):
+                if not keep_going():
+                    return False
+                if time.monotonic() > until_s:
+                    raise ClusterError(
+                        f"server {number} of {len(calls)} did not start within {TIMEOUT_S:g} s; "
+                        "ask for fewer --servers"
+                    )
+            state.snapshot = self._cluster.get(call, f"server {number}")
         self.ask_accounts()
+        return True
 
     @property
     def handles(self) -> list[Any]:

@@ -21,7 +21,7 @@ from qfleet.config import Config
 from qfleet.core import Episode
 from qfleet.crew import Crew
 from qfleet.errors import ClusterError
-from qfleet.parameter_server.servers import MOST_LOSSES, ServerRow
+from qfleet.parameter_server.servers import LOOK_S, MOST_LOSSES, ServerRow
 from qfleet.parameter_server.worker import RemoteWorker, Report, Told
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import WorkerAccount
@@ -31,8 +31,6 @@ from qfleet.telemetry.trace import SpanRecord
 SLICE_S_PER_WORKER = 0.05
 LEAST_SLICE_S, LONGEST_SLICE_S = 0.1, 1.0
 """How long a worker works before it reports: the more there are, the longer each."""
-LOOK_S = 0.1
-"""How often a thread looks up from its work, at least."""
 END_S = 15.0
 """How long workers may take to finish when the run is over."""
 
@@ -286,7 +284,13 @@ class Supervisor:
         idle = set(self.workers) - self._crew.busy
         while True:
             self._servers.leave({number: self.workers[number].life for number in idle})
-            if not self._crew.busy or time.monotonic() > until_s:
+            if not self._crew.busy:
+                return
+            if time.monotonic() > until_s:
+                # Nobody waits any longer: what was kept for an update with theirs is to be made.
+                for number in self._crew.busy:
+                    worker = self.workers[number]
+                    self._servers.leave({number: worker.life + 1}, worker.renewals)
                 return
             idle = set()
             for number, report, _ in self._crew.come(LOOK_S):

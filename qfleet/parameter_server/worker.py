@@ -164,6 +164,9 @@ class Worker:
                 self._inside_s += self._apart_s() - before_s
         except ServersLost as error:
             self._lost = error.numbers
+            if self._own.replay:
+                # A burst was cut short: what it came to counts. (A rollout is begun again.)
+                parts.clock.updates = self._updater.made
         return self._report()
 
     def _apart_s(self) -> float:

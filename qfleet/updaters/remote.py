@@ -48,6 +48,8 @@ class RemoteUpdater(Protocol):
 
     share: float
     """The samples behind a gradient, relative to other workers'."""
+    made: int
+    """Updates, those that a lost server cut short included."""
 
     def join(self, takes_part: bool = True) -> None:
         """Take over the servers' weights, and take part, again where need be.
@@ -85,7 +87,7 @@ class _Base:
 
     def __init__(self, weights: FlatWeights, servers: Servers) -> None:
         self._weights, self._servers = weights, servers
-        self.share = 1.0
+        self.share, self.made = 1.0, 0
 
     def compilables(self) -> list[Compilable]:
         return []
@@ -123,6 +125,7 @@ class RemoteGradients(_Base):
         self._max_norm, self._judged = max_grad_norm, judged
 
     def apply(self, learning_rate: float | Tensor, loss: Loss | None = None) -> Metrics:
+        self.made += 1
         gradient = self._weights.grad.cpu()
         norm = clip(gradient, self._max_norm)
         known = float(loss()) if self._judged and loss is not None else None
@@ -139,14 +142,14 @@ class _Periodic(_Base, ABC):
         self, weights: FlatWeights, servers: Servers, local: LocalUpdater, period: int
     ) -> None:
         super().__init__(weights, servers)
-        self._local, self._period, self._steps = local, period, 0
+        self._local, self._period = local, period
 
     def apply(self, learning_rate: float | Tensor, loss: Loss | None = None) -> Metrics:
         del loss
         self._prepare()
         metrics = self._local.apply(learning_rate)
-        self._steps += 1
-        if self._steps % self._period == 0:
+        self.made += 1
+        if self.made % self._period == 0:
             self._meet()
         return metrics
 

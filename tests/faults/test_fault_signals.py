@@ -124,9 +124,12 @@ def test_what_a_cluster_runs_does_not_hear_sigterm_but_what_environments_start_d
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_a_request_and_the_second_is_not(number: signal.Signals) -> None:
     came: list[int] = []
-    with signals.Signals(came.append):
+    now_s = 100.0
+    with signals.Signals(came.append, lambda: now_s):
         signal.raise_signal(number)
+        signal.raise_signal(number)  # to the program, and to its group
         assert came == [number]
+        now_s += 1.0
         with signals.undisturbed():
             signal.raise_signal(number)  # while a cluster is ended
         with pytest.raises(KeyboardInterrupt):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from test_worker import first_weights, make_config
 
 from qfleet.config import Config
-from qfleet.errors import MemberLost
+from qfleet.errors import ClusterError, MemberLost
+from qfleet.parameter_server import servers
 from qfleet.parameter_server.server import Server
 from qfleet.parameter_server.servers import ServerRow
 from qfleet.parameter_server.shard import Push
@@ -45,6 +47,12 @@ class OneProcess:
         del who, wait_s
         return call()
 
+    def ready(self, pending: list[Any], wait_s: float) -> list[Any]:
+        del wait_s
+        return pending if self.has_room else []
+
+    has_room = True
+
     def stop(self, handle: Handle) -> None:
         handle.is_dead = True
 
@@ -52,6 +60,7 @@ class OneProcess:
 def make_row() -> tuple[ServerRow, Config]:
     config = make_config(workers=2, update="async", servers=2)
     row = ServerRow(config, OneProcess(), FaultLog(), first_weights(config), None)  # type: ignore[arg-type]
+    assert row.await_start(lambda: True)
     row.join([0, 1])
     return row, config
 
@@ -68,6 +77,20 @@ def push(row: ServerRow, worker: int, count: int) -> None:
 
 def lost_and_unknown(row: ServerRow) -> list[tuple[int, int]]:
     return [(account.lost, account.unknown) for account in row.accounts()]
+
+
+def test_servers_that_do_not_start_are_waited_for_until_somebody_has_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = make_config(workers=2, update="async", servers=2)
+    cluster = OneProcess()
+    cluster.has_room = False
+    row = ServerRow(config, cluster, FaultLog(), first_weights(config), None)  # type: ignore[arg-type]
+    asked = iter([True, True, False])
+    assert not row.await_start(lambda: next(asked))
+    monkeypatch.setattr(servers, "TIMEOUT_S", -1.0)
+    with pytest.raises(ClusterError, match=r"server 0 of 2 did not start .* fewer --servers"):
+        row.await_start(lambda: True)
 
 
 def test_what_came_after_the_snapshot_is_counted_when_workers_tell() -> None:

@@ -9,7 +9,7 @@ import pytest
 from test_worker import make_config
 
 from qfleet.build import build
-from qfleet.errors import ConfigError, MemoryRefusedError, QfleetError
+from qfleet.errors import ConfigError, MemoryRefusedError, QfleetError, UserError
 from qfleet.telemetry.faults import FaultLog
 from qfleet.watch import Watch
 
@@ -25,6 +25,7 @@ from qfleet.watch import Watch
             MemoryRefusedError,
             "replay of 100000000000 transitions needs",
         ),
+        ({"workers": 10**6}, UserError, "1000001 processes cannot be on this machine"),
     ],
 )
 def test_what_every_worker_would_refuse_is_refused_once(

@@ -19,7 +19,7 @@ from qfleet.errors import MemberSilent
 from qfleet.parameter_server.client import TRIES, DirectLine, ServersLost
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.ledger import Ledger
-from qfleet.parameter_server.server import Server
+from qfleet.parameter_server.server import Answer, Server
 from qfleet.parameter_server.shard import Push
 from qfleet.parameter_server.worker import Told, Worker, apart, worker_config
 from qfleet.presets import resolve
@@ -248,7 +248,7 @@ def test_a_lost_server_ends_the_slice_and_another_goes_on() -> None:
 
 
 def test_a_late_worker_that_loses_a_server_in_its_first_burst_waits_as_it_has_to() -> None:
-    """Its first gradient is kept at a barrier, and no update of its own is over yet."""
+    """Its first gradient is kept at a barrier, and its first update is not over yet."""
     config = make_config(workers=2, servers=2, gradient_steps=4)
     servers = make_servers(config)
     for server in servers:
@@ -277,13 +277,33 @@ def test_a_late_worker_that_loses_a_server_in_its_first_burst_waits_as_it_has_to
     line = Leaving(servers[0])
     late = Worker(config, 0, [line, DyingAtAPush(servers[1])], is_late=True)
     report = late.work(Told(0, STEPS, LONG_S))
-    assert (report.lost_servers, report.updates) == ((1,), 0), report.traffic["outcomes"]
+    assert (report.lost_servers, report.updates) == ((1,), 1)
     assert servers[0]._shard.waits(0)
     snapshot = servers[1].snapshot()
     servers[1] = Server(config, snapshot["weights"], snapshot=snapshot)
     line.is_over = True
     report = late.work(Told(0, STEPS, LONG_S, renewed=((1, DirectLine(servers[1])),)))
     assert (report.lost_servers, report.env_steps) == ((), STEPS)
+
+
+@pytest.mark.parametrize("update", ["async", "easgd"])
+def test_what_a_burst_came_to_before_a_server_was_lost_is_counted(update: str) -> None:
+    fields = {"local_steps": 1} if update == "easgd" else {}
+    config = make_config(update=update, gradient_steps=8, **fields)
+    (server,) = make_servers(config)
+    sent = itertools.count()
+
+    class DyingNowAndThen(DirectLine):
+        def finish(self, started: Any) -> Any:
+            is_receipt = isinstance(started, Answer) and started.receipt is not None
+            if is_receipt and next(sent) in (5, 29, 60):
+                raise ServersLost([0])
+            return super().finish(started)
+
+    worker = Worker(config, 0, [DyingNowAndThen(server)])
+    for _ in range(4):
+        report = worker.work(Told(0, STEPS, LONG_S))
+    assert report.updates == server.account()["applied"] == (STEPS - 200) // 8 * 8
 
 
 def test_what_a_worker_sent_tells_what_died_with_a_server() -> None:
