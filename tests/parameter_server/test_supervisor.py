@@ -1,4 +1,4 @@
-"""The process that trains, before it starts anybody: what it refuses, and what it lets be saved."""
+"""The process that trains: what it refuses, what it lets be saved, and what it adds up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from test_worker import make_config
 
 from qfleet.build import build
 from qfleet.errors import ConfigError, MemoryRefusedError, QfleetError, UserError
+from qfleet.parameter_server.supervisor import Supervisor, WorkerState
+from qfleet.parameter_server.worker import Report
 from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.timers import STAGES
 from qfleet.watch import Watch
 
 
@@ -49,4 +52,50 @@ def test_values_that_exploded_on_workers_keep_a_checkpoint_from_being_written(
     told = {"abs_q_max": largest, "skipped": 0.0}
     monkeypatch.setattr(parts.fleet, "metrics", lambda: told)
     assert Watch(config, FaultLog(), tmp_path).bad(parts) == bad
+    parts.close()
+
+
+def report_of(updates: int, env_steps: int, skipped: float, env_s: float) -> Report:
+    return Report(
+        env_steps=env_steps,
+        updates=updates,
+        episodes=[],
+        metrics={"abs_q_max": 1.0, "skipped": skipped},
+        exploration_rate=0.1,
+        wall_s=1.0,
+        seconds=dict.fromkeys(STAGES, 0.0) | {"env": env_s},
+        processor_s=1.0,
+        traffic={},
+        faults={},
+        spans=[],
+        clock_s=0.0,
+        lost_servers=(),
+        host="here",
+        pid=1,
+    )
+
+
+def test_what_others_of_a_number_and_earlier_sittings_did_counts() -> None:
+    """A worker that died had skipped gradients, and its time was spent: neither is forgotten."""
+    config = make_config(workers=2)
+    parts = build(config, FaultLog())
+    fleet = parts.fleet
+    assert fleet is not None
+    fleet.load_state_dict({"update": config.update, "optimiser": {}, "skipped": 7.0}, 0)
+    parts.clock.env_steps, parts.clock.updates = 1000, 100
+    parts.timers[0].seconds["env"] = 50.0
+    # A run that is told to stop at once; then as if it had gone on.
+    fleet.run(lambda: False, lambda: 1.0)
+    workers = {
+        0: WorkerState(report=report_of(3, 30, 1.0, 2.0), earlier=[report_of(5, 50, 4.0, 6.0)]),
+        1: WorkerState(report=report_of(10, 100, 0.0, 10.0)),
+    }
+    supervisor = Supervisor(config, *[None] * 3, 0, False, 1000, lambda: 1.0)  # type: ignore[arg-type]
+    supervisor.workers = workers
+    fleet._supervisor = supervisor
+    fleet._settle_clock(supervisor)
+    assert (parts.clock.env_steps, parts.clock.updates) == (1180, 118)
+    assert parts.timers[0].seconds["env"] == 50.0 + (2.0 + 6.0 + 10.0) / 2
+    assert fleet.metrics()["skipped"] == 7.0 + 1.0 + 4.0
+    assert fleet.state_dict()["skipped"] == 12.0
     parts.close()
