@@ -100,6 +100,16 @@ def test_killed_actors_and_shards_are_replaced_and_a_signal_leaves_nothing_behin
 
         goes_on()  # with the first actor that has come up
         wait_for("two of each", all_there)
+        at_work: set[int] = set()
+
+        def all_work() -> bool:
+            # Ray adds what a process does to its title, while it does it.
+            titles = descendants(run.pid).items()
+            at_work.update(pid for pid, title in titles if title.startswith("ray::RemoteActor."))
+            return len(at_work) == 2
+
+        wait_for("both actors at work", all_work)
+        goes_on()  # so that either shard has something to lose
         before = {kind: members(run.pid, kind) for kind in kinds}
         for there in before.values():
             os.kill(min(there), signal.SIGKILL)
