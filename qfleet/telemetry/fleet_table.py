@@ -99,8 +99,11 @@ def _messages(account: FleetAccount) -> str:
     if cost.bandwidth_bytes_per_s is not None:
         per_byte = f" + bytes at {cost.bandwidth_bytes_per_s / 1e6:,.4g} MB/s"
     well = "" if cost.explained is None else f", {cost.explained:.0%} explained"
+    # Servers are asked all at once, and the last answer ends it.
+    servers = len(account.servers)
+    what = "one" if servers <= 1 else f"one to each of {servers} servers"
     return (
-        f"{account.messages:,}; one takes {cost.latency_s * 1e3:.3g} ms{per_byte} "
+        f"{account.messages:,}; {what} takes {cost.latency_s * 1e3:.3g} ms{per_byte} "
         f"({_several(cost.messages, 'message')} measured{well})"
     )
 

@@ -257,7 +257,8 @@ def test_the_table() -> None:
         "dropped       too-old ×3",
         "sent          3,000 bytes, 75% saved by compression in 0.75 s of packing",
         "received      9,000 bytes",
-        "messages      60; one takes 2 ms + bytes at 1 MB/s (3 messages measured, 100% explained)",
+        "messages      60; one to each of 2 servers takes 2 ms + bytes at 1 MB/s "
+        "(3 messages measured, 100% explained)",
         "speed-up      3.00 over one worker (30 steps/s), 100% of ideal",
     ]
 
