@@ -218,6 +218,11 @@ class Sync(_Barrier):
         self._expected: dict[int, int] = {}
         """By worker: the round that it comes for next, at the earliest."""
 
+    def join(self, worker: int, moment: Moment) -> None:
+        """What was expected of the one that had this number before says nothing."""
+        del moment
+        self._expected.pop(worker, None)
+
     def expect(self, worker: int, turn: int) -> None:
         self._expected[worker] = max(turn, self._expected.get(worker, 0))
 

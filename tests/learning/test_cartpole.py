@@ -24,5 +24,10 @@ def final_return(seed: int) -> float:
 
 @pytest.mark.slow
 def test_the_preset_reaches_475_on_at_least_9_of_10_seeds() -> None:
-    returns = [final_return(seed) for seed in range(10)]
-    assert sum(value >= 475 for value in returns) >= 9, returns
+    returns: list[float] = []
+    for seed in range(10):
+        returns.append(final_return(seed))
+        reached = sum(value >= 475 for value in returns)
+        assert reached >= len(returns) - 1, returns
+        if reached == 9:
+            return  # whatever the tenth comes to
