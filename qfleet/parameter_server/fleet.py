@@ -78,8 +78,6 @@ class Fleet:
             check_store(cluster, needed)
             self._cluster = cluster
             servers = ServerRow(config, cluster, self._faults, self._weights, self._optimiser)
-            if not servers.await_start(keep_going):
-                return
             supervisor = Supervisor(
                 config,
                 cluster,
@@ -92,9 +90,12 @@ class Fleet:
             )
             supervisor.resize(self._wanted)  # as somebody may have asked meanwhile
             self._servers, self._supervisor = servers, supervisor
+            has_started = False
             try:
                 try:
-                    supervisor.start()
+                    has_started = supervisor.start(keep_going)
+                    if not has_started:
+                        return
                     self._watch(servers, supervisor, keep_going)
                 finally:
                     supervisor.stop()
@@ -103,7 +104,8 @@ class Fleet:
                 self._optimiser = servers.remember(servers.snapshots, self._weights)
                 self._settle_clock(supervisor)
             finally:
-                servers.ask_accounts()
+                if has_started:
+                    servers.ask_accounts()
                 servers.stop()
 
     def _watch(

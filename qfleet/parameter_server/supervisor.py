@@ -134,16 +134,21 @@ class Supervisor:
 
     # --- for the run's own thread -------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, keep_going: Callable[[], bool]) -> bool:
+        """Start everybody, workers and servers side by side; False where that is not wanted any
+        more before all servers are there."""
         for number in range(self._wanted):
             self.workers[number] = WorkerState()
             self._spawn(number, is_late=False)
+        if not self._servers.await_start(keep_going):
+            return False
         # All of them before anybody begins: else the first would make rounds on its own, and the
         # others would collect while it learns, and the other way round, from then on.
         self._servers.join(list(self.workers))
         for number in self.workers:
             self._set_to_work(number)
         self._thread.start()
+        return True
 
     def stop(self) -> None:
         """Wait for those at work, so long at most; end all of them."""
