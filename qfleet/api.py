@@ -15,7 +15,7 @@ from qfleet.callbacks import Callback
 from qfleet.config import Config, read_fields
 from qfleet.errors import CheckpointError, ConfigError, RunBusyError
 from qfleet.evaluation import Evaluation
-from qfleet.policy import Policy, check_trust, load_run_policy
+from qfleet.policy import Policy, load_run_policy
 from qfleet.presets import resolve
 from qfleet.result import Result
 from qfleet.run import Run, Sitting
@@ -38,6 +38,7 @@ from qfleet.telemetry.runs import (
     resolve_run,
     seed_folders,
 )
+from qfleet.trust import check_trust
 
 RUNS = Path("runs")
 
@@ -153,25 +154,33 @@ def resume(
     workers: int | None = None,
     servers: int | None = None,
     address: str | None = None,
+    replay_dir: str | None = None,
+    track: Literal["none", "wandb", "mlflow"] | None = None,
     sitting: Sitting | None = None,
     callbacks: Sequence[Callback] = (),
     trust: bool = False,
 ) -> Trained:
-    """Go on from a run's newest whole checkpoint, bit for bit where one process does the work."""
+    """Go on from a run's newest whole checkpoint, bit for bit where one process does the work.
+
+    ``trust`` accepts what the stored configuration does beyond computing: code that it imports,
+    and its ``address``, ``replay_dir`` and ``track`` where they are not given here.
+    """
     folder = _one_run(run)
     # First of all: who trains there may only just have begun, and have no checkpoint yet.
     check_idle(folder)
-    config = Config(**read_fields(folder / "config.json"))
-    check_trust(config, trust)
-    if steps is not None:
-        config = config.replace(steps=steps)
-    if device is not None:
-        config = config.replace(device=device)
-    fleet = {"workers": workers, "servers": servers, "address": address}
-    fleet = {name: value for name, value in fleet.items() if value is not None}
+    stored = read_fields(folder / "config.json")
+    asked: dict[str, Any] = {
+        "steps": steps, "device": device, "workers": workers, "servers": servers,
+        "address": address, "replay_dir": replay_dir, "track": track,
+    }  # fmt: skip
+    asked = {name: value for name, value in asked.items() if value is not None}
+    kept = {name: value for name, value in stored.items() if name not in asked}
+    check_trust(Config(**kept), trust)
+    config = Config(**stored).replace(**asked)
+    # An empty address is every engine's default, so each run may go back to it.
+    fleet = [name for name in ("workers", "servers", "address") if asked.get(name, "") != ""]
     if fleet and config.engine not in ("parameter-server", "actors"):
         raise ConfigError(f"'{folder}' is a run on {config.engine}, without {', '.join(fleet)}")
-    config = config.replace(**fleet)
     if not has_checkpoint(folder / "checkpoints"):
         raise CheckpointError(
             f"'{folder}' has no checkpoint to go on from; start it anew with: "

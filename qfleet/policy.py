@@ -23,6 +23,7 @@ from qfleet.placement import resolve_device
 from qfleet.randomness import Seeds
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from qfleet.telemetry.faults import FaultLog
+from qfleet.trust import check_trust
 from qfleet.weights import FlatWeights
 
 
@@ -119,7 +120,7 @@ def load_run_policy(
     folder: Path, which: Literal["best", "last"], trust: bool, device: str | None = None
 ) -> Policy:
     config = Config(**read_fields(folder / "config.json")).validate()
-    check_trust(config, trust)
+    check_trust(config, trust, training=False)
     if which == "best":
         state = load_policy(folder / "best").parts["policy"]
     else:
@@ -156,13 +157,3 @@ def _newest_policy(folder: Path, config: Config) -> StateDict:
 
 def _say(alert: str) -> None:
     print(f"qfleet: {alert}", file=sys.stderr)
-
-
-def check_trust(config: Config, trust: bool) -> None:
-    """A run's files may be someone else's: code they name is imported only with consent."""
-    plugins = config.plugins()
-    if plugins and not trust:
-        raise ConfigError(
-            f"this run imports code of its own ({', '.join(plugins)}); "
-            "if you trust it, say so with --trust (library: trust=True)"
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -37,9 +37,14 @@ class ResumeOptions:
     servers: int | None = None
     """Parameter server, actors: so many servers from now on."""
     address: str | None = None
-    """Ray cluster to join instead of the run's own choice."""
+    """Ray cluster to join, as host:port, instead of the run's own; '': start our own cluster."""
+    replay_dir: str | None = None
+    """Folder for the files of the replay memory, instead of the run's own; '': RAM."""
+    track: Literal["none", "wandb", "mlflow"] | None = None
+    """Experiment tracker to report to, instead of the run's own."""
     trust: bool = False
-    """Import the code (module:Class, --import) that the run's configuration names."""
+    """Accept what the run's configuration names: code to import (module:Class, --import), and
+    address, replay_dir and track where they are not given here."""
 
 
 def run(argv: list[str]) -> int:
@@ -54,6 +59,8 @@ def run(argv: list[str]) -> int:
             workers=options.workers,
             servers=options.servers,
             address=options.address,
+            replay_dir=options.replay_dir,
+            track=options.track,
             sitting=options.sitting.resolve(),
             trust=options.trust,
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from qfleet.cli.parsing import parse_duration
 from qfleet.errors import UserError
+from qfleet.trust import needs_trust
 
 if TYPE_CHECKING:
     from qfleet.api import Trained
@@ -89,5 +90,6 @@ def finish(trained: Trained, options: SittingOptions) -> int:
             print(f"  trace      {trace_path(trained.folder)}")
             print(f"  timeline   {timeline_path(trained.folder)}")
         if trained.result.env_steps < trained.config.steps:
-            print(f"  go on with: qfleet resume {trained.folder}")
+            consent = " --trust" if needs_trust(trained.config) else ""
+            print(f"  go on with: qfleet resume {trained.folder}{consent}")
     return 128 + trained.interrupted_by if trained.interrupted_by else 0

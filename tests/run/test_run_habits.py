@@ -46,10 +46,10 @@ def test_a_busy_run_is_refused_before_a_byte_of_it_is_touched(tmp_path: Path) ->
         path.write_bytes(bytes(len(path.read_bytes())))
     before = digests(replay)
     with RunLock(tmp_path / "run"), pytest.raises(RunBusyError, match="in use"):
-        qfleet.resume(tmp_path / "run", steps=400)
+        qfleet.resume(tmp_path / "run", steps=400, replay_dir=str(replay))
     assert digests(replay) == before
     # Not so once the run is free.
-    qfleet.resume(tmp_path / "run", steps=400)
+    qfleet.resume(tmp_path / "run", steps=400, replay_dir=str(replay))
     assert digests(replay) != before
 
 
