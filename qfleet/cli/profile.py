@@ -57,6 +57,9 @@ class ProfileOptions:
     """JSON file with fields of the configuration, e.g. the config.json of a run."""
     run_dir: Path | None = None
     """Folder of the profiled run; default runs/profile-NAME."""
+    trust: bool = False
+    """Accept what the file of --config names: code to import (module:Class, imports), and address,
+    replay_dir and track where they are not given here."""
     json: bool = False
     """Print one JSON object and nothing else."""
 
@@ -70,7 +73,7 @@ def run(argv: list[str]) -> int:
         default=ProfileOptions(_learning_phase(start.base)),
         description=DESCRIPTION,
     )
-    config = start.config(options.experiment, "profile")
+    config = start.config(options.experiment, "profile", options.trust)
     if not 0 < options.seconds < math.inf:
         raise ConfigError(f"--seconds {options.seconds:g} must be positive")
     return _profile(config, options)

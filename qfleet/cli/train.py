@@ -14,6 +14,7 @@ from qfleet.cli.sitting import SittingOptions, finish, show
 from qfleet.config import Config, read_fields
 from qfleet.errors import ConfigError, UserError
 from qfleet.presets import PRESETS, resolve
+from qfleet.trust import check_trust
 
 HELP = "train an agent: qfleet train CartPole-v1"
 
@@ -47,6 +48,9 @@ class TrainOptions:
     """Folder of this run; default runs/NAME."""
     name: str | None = None
     """Name of the run below runs/; default from env, algorithm, seed and time."""
+    trust: bool = False
+    """Accept what the file of --config names: code to import (module:Class, imports), and address,
+    replay_dir and track where they are not given here."""
 
 
 class Start(NamedTuple):
@@ -58,11 +62,14 @@ class Start(NamedTuple):
     """What the options override."""
     preset: str | None
     names_task: bool
+    stored: Config
+    """The fields that come from the file of ``--config``; the others have their defaults."""
 
-    def config(self, parsed: Config, verb: str) -> Config:
+    def config(self, parsed: Config, verb: str, trust: bool) -> Config:
         """The parsed configuration, checked."""
         if not self.names_task:
             raise UserError(f"{verb} needs an environment: qfleet {verb} CartPole-v1")
+        check_trust(self.stored, trust)
         # The algorithm's row was resolved from its alias; the parse saw the user's spelling.
         return parsed.replace(algo=self.base.algo).validate()
 
@@ -81,7 +88,13 @@ def read_start(argv: list[str]) -> Start:
         update=said["--update"],
     )
     names_task = bool(said["--env"] or file_fields is not None or preset)
-    return Start(argv, base, preset, names_task)
+    given = {word.partition("=")[0] for word in argv}
+    kept = {
+        name: value
+        for name, value in (file_fields or {}).items()
+        if "--" + name.replace("_", "-") not in given
+    }
+    return Start(argv, base, preset, names_task, Config(**kept))
 
 
 def run(argv: list[str]) -> int:
@@ -98,7 +111,7 @@ def run(argv: list[str]) -> int:
         default=TrainOptions(start.base, SittingOptions()),
         description=DESCRIPTION,
     )
-    config = start.config(options.experiment, "train")
+    config = start.config(options.experiment, "train", options.trust)
     if options.seeds < 1:
         raise ConfigError(f"seeds {options.seeds} must be at least 1")
     return _train(config, options, start.preset)

@@ -215,7 +215,7 @@ class Training:
         self.network, self.folder, self.log = network, folder / "run", folder / "log"
         settings = folder / "config.json"
         settings.write_text(json.dumps(config))
-        words = ["train", env, "--preset", "none", "--config", str(settings)]
+        words = ["train", env, "--preset", "none", "--config", str(settings), "--trust"]
         words += ["--steps", str(steps), "--run-dir", str(self.folder)]
         self.process = network.head.qfleet(self.log, *words)
 
