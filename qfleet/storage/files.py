@@ -90,6 +90,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
         write_point(f"write {path.name}")
         for key in order:
             flat = tensors[key].detach().cpu().contiguous().reshape(-1)
+            if not flat.numel():
+                continue  # an empty tensor may have strides that cannot be viewed as bytes
             data = flat.view(torch.uint8).numpy().data
             digest.update(data)
             file.write(data)

@@ -385,3 +385,13 @@ def test_diff_meta_names_key_and_both_values() -> None:
         "new: not in the checkpoint, None now",
     ]
     assert diff_meta({"a": math.nan, "b": 1}, {"a": math.nan, "b": 1.0}, set()) == []
+
+
+def test_an_empty_tensor_with_any_strides_comes_back(tmp_path: Path) -> None:
+    # As they come from an empty array of another process.
+    empty = torch.zeros(4, dtype=torch.int64).as_strided((0,), (0,))
+    save_checkpoint(tmp_path, 1, {"part": {"empty": empty, "one": torch.ones(1)}}, {}, keep=1)
+    part = load_checkpoint(tmp_path).parts["part"]
+    assert part["empty"].shape == (0,)
+    assert part["empty"].dtype == torch.int64
+    assert part["one"].tolist() == [1.0]
