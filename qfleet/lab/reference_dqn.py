@@ -22,6 +22,7 @@ from qfleet.core import EnvSpec
 from qfleet.envs.seeding import env_seeds
 from qfleet.networks import build_network
 from qfleet.randomness import Seeds
+from qfleet.updaters.optimisers import VECTOR_FLOATS
 
 
 @dataclass
@@ -46,13 +47,17 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
     assert obs_shape is not None
     spec = EnvSpec(config.env, obs_shape, "float32", num_actions)
     online, target = _network(spec, config, seeds), _network(spec, config, seeds)
-    # One vector holds all weights, so that Adam is one kernel; the network sees views of it.
+    # One vector holds all weights, so that Adam is one kernel; the network sees views of it. It is
+    # filled up to whole vector registers, because that kernel rounds what is left over differently.
     shapes = [weight.shape for weight in online.parameters()]
     flat = torch.cat([weight.detach().reshape(-1) for weight in online.parameters()])
-    for weight, view in zip(online.parameters(), _cut(flat, shapes), strict=True):
+    size = len(flat)
+    flat = torch.nn.functional.pad(flat, (0, -size % VECTOR_FLOATS))
+    for weight, view in zip(online.parameters(), _cut(flat[:size], shapes), strict=True):
         weight.data = view
     weights = list(online.parameters())
     flat.grad = torch.zeros_like(flat)
+    gradient = flat.grad[:size]
     adam = torch.optim.Adam(
         [flat.requires_grad_()], config.learning_rate, eps=config.optimizer_eps, fused=True
     )
@@ -111,11 +116,11 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
             taken = q.gather(1, torch.tensor([row.action for row in batch])[:, None])[:, 0]
             loss = torch.nn.functional.huber_loss(taken, goals[part])
             grads = torch.autograd.grad(loss, weights)
-            torch.cat([grad.reshape(-1) for grad in grads], out=flat.grad)
+            torch.cat([grad.reshape(-1) for grad in grads], out=gradient)
             if config.max_grad_norm:
-                norm = float(torch.linalg.vector_norm(flat.grad))
+                norm = float(torch.linalg.vector_norm(gradient))
                 if norm > config.max_grad_norm:
-                    flat.grad.mul_(config.max_grad_norm / (norm + 1e-6))
+                    gradient.mul_(config.max_grad_norm / (norm + 1e-6))
             adam.step()
             updates += 1
     env.close()

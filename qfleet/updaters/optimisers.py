@@ -21,6 +21,9 @@ from qfleet.core import StateDict
 
 Rate: TypeAlias = float | Tensor
 
+VECTOR_FLOATS = 16
+"""Floats of the widest vector register (AVX-512)."""
+
 
 def _each(weights: Tensor) -> tuple[int, ...]:
     """Shape of what there is one of per agent: a number, or ``[K, 1]`` beside rows ``[K, P]``."""
@@ -42,15 +45,26 @@ class Adam:
 
     On a GPU that kernel is made for lists of tensors and slow on one long vector (H200, 1.7M
     weights: 70 µs, where memory traffic alone would take 10); compiled code follows the formula.
+
+    On a CPU that kernel computes whole vector registers in one way and the floats that are left
+    over in another, which rounds differently on x86. The weights at the end of a vector are
+    therefore copied to a register's worth of their own: what a weight becomes must not depend on
+    where the vector is cut, or shards of a parameter server would differ from a single optimiser.
     """
 
     def __init__(
         self, weights: Tensor, eps: float, beta1: float = 0.9, beta2: float = 0.999
     ) -> None:
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
-        self.first = torch.zeros_like(weights)
-        self.second = torch.zeros_like(weights)
         self.steps = torch.zeros(_each(weights), device=weights.device)
+        self._rest: _Rest | None = None
+        if weights.device.type == "cpu" and weights.dim() == 1 and len(weights) % VECTOR_FLOATS:
+            self._rest = _Rest(weights)
+            self.first = self._rest.first[: len(weights)]
+            self.second = self._rest.second[: len(weights)]
+        else:
+            self.first = torch.zeros_like(weights)
+            self.second = torch.zeros_like(weights)
 
     def step(
         self, weights: Tensor, grad: Tensor, learning_rate: Rate, found_bad: Tensor | None
@@ -59,13 +73,15 @@ class Adam:
             self._follow_formula(weights, grad, learning_rate, found_bad)
             return
         self.steps.add_(1.0)
+        rest = self._rest
+        if rest is None:
+            vectors = [[weights], [grad], [self.first], [self.second]]
+        else:
+            vectors = rest.begin(weights, grad)
         torch._fused_adam_(
-            [weights],
-            [grad],
-            [self.first],
-            [self.second],
+            *vectors,
             [],
-            [self.steps],
+            [self.steps] * len(vectors[0]),
             lr=learning_rate,
             beta1=self.beta1,
             beta2=self.beta2,
@@ -75,6 +91,8 @@ class Adam:
             maximize=False,
             found_inf=found_bad,
         )
+        if rest is not None:
+            rest.end()
         if found_bad is not None:
             self.steps.sub_(found_bad)
 
@@ -100,6 +118,45 @@ class Adam:
         self.first.copy_(state["first"])
         self.second.copy_(state["second"])
         self.steps.copy_(state["steps"])
+
+
+class _Rest:
+    """The end of a vector whose length is no multiple of VECTOR_FLOATS, as a register of its own.
+
+    ``first`` and ``second`` are Adam's moments, long enough for whole registers.
+    """
+
+    def __init__(self, weights: Tensor) -> None:
+        self._size = len(weights)
+        self._body = self._size - self._size % VECTOR_FLOATS
+        whole = self._body + VECTOR_FLOATS
+        self.first, self.second = torch.zeros(2, whole, dtype=weights.dtype)
+        self._moments = [
+            [moment[: self._body], moment[self._body :]] for moment in (self.first, self.second)
+        ]
+        self._scratch = torch.zeros(2, VECTOR_FLOATS, dtype=weights.dtype)
+        self._ends = [row[: self._size - self._body] for row in self._scratch]
+        self._weights: Tensor | None = None
+        self._grad: Tensor | None = None
+
+    def begin(self, weights: Tensor, grad: Tensor) -> list[list[Tensor]]:
+        """Return the four lists of tensors that the kernel takes."""
+        if weights is not self._weights:
+            self._weights = weights
+            self._weights_body, self._weights_end = weights[: self._body], weights[self._body :]
+        if grad is not self._grad:
+            self._grad = grad
+            self._grad_body, self._grad_end = grad[: self._body], grad[self._body :]
+        torch._foreach_copy_(self._ends, [self._weights_end, self._grad_end])
+        return [
+            [self._weights_body, self._scratch[0]],
+            [self._grad_body, self._scratch[1]],
+            *self._moments,
+        ]
+
+    def end(self) -> None:
+        """Copy the updated weights back."""
+        self._weights_end.copy_(self._ends[0])
 
 
 class RAdam(Adam):
