@@ -1,12 +1,29 @@
-"""What every test shares."""
+"""Fixtures of all tests."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from qfleet.torch_settings import TorchSettings
+
+TESTS = str(Path(__file__).parent)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def support_in_children() -> Iterator[None]:
+    """Child processes, and Ray's workers, import ``support`` too."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (TESTS, before)))
+    yield
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +32,13 @@ def torch_settings() -> Iterator[None]:
     settings = TorchSettings()
     yield
     settings.restore()
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM as in the foreground: a background job has inherited an ignored SIGINT."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

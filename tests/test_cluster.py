@@ -8,8 +8,6 @@ import os
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +19,8 @@ from qfleet import signals
 from qfleet.cli import main
 from qfleet.cluster import open_cluster
 from qfleet.errors import ClusterError, UserError
-
-DEADLINE_S = 120.0
+from support.processes import count_lines, is_alive, needs_proc, python, start
+from support.waiting import CLUSTER_S, finish, wait_until
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'qfleet[ray]'"
@@ -179,7 +177,8 @@ def test_sigterm_while_ray_connects_ends_with_the_usual_code(tmp_path: Path) -> 
 
 
 PROGRAM = """
-import os, time
+import os, sys, time
+from pathlib import Path
 from qfleet.cluster import open_cluster
 class Sleeper:
     def sleep(self):
@@ -191,49 +190,34 @@ with open_cluster(1) as cluster:
     sleeper = cluster.spawn(Sleeper)
     pids = [cluster.get(sleeper.name.remote(), "sleeper")]
     pids += [process.pid for process in psutil.Process().children(recursive=True)]
-    print(cluster.folder, *pids, flush=True)
+    told = Path(sys.argv[1])
+    with told.with_suffix(".part").open("w") as out:
+        print(cluster.folder, *pids, file=out)
+    told.with_suffix(".part").rename(told)
     cluster.get(sleeper.sleep.remote(), "sleeper")
 """
 
 
-def ours(pids: list[int]) -> list[int]:
-    """Those that still run; a zombie has ended."""
-    alive = []
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state != "Z":
-            alive.append(pid)
-    return alive
-
-
 @needs_ray
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lists processes by /proc")
+@needs_proc
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    running = subprocess.Popen(
-        [sys.executable, str(program)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    guard = threading.Timer(DEADLINE_S, running.kill)
-    guard.start()
+    told = tmp_path / "told"
+    running = start(python(str(program), str(told)))
     try:
-        assert running.stdout is not None
-        folder, *pids = running.stdout.readline().split()
+        wait_until(lambda: count_lines(told) == 1, "a member at work", CLUSTER_S, running)
+        folder, *pids = told.read_text().split()
+        family = [int(pid) for pid in pids]
         assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
-        assert ours([int(pid) for pid in pids])
+        assert any(map(is_alive, family))
         running.send_signal(number)
-        _, error = running.communicate(timeout=DEADLINE_S)
+        _, error = finish(running, "the end after the signal", CLUSTER_S)
     finally:
-        guard.cancel()
         running.kill()
+        running.wait()
     code = {signal.SIGINT: -signal.SIGINT, signal.SIGTERM: 143}[number]
     assert running.returncode == code, error
     assert not Path(folder).exists()
-    assert ours([int(pid) for pid in pids]) == []
+    assert not any(map(is_alive, family))

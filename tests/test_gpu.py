@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,7 @@ from qfleet.torch_settings import TorchSettings
 from qfleet.updaters.local import LocalUpdater
 from qfleet.updaters.optimisers import make_optimiser
 from qfleet.weights import FlatWeights, SameWeights
-
-sys.path.append(str(Path(__file__).parent / "equivalence"))
-from integrity import assert_rows_tell_the_truth, run, share_of_actions_explained
+from support.integrity import assert_rows_tell_the_truth, run, share_of_actions_explained
 
 pytestmark = [
     pytest.mark.gpu,
@@ -317,7 +314,7 @@ def test_the_pipeline_trains_and_resumes_on_the_device(
 def test_every_row_is_followed_by_what_it_led_to(changes: dict[str, Any]) -> None:
     """Far more blocks than are in flight, with updates that take longer than collecting."""
     config, _ = resolve(
-        "telltale_envs:TelltaleEnv",
+        "support.telltale_envs:TelltaleEnv",
         fields={
             "steps": 20_000, "envs": 16, "env_groups": 4, "block_rows": 4, "vectorize": "async",
             "buffer_size": 6000, "learning_starts": 200, "batch_size": 32, "train_freq": 2,

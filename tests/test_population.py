@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_tensor_evaluation import evaluate_on_device
 from torch import Tensor
 
 import qfleet
 from qfleet.build import build
-from qfleet.config import Config
 from qfleet.core import Batch, Episode
 from qfleet.engines import ENGINES
 from qfleet.envs import make_tensors
@@ -29,30 +27,10 @@ from qfleet.run import Run, Sitting
 from qfleet.standings import EPISODE_WINDOW, Standings
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
+from support.populations import FIELDS, configure, rows_of, train
+from support.tensor_envs import evaluate_on_device
 
-FIELDS: dict[str, Any] = {
-    "engine": "device", "device": "cpu", "steps": 512, "envs": 4, "train_freq": 64,
-    "gradient_steps": 8, "batch_size": 16, "learning_rate": 1e-2, "net_arch": (16,),
-    "max_episode_steps": 30, "seed": 2, "population": 3, "eval_freq": 256, "n_eval_episodes": 2,
-    "log_interval": 128, "checkpoint_freq": 256, "tensorboard": False, "threads": 1,
-    # So large that gradients which are nothing but rounding do not decide a step's direction.
-    "optimizer_eps": 1e-2,
-}  # fmt: skip
 RATES = '{"learning_rate": [0.01, 0.001, 0.0001]}'
-
-
-def configure(**changes: Any) -> Config:
-    env = changes.pop("env", "CartPole-v1")
-    return resolve(env, "pqn", "none", fields={**FIELDS, **changes})[0]
-
-
-def train(folder: Path, **changes: Any) -> qfleet.Result:
-    """Not qfleet.train: the learning curve it draws would cost more than these runs."""
-    return Run(configure(**changes), folder, Sitting()).go()
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
 
 
 # --- values -----------------------------------------------------------------------------------

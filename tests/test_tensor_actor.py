@@ -19,7 +19,7 @@ from qfleet.config import Config
 from qfleet.core import FIRST, SKIP, TERMINATED, Block, EnvSpec, Episode
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.names import make_tensor_env
-from qfleet.envs.device.protocol import Outcome, State, TensorEnv
+from qfleet.envs.device.protocol import State, TensorEnv
 from qfleet.envs.device.vector import TensorEnvs
 from qfleet.envs.seeding import env_seeds
 from qfleet.errors import EnvironmentFault
@@ -28,57 +28,16 @@ from qfleet.presets import resolve
 from qfleet.telemetry.timers import Timers
 from qfleet.tensor_actor import EPISODES_KEPT, TensorActor, ring_places
 from qfleet.weights import SameWeights
+from support.tensor_envs import Broken, Count, QValues, constant, scripted
 
 CPU = torch.device("cpu")
 GREEDY = Config(exploration_initial_eps=0.0, exploration_final_eps=0.0)
-QValues = Callable[[Tensor], Tensor]
-
-
-class Count(TensorEnv):
-    """Counts steps and pays them, every second one in debt; ends at 3 + its start, or by time."""
-
-    spec = EnvSpec("Count", (2,), "float32", 3)
-    max_episode_steps = 6
-
-    def begin(self, counters: Tensor) -> State:
-        return {"at": torch.zeros_like(counters), "end": 3 + (counters & 7)}
-
-    def advance(self, state: State, action: Tensor, counters: Tensor) -> Outcome:
-        at = state["at"] + 1
-        sign = torch.where(at % 2 == 0, -1.0, 1.0)
-        after = {"at": at, "end": state["end"]}
-        return Outcome(after, sign * at * (1.0 + action), at == state["end"])
-
-    def observe(self, state: State) -> Tensor:
-        return torch.stack((state["at"], state["end"]), dim=1).float()
-
-
-class Broken(Count):
-    """Has nothing finite to say from its third step on."""
-
-    def advance(self, state: State, action: Tensor, counters: Tensor) -> Outcome:
-        after, reward, terminated = super().advance(state, action, counters)
-        return Outcome(after, torch.where(after["at"] > 2, torch.nan, reward), terminated)
 
 
 class Blind(Count):
     def observe(self, state: State) -> Tensor:
         seen = super().observe(state)
         return torch.where(seen == 2, torch.inf, seen)
-
-
-def scripted(num_actions: int) -> QValues:
-    """Values that differ with what is seen, without a network."""
-    slopes = torch.linspace(-1.7, 2.3, num_actions)
-
-    def q_values(obs: Tensor) -> Tensor:
-        return torch.sin(obs.flatten(1).float().sum(1, keepdim=True) * slopes + slopes)
-
-    return q_values
-
-
-def constant(best: int, num_actions: int = 3) -> QValues:
-    return lambda obs: (torch.arange(num_actions) == best).float().expand(len(obs), -1)
 
 
 def tensor_actor_of(

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_tensor_actor import Broken, Count, constant, scripted
 from torch import Tensor
 
 from qfleet import evaluation, tensor_evaluation
@@ -14,28 +13,15 @@ from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.names import make_tensor_env
 from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.device.vector import TensorEnvs
-from qfleet.envs.seeding import env_seeds
 from qfleet.errors import EnvironmentFault
-from qfleet.evaluation import Evaluation, evaluate_policy
+from qfleet.evaluation import evaluate_policy
 from qfleet.makers import make_network
 from qfleet.networks import QNetwork
 from qfleet.presets import resolve
-from qfleet.tensor_evaluation import CHUNK, TensorEvaluator, as_evaluation
+from qfleet.tensor_evaluation import CHUNK, TensorEvaluator
+from support.tensor_envs import Broken, Count, constant, evaluate_on_device, scripted
 
 CPU = torch.device("cpu")
-
-
-def evaluate_on_device(
-    q_values: Callable[[Tensor], Tensor],
-    env: TensorEnv,
-    episodes: int,
-    epsilon: float,
-    device: torch.device,
-    seed: int,
-    give_up: Callable[[], bool] = lambda: False,
-) -> Evaluation | None:
-    seeds = torch.tensor(env_seeds(seed, episodes))
-    return as_evaluation(TensorEvaluator(q_values, env, seeds, epsilon, device, seed).play(give_up))
 
 
 def game(name: str) -> tuple[TensorEnv, QNetwork]:

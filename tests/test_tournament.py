@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_population import configure, rows_of, train
 
 from qfleet.build import build
 from qfleet.config import Config
@@ -23,6 +22,7 @@ from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog
 from qfleet.tensor_actor import TensorActor
 from qfleet.tournament import Move, better_half, choose_moves, exploit, narrowed, perturb, rank
+from support.populations import configure, rows_of, train
 
 VARY = json.dumps(
     {

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from one_process import FRAMES, SPEC, random_block, small
 
 from qfleet.apex import remote_actor
 from qfleet.apex.account import Account
@@ -18,6 +17,7 @@ from qfleet.lab.speedup import Case, sweep
 from qfleet.telemetry.fleet import FleetAccount, ShardAccount
 from qfleet.telemetry.timers import STAGES, Timers
 from qfleet.telemetry.trace import Trace
+from support.in_process_cluster import FRAMES, SPEC, random_block, small
 
 COLLECTED = dict.fromkeys(STAGES, 0.0) | {"env": 1.0, "act": 0.5, "communicate": 0.5}
 

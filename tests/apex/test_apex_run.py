@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from one_process import Handle, OneProcess, small
 
 import qfleet
 from qfleet.apex import broadcast, building
@@ -34,6 +33,7 @@ from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import FleetAccount
 from qfleet.telemetry.fleet_table import fleet_lines
 from qfleet.weights import FlatWeights
+from support.in_process_cluster import Handle, OneProcess, small
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from one_process import FRAMES, SPEC, random_block, small
 
 from qfleet.apex.letters import Letter, seal, unseal
 from qfleet.apex.messages import News
@@ -13,6 +12,7 @@ from qfleet.apex.shard import ReplayShard
 from qfleet.config import Config
 from qfleet.core import SKIP, Block, EnvSpec
 from qfleet.memory import Ring, UniformSampler
+from support.in_process_cluster import FRAMES, SPEC, random_block, small
 
 HOST = torch.device("cpu")
 

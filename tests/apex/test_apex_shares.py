@@ -7,7 +7,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from one_process import SPEC, OneProcess, pinned, random_block, small
 
 from qfleet.apex.account import Account
 from qfleet.apex.letters import seal
@@ -18,6 +17,7 @@ from qfleet.config import Config
 from qfleet.core import SKIP
 from qfleet.memory import PrioritizedSampler, Ring
 from qfleet.telemetry.faults import FaultLog
+from support.in_process_cluster import SPEC, OneProcess, pinned, random_block, small
 
 ALPHA, EPS = 0.6, 1e-6
 HOST = torch.device("cpu")

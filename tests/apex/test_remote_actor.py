@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from one_process import small
 
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.algorithms.objective import Samples
@@ -16,6 +15,7 @@ from qfleet.apex.shard import ReplayShard
 from qfleet.makers import make_network, make_objective
 from qfleet.schedules import own_ladder
 from qfleet.weights import FlatWeights
+from support.in_process_cluster import small
 
 HOST = torch.device("cpu")
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted_envs import Faults
 
 from qfleet.config import Config
 from qfleet.core import VectorEnv
 from qfleet.envs import make_envs
+from support.scripted_envs import Faults
 
 
 def make(env: str = "ALE/Breakout-v5", num_envs: int = 2, **changes: Any) -> VectorEnv:

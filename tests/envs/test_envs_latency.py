@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted_envs import Faults
 
 from qfleet.build import build
 from qfleet.config import Config
@@ -17,6 +16,7 @@ from qfleet.envs.latency import DelayedEnvs
 from qfleet.envs.sync import SyncEnvs
 from qfleet.telemetry.faults import FaultLog
 from qfleet.torch_settings import TorchSettings
+from support.scripted_envs import Faults
 
 GO = np.zeros(2, dtype=np.int64)
 

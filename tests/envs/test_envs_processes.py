@@ -6,16 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from scripted_envs import Faults, faulty, is_alive, scripted, wait_until
 
 from qfleet.config import Config
 from qfleet.core import Step, VectorEnv
@@ -25,10 +22,11 @@ from qfleet.envs.seeding import env_seeds, rebuilt_seed
 from qfleet.envs.sync import SyncEnvs
 from qfleet.envs.worker import pack, unpack
 from qfleet.errors import CheckpointError, EnvironmentFault
+from support.processes import is_alive, needs_proc, python, start
+from support.scripted_envs import Faults, faulty, scripted
+from support.waiting import wait_until
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/stat").exists(), reason="looks processes up in /proc"
-)
+pytestmark = needs_proc
 COLUMNS = ("obs", "reward", "terminated", "truncated", "invalid", "fresh")
 
 
@@ -39,7 +37,7 @@ def pids(envs: ProcessEnvs) -> list[int]:
 
 def strike(pid: int, number: signal.Signals) -> None:
     os.kill(pid, number)
-    wait_until(f"the end of {pid}", lambda: not is_alive(pid))
+    wait_until(lambda: not is_alive(pid), f"the end of {pid}")
 
 
 def go(envs: VectorEnv) -> Step:
@@ -257,7 +255,8 @@ def test_deaths_in_a_row_have_a_limit() -> None:
         with pytest.raises(EnvironmentFault) as caught:
             go(envs)
         assert str(caught.value) == (
-            "the process of env 0 of 'scripted_envs:ScriptedEnv' died (exit code 7) (failure 3 in "
+            "the process of env 0 of 'support.scripted_envs:ScriptedEnv' died (exit code 7) "
+            "(failure 3 in "
             "a row, more than max_env_restarts 2); run it with --vectorize sync to see why or "
             "raise max_env_restarts"
         )
@@ -317,27 +316,26 @@ def test_what_an_env_has_started_ends_with_it() -> None:
         envs.reset()
         children = [int(pid) for pid in go(envs).obs[:, 1]]
         assert all(map(is_alive, children))
-    wait_until("the children's end", lambda: not any(map(is_alive, children)))
+    wait_until(lambda: not any(map(is_alive, children)), "the end of the children")
 
 
 def test_workers_end_when_their_parent_is_killed() -> None:
     """One of them waits for a command, the other hangs in its env and cannot see the pipe."""
-    script = f"""
+    script = """
         import sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
         import numpy as np
-        from scripted_envs import Faults, scripted
+        from support.scripted_envs import Faults, scripted
         from qfleet.envs.processes import ProcessEnvs
         if __name__ == "__main__":
-            config = scripted(env_kwargs='{{"fault": "hang", "at": 1, "only_seed": %d}}')
+            config = scripted(env_kwargs=sys.argv[1])
             envs = ProcessEnvs(config, 2, 0, Faults())
             envs.reset()
             envs.send(np.zeros(2, dtype=np.int64))
             print([worker.pid for worker in envs._workers], flush=True)
             sys.stdin.read()
-    """ % env_seeds(0, 2)[0]
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    """
+    kwargs = json.dumps({"fault": "hang", "at": 1, "only_seed": env_seeds(0, 2)[0]})
+    parent = start(python("-c", textwrap.dedent(script), kwargs), stdin=subprocess.PIPE)
     try:
         assert parent.stdout is not None
         workers = json.loads(parent.stdout.readline())
@@ -345,9 +343,10 @@ def test_workers_end_when_their_parent_is_killed() -> None:
     finally:
         parent.kill()
         parent.communicate()
-    wait_until("the workers' end", lambda: not any(map(is_alive, workers)))
+    wait_until(lambda: not any(map(is_alive, workers)), "the end of the workers")
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_workers_ignore_an_interrupt() -> None:
     with pool(scripted(), 2) as (envs, faults):
         envs.reset()
@@ -362,7 +361,7 @@ def test_workers_ignore_an_interrupt() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [Config(frame_stack=2, max_episode_steps=13), Config(env="scripted_envs:MemoryEnv")],
+    [Config(frame_stack=2, max_episode_steps=13), Config(env="support.scripted_envs:MemoryEnv")],
     ids=["stack", "own"],
 )
 @pytest.mark.parametrize("others", [SyncEnvs, ProcessEnvs])
@@ -391,7 +390,7 @@ def test_state_goes_on_identically(config: Config, others: type[SyncEnvs | Proce
 
 def test_state_remembers_restarts() -> None:
     """After a resume, the next lost process must not play the episodes of an earlier one."""
-    config = Config(env="scripted_envs:MemoryEnv")
+    config = Config(env="support.scripted_envs:MemoryEnv")
     with pool(config, 2) as (envs, _), pool(config, 2) as (copy, _):
         envs.reset()
         strike(pids(envs)[0], signal.SIGKILL)

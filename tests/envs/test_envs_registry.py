@@ -6,11 +6,11 @@ from typing import Any
 
 import gymnasium
 import pytest
-from scripted_envs import Faults, scripted
 
 from qfleet.config import Config
 from qfleet.envs import ale_game, close_names, make_envs, make_single
 from qfleet.errors import ConfigError, QfleetError, UnknownNameError, UnsupportedEnvError
+from support.scripted_envs import Faults, scripted
 
 
 def make(**changes: Any) -> Any:
@@ -32,7 +32,7 @@ def make(**changes: Any) -> Any:
         ("CartPole-v1", None),
         ("MountainCar-v0", None),
         ("Nothing-v4", None),
-        ("scripted_envs:ScriptedEnv", None),
+        ("support.scripted_envs:ScriptedEnv", None),
     ],
 )
 def test_ale_game(env_id: str, rom: str | None) -> None:
@@ -40,7 +40,7 @@ def test_ale_game(env_id: str, rom: str | None) -> None:
 
 
 def test_a_users_env_named_like_a_legacy_game_is_the_users() -> None:
-    gymnasium.register("Tetris-v0", entry_point="scripted_envs:ScriptedEnv")
+    gymnasium.register("Tetris-v0", entry_point="support.scripted_envs:ScriptedEnv")
     try:
         assert ale_game("Tetris-v0") is None
     finally:
@@ -69,9 +69,12 @@ def test_unknown_id_names_the_nearest(env_id: str, near: str, vectorize: str) ->
     ("changes", "space"),
     [
         ({"env": "Pendulum-v1"}, r"action space Box"),
-        ({"env": "scripted_envs:OddEnv"}, r"observation space Dict"),
-        ({"env": "scripted_envs:OddEnv", "env_kwargs": '{"what": "scalar"}'}, r"space Box"),
-        ({"env": "scripted_envs:OddEnv", "env_kwargs": '{"what": "action"}'}, r"MultiDiscrete"),
+        ({"env": "support.scripted_envs:OddEnv"}, r"observation space Dict"),
+        ({"env": "support.scripted_envs:OddEnv", "env_kwargs": '{"what": "scalar"}'}, r"space Box"),
+        (
+            {"env": "support.scripted_envs:OddEnv", "env_kwargs": '{"what": "action"}'},
+            r"MultiDiscrete",
+        ),
         ({"env": "Blackjack-v1"}, r"observation space Tuple"),
     ],
 )
@@ -85,10 +88,10 @@ def test_unsupported_space_is_named(changes: dict[str, Any], space: str, vectori
     ("changes", "message"),
     [
         ({"imports": ("no_such_module",)}, "no_such_module"),
-        ({"env": "scripted_envs:Nothing"}, "Nothing"),
-        ({"env": "scripted_envs:NotAnEnv"}, "must be a gymnasium.Env"),
+        ({"env": "support.scripted_envs:Nothing"}, "Nothing"),
+        ({"env": "support.scripted_envs:NotAnEnv"}, "must be a gymnasium.Env"),
         ({"env_kwargs": '{"speed": 2}'}, "speed"),
-        ({"env": "scripted_envs:ScriptedEnv", "env_kwargs": '{"speed": 2}'}, "speed"),
+        ({"env": "support.scripted_envs:ScriptedEnv", "env_kwargs": '{"speed": 2}'}, "speed"),
         ({"env": "FrozenLake-v1", "frame_stack": 2}, "frame_stack 2"),
         ({"env": "MountainCar-v0", "vectorize": "native"}, "vectorize sync"),
         ({"vectorize": "native", "frame_stack": 2}, "frame_stack 2"),
@@ -105,14 +108,15 @@ def test_refusals_are_typed_and_short(changes: dict[str, Any], message: str) -> 
 
 def test_imports_come_first(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "registers_one.py").write_text(
-        "import gymnasium\ngymnasium.register('Mine-v0', entry_point='scripted_envs:ScriptedEnv')\n"
+        "import gymnasium\n"
+        "gymnasium.register('Mine-v0', entry_point='support.scripted_envs:ScriptedEnv')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     envs = make(env="Mine-v0", imports=("registers_one",))
     assert envs.reset().tolist() == [[1, 0], [1, 0]]
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "scripted_envs:ScriptedEnv"])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "support.scripted_envs:ScriptedEnv"])
 def test_max_episode_steps_overrides_the_envs_own(env_id: str) -> None:
     env = make_single(Config(env=env_id, max_episode_steps=3))
     env.reset(seed=0)
@@ -133,7 +137,7 @@ def test_make_single_refuses_atari() -> None:
 
 
 def test_canonical_single_env_counts_actions_from_zero() -> None:
-    env = make_single(scripted(env="scripted_envs:OffsetEnv"))
+    env = make_single(scripted(env="support.scripted_envs:OffsetEnv"))
     assert env.reset(seed=0)[0] == 2
     assert env.step(1)[0] == 1
     assert env.action_space == gymnasium.spaces.Discrete(2)

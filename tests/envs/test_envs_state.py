@@ -9,13 +9,13 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from scripted_envs import Faults, scripted
 
 from qfleet.config import Config
 from qfleet.core import VectorEnv
 from qfleet.envs import make_envs, make_single
 from qfleet.envs.state import load_env, save_env
 from qfleet.errors import CheckpointError
+from support.scripted_envs import Faults, scripted
 
 
 def make(config: Config, num_envs: int, seed: int) -> VectorEnv:
@@ -45,7 +45,7 @@ def through_json(value: Any) -> Any:
         (Config(env="Taxi-v4", max_episode_steps=30), 2),
         (Config(env="Taxi-v4", env_kwargs='{"fickle_passenger": true}', max_episode_steps=30), 2),
         (Config(env="CliffWalking-v1", env_kwargs='{"is_slippery": true}'), 2),
-        (Config(env="scripted_envs:MemoryEnv"), 2),
+        (Config(env="support.scripted_envs:MemoryEnv"), 2),
     ],
     ids=lambda value: f"{value.env}-{value.vectorize}" if isinstance(value, Config) else "",
 )
@@ -71,7 +71,7 @@ def test_a_loaded_copy_goes_on_identically(
 
 
 def test_saved_state_does_not_follow_the_env() -> None:
-    envs = make(Config(env="scripted_envs:MemoryEnv"), 1, 0)
+    envs = make(Config(env="support.scripted_envs:MemoryEnv"), 1, 0)
     envs.reset()
     state = envs.state_dict()
     assert state is not None

@@ -8,7 +8,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from scripted_envs import Faults, scripted
 
 from qfleet.config import Config
 from qfleet.core import Step
@@ -17,6 +16,7 @@ from qfleet.envs.native import NativeEnvs
 from qfleet.envs.seeding import env_seeds, rebuilt_seed
 from qfleet.envs.sync import SyncEnvs
 from qfleet.errors import EnvironmentFault
+from support.scripted_envs import Faults, scripted
 
 GO = np.zeros(1, dtype=np.int64)
 
@@ -165,7 +165,7 @@ def test_env_that_cannot_be_made_again_is_retried_within_the_limit(
 ) -> None:
     envs, faults = faulty("crash", at=1, max_env_restarts=2)
     envs.reset()
-    monkeypatch.setattr("scripted_envs.ScriptedEnv.__init__", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("support.scripted_envs.ScriptedEnv.__init__", lambda *_, **__: 1 / 0)
     with pytest.raises(EnvironmentFault, match="division by zero"):
         envs.step(GO)
     assert faults.kinds == ["env_crash", "env_reset", "env_reset"]
@@ -207,7 +207,7 @@ def test_large_finite_observations_are_no_fault() -> None:
 
 
 def test_discrete_offsets() -> None:
-    envs = SyncEnvs(Config(env="scripted_envs:OffsetEnv"), 1, 0, Faults())
+    envs = SyncEnvs(Config(env="support.scripted_envs:OffsetEnv"), 1, 0, Faults())
     assert (envs.spec.num_obs_values, envs.spec.num_actions) == (3, 2)
     assert envs.spec.obs_shape == ()
     first = envs.reset()
@@ -230,7 +230,7 @@ def test_discrete_offsets() -> None:
 @pytest.mark.parametrize("frame_stack", [0, 3])
 def test_observation_dtypes_and_frame_stacks(dtype: str, canonical: str, frame_stack: int) -> None:
     config = Config(
-        env="scripted_envs:TypedEnv",
+        env="support.scripted_envs:TypedEnv",
         env_kwargs=json.dumps({"dtype": dtype}),
         frame_stack=frame_stack,
     )

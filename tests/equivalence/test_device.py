@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_resume import assert_equal, assert_same_run, configure, final_state, resume, rows, train
 
 from qfleet.config import Config
+from support.runs import assert_equal, assert_same_run, configure, final_state, resume, rows, train
 
 GAME = "MinAtar/Breakout-v1"
 DEVICE: dict[str, Any] = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from integrity import assert_rows_tell_the_truth, run, share_of_actions_explained
-from test_resume import configure
 
 from qfleet.presets import resolve
+from support.integrity import assert_rows_tell_the_truth, run, share_of_actions_explained
+from support.runs import configure
 
 TELLTALE: dict[str, Any] = {
     "steps": 900, "envs": 6, "buffer_size": 600, "learning_starts": 100, "batch_size": 8,
@@ -27,7 +27,7 @@ TELLTALE: dict[str, Any] = {
     ],
 )
 def test_every_row_is_followed_by_what_it_led_to(changes: dict[str, Any]) -> None:
-    config = configure("telltale_envs:TelltaleEnv", **TELLTALE | changes)
+    config = configure("support.telltale_envs:TelltaleEnv", **TELLTALE | changes)
     assert_rows_tell_the_truth(run(config).memory)  # type: ignore[arg-type]
 
 

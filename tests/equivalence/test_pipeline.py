@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume import assert_equal, configure, final_state, leaves, resume, train
 
 import qfleet
 from qfleet import placement, stages
@@ -26,6 +25,7 @@ from qfleet.parts import Parts
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
+from support.runs import assert_equal, configure, final_state, leaves, resume, train
 
 CARTPOLE: dict[str, Any] = {"eval_freq": 0, "n_eval_episodes": 1, "steps": 400}
 PONG: dict[str, Any] = {
@@ -276,7 +276,7 @@ def test_collecting_runs_ahead_by_no_more_than_the_slack(slack: int) -> None:
 def test_groups_keep_their_rows_apart_where_nobody_works_ahead() -> None:
     """Envs of this process are stepped in turn with learning; their groups are in flight too."""
     config = configure(
-        "stateless_envs:StatelessEnv",
+        "support.stateless_envs:StatelessEnv",
         **CARTPOLE | {"engine": "pipeline", "vectorize": "sync", "max_episode_steps": 0},
         envs=4,
         env_groups=2,

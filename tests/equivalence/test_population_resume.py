@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_resume import assert_same_run, configure, leaves, resume, train
 
 from qfleet.config import Config
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
+from support.runs import assert_same_run, configure, leaves, resume, train
+from support.waiting import PHASE_S, deadline
 
 FIELDS: dict[str, Any] = {
     "engine": "device", "device": "cpu", "envs": 4, "train_freq": 80, "gradient_steps": 20,
@@ -93,7 +94,7 @@ def test_killed_it_loses_no_more_than_since_its_checkpoint(
         [sys.executable, "-c", KILLED, str(folder), "450", config.to_json()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=deadline(PHASE_S),
     )
     assert died.returncode == -signal.SIGKILL, died.stderr
     resume(folder)

@@ -6,14 +6,10 @@ import functools
 import importlib.util
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faulty_envs import result_of
 
 from qfleet.apex import building
 from qfleet.build import build
@@ -22,45 +18,16 @@ from qfleet.config import Config
 from qfleet.errors import ClusterError
 from qfleet.storage.checkpoint import list_checkpoints
 from qfleet.telemetry.faults import FaultLog
-
-DEADLINE_S = 120.0
+from support.faulty_envs import result_of
+from support.processes import count_lines, descendants, needs_proc, start_qfleet
+from support.waiting import CLUSTER_S, finish, wait_until
 
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'qfleet[ray]'"
     ),
-    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lists processes by /proc"),
+    needs_proc,
 ]
-
-
-def wait_for(what: str, condition: Callable[[], object]) -> None:
-    """Until ``condition()`` holds; the deadline only ends a test that has failed anyway."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come about"
-        time.sleep(0.05)
-
-
-def descendants(pid: int) -> dict[int, str]:
-    """Process → its title, of all that this one has started; zombies have ended."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if state != "Z":
-            parents[int(stat.parent.name)] = int(parent)
-    found: dict[int, str] = {}
-    generation = {pid}
-    while generation:
-        generation = {child for child, parent in parents.items() if parent in generation}
-        for child in generation:
-            try:
-                found[child] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ").strip()
-            except OSError:
-                continue
-    return found
 
 
 def members(pid: int, kind: str) -> set[int]:
@@ -75,22 +42,15 @@ def test_killed_actors_and_shards_are_replaced_and_a_signal_leaves_nothing_behin
     command = "train CartPole-v1 --preset none --engine actors --workers 2 --servers 2 --envs 2"
     command += " --steps 100000000 --net-arch 16 --log-interval 200 --no-tensorboard"
     command += " --buffer-size 4000 --prioritized-replay --eval-freq 0"
-    run = subprocess.Popen(
-        [sys.executable, "-m", "qfleet.cli.main", *command.split(), "--run-dir", str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    run = start_qfleet(*command.split(), "--run-dir", str(folder), start_new_session=True)
     metrics = folder / "metrics.jsonl"
 
-    def logged() -> int:
-        return metrics.read_text().count("\n") if metrics.exists() else 0
+    def await_(condition: Callable[[], object], what: str) -> None:
+        wait_until(condition, what, CLUSTER_S, run)
 
     def goes_on() -> None:
-        already = logged()
-        wait_for("more training", lambda: run.poll() is not None or logged() >= already + 3)
-        assert run.poll() is None, run.communicate()
+        already = count_lines(metrics)
+        await_(lambda: count_lines(metrics) >= already + 3, "three more log lines")
 
     try:
         kinds = ("RemoteActor", "ReplayShard")
@@ -99,7 +59,7 @@ def test_killed_actors_and_shards_are_replaced_and_a_signal_leaves_nothing_behin
             return all(len(members(run.pid, kind)) == 2 for kind in kinds)
 
         goes_on()  # with the first actor that has come up
-        wait_for("two of each", all_there)
+        await_(all_there, "two members of each kind")
         at_work: set[int] = set()
 
         def all_work() -> bool:
@@ -108,7 +68,7 @@ def test_killed_actors_and_shards_are_replaced_and_a_signal_leaves_nothing_behin
             at_work.update(pid for pid, title in titles if title.startswith("ray::RemoteActor."))
             return len(at_work) == 2
 
-        wait_for("both actors at work", all_work)
+        await_(all_work, "both actors at work")
         goes_on()  # so that either shard has something to lose
         before = {kind: members(run.pid, kind) for kind in kinds}
         for there in before.values():
@@ -116,13 +76,13 @@ def test_killed_actors_and_shards_are_replaced_and_a_signal_leaves_nothing_behin
         goes_on()
         for kind, there in before.items():
             fresh = functools.partial(lambda k, t: members(run.pid, k) - t, kind, there)
-            wait_for(f"another {kind}", fresh)
+            await_(fresh, f"another {kind}")
         goes_on()
-        wait_for("two of each, again", all_there)
+        await_(all_there, "two members of each kind again")
         started = descendants(run.pid)
         # To the whole group of a terminal, as Ctrl-C does.
         os.killpg(run.pid, signal.SIGINT)
-        out, err = run.communicate(timeout=DEADLINE_S)
+        out, err = finish(run, "the end after the signal", CLUSTER_S)
     finally:
         run.kill()
         run.wait()
@@ -138,9 +98,10 @@ def test_killed_actors_and_shards_are_replaced_and_a_signal_leaves_nothing_behin
     assert result["fleet"]["actors_replaced"] == result["fleet"]["shards_replaced"] == 1
     assert result["fleet"]["transitions_lost"] > 0
     assert list_checkpoints(folder / "checkpoints") == [result["env_steps"]]
-    wait_for(
-        "the end of all processes",
+    wait_until(
         lambda: not any(Path(f"/proc/{pid}").exists() for pid in started),
+        "the end of all processes",
+        CLUSTER_S,
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faulty_envs import TINY, ChainEnv, faulty, result_of
 
 import qfleet
 from qfleet.algorithms.tabular import solve_q
@@ -22,6 +21,7 @@ from qfleet.errors import (
     UserError,
 )
 from qfleet.storage.checkpoint import load_checkpoint
+from support.faulty_envs import TINY, ChainEnv, faulty, result_of
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_too_many_bad_numbers_end_the_run_with_env_and_step_named(
         qfleet.train(**faulty(fault, every=7), run_dir=tmp_path / "run")
     message = str(caught.value)
     assert message.startswith(f"{kind}: ")
-    assert "env 0 of 'faulty_envs:FaultyEnv'" in message
+    assert "env 0 of 'support.faulty_envs:FaultyEnv'" in message
     assert "in its step 7" in message
     assert "--max-fault-rate" in message
     result = result_of(tmp_path / "run")
@@ -143,7 +143,7 @@ def test_a_truncation_bootstraps_and_a_termination_does_not(tmp_path: Path) -> N
     exact = solve_q(transition, reward, np.arange(cells + 1) == end, gamma)[:cells]
     assert exact == pytest.approx(np.array([[2.0, 1.8], [2.0, 1.8], [2.0, 1.0]]))
     trained = qfleet.train(
-        "faulty_envs:ChainEnv",
+        "support.faulty_envs:ChainEnv",
         **TINY
         | {
             "steps": 3000,

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -16,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from counting_network import COUNTERS
-from test_fault_signals import children_of, is_alive, wait_for
 
 import qfleet
 from qfleet.callbacks import Callback
 from qfleet.run import Run
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from support.counting_network import COUNTERS
+from support.processes import count_lines, descendants, is_alive, needs_proc, start_qfleet
+from support.waiting import CLUSTER_S, deadline, finish, wait_until
 
 # Not importorskip: a Ray that was imported before qfleet could set it up is of no use.
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra [ray]")
@@ -32,10 +32,6 @@ SMALL: dict[str, Any] = {
     "target_update_interval": 100, "learning_rate": 1e-3, "eval_freq": 0, "n_eval_episodes": 1,
     "log_interval": 50, "checkpoint_freq": 10**9, "tensorboard": False,
 }  # fmt: skip
-
-
-LONG_S = 240.0
-"""Starting a cluster takes many processes, and others may want the cores too."""
 
 
 class Script(Callback):
@@ -109,11 +105,10 @@ def test_one_worker_is_serial_and_a_run_resumes_with_two(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("killed", [["server 0", "server 1"], ["server 0", "worker 1", "server 0"]])
 def test_the_weights_know_every_gradient_that_was_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: list[str]
+    tmp_path: Path, killed: list[str]
 ) -> None:
     """Each gradient moves a counter among the weights by the learning rate: they tell how many were
     applied, whatever the processes say that they did."""
-    monkeypatch.chdir(Path(__file__).parent)  # where the network is
     told: Counter[str] = Counter()
     acts = []
     for who in killed:
@@ -123,7 +118,7 @@ def test_the_weights_know_every_gradient_that_was_not_lost(
     plain = {**SMALL, "optimizer": "sgd", "learning_rate": rate, "max_grad_norm": 0.0}
     result = qfleet.train(
         "CartPole-v1", run_dir=tmp_path / "run", callbacks=[Script(*acts)], workers=2, servers=2,
-        steps=10**7, snapshot_s=1.0, network="counting_network:Counting", **plain,
+        steps=10**7, snapshot_s=1.0, network="support.counting_network:Counting", **plain,
     ).result  # fmt: skip
     assert Counter(result.faults) == told
     assert result.stopped_by == "callback"
@@ -195,13 +190,13 @@ def test_a_stopped_worker_holds_sync_up_until_it_is_given_up(tmp_path: Path) -> 
     )
     trained = qfleet.train(
         "CartPole-v1", run_dir=tmp_path / "run", callbacks=[script], workers=2, update="sync",
-        steps=10**7, worker_timeout_s=10.0, **SMALL,
+        steps=10**7, worker_timeout_s=deadline(10.0), **SMALL,
     )  # fmt: skip
     assert trained.result.stopped_by == "callback"
     assert trained.result.faults["worker"] == 1
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lists processes by /proc")
+@needs_proc
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_killed_worker_is_one_line_and_a_signal_leaves_nobody_behind(
     number: signal.Signals, code: int, tmp_path: Path
@@ -211,52 +206,40 @@ def test_a_killed_worker_is_one_line_and_a_signal_leaves_nobody_behind(
     config = {key: value for key, value in told.items() if key != "preset"}
     settings = tmp_path / "config.json"
     settings.write_text(json.dumps(config))
-    command = [sys.executable, "-m", "qfleet.cli.main", "train", "CartPole-v1", "--preset", "none"]
-    command += ["--config", str(settings), "--run-dir", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    words = ["train", "CartPole-v1", "--preset", "none", "--config", str(settings)]
+    process = start_qfleet(*words, "--run-dir", str(folder), stderr=subprocess.STDOUT)
     try:
         metrics = folder / "metrics.jsonl"
 
-        def logged() -> int:
-            return metrics.read_text().count("\n") if metrics.exists() else 0
-
         def workers() -> list[int]:
-            return [pid for pid in descendants(process.pid) if b"RemoteWorker" in title(pid)]
+            titles = descendants(process.pid).items()
+            return [pid for pid, title in titles if "RemoteWorker" in title]
 
-        wait_for("two workers", lambda: logged() >= 3 and len(workers()) == 2, LONG_S)
+        def await_(condition: Callable[[], bool], what: str) -> None:
+            wait_until(condition, what, CLUSTER_S, process)
+
+        await_(lambda: count_lines(metrics) >= 3, "three log lines")
+        await_(lambda: len(workers()) == 2, "two workers")
         victim = workers()[0]
         os.kill(victim, signal.SIGKILL)
-        wait_for("another", lambda: len(set(workers()) - {victim}) == 2, LONG_S)
-        already = logged()
-        wait_for("more log lines", lambda: logged() >= already + 3, LONG_S)
-        family = descendants(process.pid)
+        await_(lambda: len(set(workers()) - {victim}) == 2, "another worker")
+        already = count_lines(metrics)
+        await_(lambda: count_lines(metrics) >= already + 3, "three more log lines")
+        family = list(descendants(process.pid))
         assert len(family) >= 3
         # To all, as a terminal's Ctrl-C and the SIGTERM of a batch system come.
         for pid in [*family, process.pid]:
             os.kill(pid, number)
-        output, _ = process.communicate(timeout=LONG_S)
+        output, _ = finish(process, "the end after the signal", CLUSTER_S)
     finally:
         process.kill()
+        process.wait()
     assert process.returncode == code, output
-    assert b"Traceback" not in output
-    assert output.count(b"another takes its place") == 1
-    assert b"raylet" not in output  # Ray has nothing to add to what we say
+    assert "Traceback" not in output
+    assert output.count("another takes its place") == 1
+    assert "raylet" not in output  # Ray has nothing to add to what we say
     steps = list_checkpoints(folder / "checkpoints")[-1]
     result = json.loads((folder / "result.json").read_text())
     assert result["env_steps"] == steps
     assert result["faults"] == {"worker": 1}  # whom it was sent to did not die of it
-    wait_for("everybody's end", lambda: not any(is_alive(pid) for pid in family), LONG_S)
-
-
-def title(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-def descendants(pid: int) -> list[int]:
-    found = []
-    for child in children_of(pid):
-        found += [child, *descendants(child)]
-    return found
+    wait_until(lambda: not any(map(is_alive, family)), "the end of all processes", CLUSTER_S)

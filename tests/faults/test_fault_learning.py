@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_envs import TINY, faulty, result_of
 
 import qfleet
 from qfleet.core import Batch
@@ -16,6 +15,7 @@ from qfleet.errors import DivergedError, FaultRateError
 from qfleet.memory import Ring
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from support.faulty_envs import TINY, faulty, result_of
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, which: Any) -> None:

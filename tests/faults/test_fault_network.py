@@ -25,8 +25,9 @@ from typing import Any
 import pytest
 
 import qfleet
+from support.processes import count_lines, python, start
+from support.waiting import CLUSTER_S, deadline, wait_until
 
-DEADLINE_S = 90.0
 LONG_S = 20.0
 """Longer than a worker may be silent, and than an impatient Ray waits for a host."""
 MOMENT_S = 3.0
@@ -63,14 +64,6 @@ IMPATIENT = {
 """Of Ray: a host that does not answer for some five seconds is dead, and ends when it hears so."""
 
 
-def wait_for(what: str, condition: Callable[[], object], log: Path) -> None:
-    """Until it holds; the deadline only ends a test that has failed anyway."""
-    until_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < until_s, f"no {what}:\n{log.read_text()[-TOLD:]}"
-        time.sleep(0.05)
-
-
 def ip(*arguments: str) -> str:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -104,8 +97,9 @@ class Host:
         words += [f"--object-store-memory={100 * 2**20}", f"--temp-dir={self.folder}"]
         for _ in range(STARTS):
             done = subprocess.run(
-                self.command(*words), env=self.environment, timeout=DEADLINE_S, check=False,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                self.command(*words), env=self.environment, check=False,
+                timeout=deadline(CLUSTER_S), text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
             if done.returncode == 0:
                 return
@@ -117,9 +111,9 @@ class Host:
         return "".join(f"\n{log.name}:\n{log.read_text()[-TOLD:]}" for log in logs)
 
     def qfleet(self, log: Path, *words: str) -> subprocess.Popen[bytes]:
-        command = self.command(sys.executable, "-m", "qfleet.cli.main", *words)
+        command = self.command(*python("-m", "qfleet.cli.main", *words))
         with log.open("wb") as out:
-            return subprocess.Popen(command, env=self.environment, stdout=out, stderr=out)
+            return start(command, env=self.environment, stdout=out, stderr=out)
 
     def pids(self) -> list[int]:
         return [int(pid) for pid in ip("netns", "pids", self.name).split()]
@@ -220,22 +214,20 @@ class Training:
         self.process = network.head.qfleet(self.log, *words)
 
     def wait(self, what: str, condition: Callable[[], object]) -> None:
-        wait_for(what, condition, self.log)
+        try:
+            wait_until(condition, what, CLUSTER_S, self.process)
+        except pytest.fail.Exception as failure:
+            pytest.fail(f"{failure}\n{self.told()[-TOLD:]}")
 
     def told(self) -> str:
         return self.log.read_text()
 
     def lines(self) -> int:
-        metrics = self.folder / "metrics.jsonl"
-        return metrics.read_text().count("\n") if metrics.exists() else 0
+        return count_lines(self.folder / "metrics.jsonl")
 
     def goes_on(self, count: int = 5) -> None:
         before = self.lines()
-        self.wait(
-            "more log lines",
-            lambda: self.process.poll() is not None or self.lines() >= before + count,
-        )
-        assert self.process.poll() is None, self.told()
+        self.wait("more log lines", lambda: self.lines() >= before + count)
 
     def another_worker(self, than: int | None) -> int:
         """On the other host."""
@@ -262,7 +254,7 @@ class Training:
     def finished(self) -> dict[str, Any]:
         """Nothing slows it down any more: it takes all of its steps."""
         self.network.hold.unlink()
-        assert self.process.wait(DEADLINE_S) == 0, self.told()
+        assert self.process.wait(deadline(CLUSTER_S)) == 0, self.told()
         told = self.told()
         assert "Traceback" not in told
         assert "(raylet)" not in told
@@ -305,7 +297,7 @@ def test_a_run_outlives_its_link_and_its_other_host(network: Network, tmp_path: 
     far.ray_start(f"--address={ADDRESS}")
     run.another_worker(than=second)
     run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(DEADLINE_S) == 130, run.told()
+    assert run.process.wait(deadline(CLUSTER_S)) == 130, run.told()
     result = run.result()
     assert result["faults"] == {"worker": 2}
     workers = result["fleet"]["workers"]
@@ -317,7 +309,7 @@ def test_a_run_outlives_its_link_and_its_other_host(network: Network, tmp_path: 
     steps = str(result["env_steps"] + 1000)
     words = ["resume", str(run.folder), "--steps", steps, "--address", ADDRESS]
     again = head.qfleet(run.log, *words)
-    assert again.wait(DEADLINE_S) == 0, run.told()
+    assert again.wait(deadline(CLUSTER_S)) == 0, run.told()
     result = run.result()
     assert result["stopped_by"] == "steps"
     assert result["env_steps"] >= int(steps)

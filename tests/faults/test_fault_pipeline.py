@@ -9,16 +9,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_envs import TINY, FaultyEnv, faulty, result_of
-from test_fault_signals import DEADLINE_S, children_of, is_alive, wait_for
 
 import qfleet
 from qfleet import placement
@@ -26,6 +22,9 @@ from qfleet.core import FIRST, SKIP
 from qfleet.errors import EnvironmentFault, FaultRateError
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from support.faulty_envs import TINY, FaultyEnv, faulty, result_of
+from support.processes import children_of, count_lines, is_alive, needs_proc, start_qfleet
+from support.waiting import deadline, finish, wait_until
 
 PIPELINE: dict[str, Any] = {"engine": "pipeline", "vectorize": "async", "envs": 2, "block_rows": 10}
 
@@ -84,7 +83,9 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_outlives_a_process_that_dies_or_hangs(
     way: str, kind: str, env_groups: int, tmp_path: Path
 ) -> None:
-    arguments = doomed(way, 101, tmp_path / "once", env_groups=env_groups, env_timeout_s=2.0)
+    arguments = doomed(
+        way, 101, tmp_path / "once", env_groups=env_groups, env_timeout_s=deadline(2.0)
+    )
     trained = qfleet.train(**arguments, run_dir=tmp_path / "run")
     assert trained.result.env_steps == 600
     assert trained.result.updates == (600 - 40) // 4
@@ -153,22 +154,17 @@ def test_a_process_that_always_dies_ends_in_a_typed_error(tmp_path: Path) -> Non
     assert "exit code -9" in result_of(tmp_path / "run")["stopped_by"]
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lists processes by /proc")
+@needs_proc
 def test_ctrl_c_ends_a_pipeline_in_good_order(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # Endless but for the signal.
     command = "train CartPole-v1 --preset none --steps 100000000 --envs 4 --vectorize async"
     command += " --engine pipeline --env-groups 2 --buffer-size 1000 --net-arch 16"
     command += " --log-interval 200 --no-tensorboard"
-    run = subprocess.Popen(
-        [sys.executable, "-m", "qfleet.cli.main", *command.split(), "--run-dir", str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    run = start_qfleet(*command.split(), "--run-dir", str(folder))
     try:
         metrics = folder / "metrics.jsonl"
-        wait_for("a log line", lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+        wait_until(lambda: count_lines(metrics) >= 2, "two log lines", process=run)
         children = children_of(run.pid)
         # The fork server, whose children the envs are.
         processes = [*children, *(pid for child in children for pid in children_of(child))]
@@ -176,7 +172,7 @@ def test_ctrl_c_ends_a_pipeline_in_good_order(tmp_path: Path) -> None:
         # To the whole group of a terminal, as Ctrl-C does: the envs' processes get it too.
         for pid in [run.pid, *processes]:
             os.kill(pid, signal.SIGINT)
-        out, err = run.communicate(timeout=DEADLINE_S)
+        out, err = finish(run, "the end after the signal")
     finally:
         run.kill()
         run.wait()
@@ -187,7 +183,7 @@ def test_ctrl_c_ends_a_pipeline_in_good_order(tmp_path: Path) -> None:
     assert result["stopped_by"] == "SIGINT"
     assert result["faults"] == {}
     assert list_checkpoints(folder / "checkpoints") == [result["env_steps"]]
-    wait_for("the children's end", lambda: not any(map(is_alive, processes)))
+    wait_until(lambda: not any(map(is_alive, processes)), "the end of the processes")
     more = result["env_steps"] + 100
     resumed = qfleet.resume(folder, sitting=Sitting(stop_after=more))
     assert resumed.result.env_steps >= more

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faulty_envs import TINY, FaultyEnv, result_of
 
 import qfleet
 from qfleet.core import FIRST, SKIP
 from qfleet.errors import EnvironmentFault
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import load_checkpoint
+from support.faulty_envs import TINY, FaultyEnv, result_of
 
 
 class MortalEnv(FaultyEnv):

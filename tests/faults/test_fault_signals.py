@@ -7,50 +7,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from faulty_envs import result_of
 
 import qfleet
 from qfleet import signals
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints
-
-DEADLINE_S = 60.0
-
-
-def wait_for(what: str, condition: object, deadline_s: float = DEADLINE_S) -> None:
-    """Until ``condition()`` holds; the deadline only ends a test that has failed anyway."""
-    assert callable(condition)
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come about"
-        time.sleep(0.02)
+from support.faulty_envs import result_of
+from support.processes import children_of, count_lines, is_alive, needs_proc, start_qfleet
+from support.waiting import PHASE_S, deadline, finish, wait_until
 
 
-def children_of(pid: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid:
-            found.append(int(stat.parent.name))
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"  # a zombie has ended; whoever inherited it has yet to look
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lists processes by /proc")
+@needs_proc
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
 )
@@ -61,21 +31,16 @@ def test_a_signal_ends_a_run_in_good_order(
     # Endless but for the signal; the envs live in processes of their own.
     command = "train CartPole-v1 --preset none --steps 100000000 --envs 2 --vectorize async"
     command += " --net-arch 16 --log-interval 200 --no-tensorboard --buffer-size 1000"
-    run = subprocess.Popen(
-        [sys.executable, "-m", "qfleet.cli.main", *command.split(), "--run-dir", str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    run = start_qfleet(*command.split(), "--run-dir", str(folder))
     try:
         metrics = folder / "metrics.jsonl"
-        wait_for("a log line", lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+        wait_until(lambda: count_lines(metrics) >= 2, "two log lines", process=run)
         children = children_of(run.pid)
         assert len(children) >= 2
         # To all, as a terminal's Ctrl-C and the SIGTERM of a batch system come.
         for pid in [*children, run.pid]:
             os.kill(pid, number)
-        out, err = run.communicate(timeout=DEADLINE_S)
+        out, err = finish(run, "the end after the signal")
     finally:
         run.kill()
         run.wait()
@@ -87,7 +52,7 @@ def test_a_signal_ends_a_run_in_good_order(
     assert list_checkpoints(folder / "checkpoints") == [result["env_steps"]]
     # Environments may die of a SIGTERM of their own; the run ends in good order all the same.
     assert set(result["faults"]) <= ({"env_process"} if number == signal.SIGTERM else set())
-    wait_for("the children's end", lambda: not any(map(is_alive, children)))
+    wait_until(lambda: not any(map(is_alive, children)), "the end of the children")
     more = result["env_steps"] + 100
     resumed = qfleet.resume(folder, sitting=Sitting(stop_after=more))
     assert resumed.result.env_steps >= more
@@ -96,6 +61,7 @@ def test_a_signal_ends_a_run_in_good_order(
     assert rows == sorted(rows)
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_what_a_cluster_runs_does_not_hear_sigterm_but_what_environments_start_does() -> None:
     # Whether SIGTERM is blocked and what it does: in a child, and then in a child of that child.
     tell = (
@@ -113,7 +79,7 @@ def test_what_a_cluster_runs_does_not_hear_sigterm_but_what_environments_start_d
     )
     command = [sys.executable, "-c", child, tell + "tell()\n"]
     with signals.unheard_by_children():
-        told = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+        told = subprocess.run(command, capture_output=True, text=True, timeout=deadline(PHASE_S))
     assert told.stdout.split() == ["True", "True", "False", "True"], told.stderr
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -121,6 +87,7 @@ def test_what_a_cluster_runs_does_not_hear_sigterm_but_what_environments_start_d
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_a_request_and_the_second_is_not(number: signal.Signals) -> None:
     came: list[int] = []

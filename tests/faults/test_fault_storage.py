@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_envs import TINY, result_of
 
 import qfleet
 from qfleet.cli.main import main
@@ -19,6 +18,7 @@ from qfleet.errors import CheckpointError, ClusterError, ConfigError, RunBusyErr
 from qfleet.run import Run, Sitting
 from qfleet.storage import files
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from support.faulty_envs import TINY, result_of
 
 
 def train(folder: Path, **changes: Any) -> qfleet.Trained:

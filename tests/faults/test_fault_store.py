@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_actors_faults import descendants, wait_for
 
 import qfleet
 from qfleet.cluster import open_cluster
@@ -26,6 +25,8 @@ from qfleet.parameter_server import fleet
 from qfleet.parameter_server.server import Server
 from qfleet.parameter_server.shard import Exchange, Push
 from qfleet.parameter_server.store import snapshot_bytes, store_bytes
+from support.processes import descendants
+from support.waiting import CLUSTER_S, wait_until
 
 needs_ray = pytest.mark.skipif(
     find_spec("ray") is None or not Path("/proc/self/stat").exists(),
@@ -92,7 +93,9 @@ def test_the_store_has_room_for_every_gradient_and_answer_under_way() -> None:
 def nobody_left() -> Iterator[None]:
     before = set(descendants(os.getpid()))
     yield
-    wait_for("end of all processes", lambda: not set(descendants(os.getpid())) - before)
+    wait_until(
+        lambda: not set(descendants(os.getpid())) - before, "the end of all processes", CLUSTER_S
+    )
 
 
 def start_small(monkeypatch: pytest.MonkeyPatch) -> None:

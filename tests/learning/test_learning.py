@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toy_envs import Corridor, Drift
 
 import qfleet
 from qfleet.algorithms.table import ALGORITHMS
@@ -18,6 +17,7 @@ from qfleet.presets import resolve
 from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog
+from support.toy_envs import Corridor, Drift
 
 SMALL: dict[str, Any] = {
     "batch_size": 16,
@@ -101,7 +101,9 @@ QUICK = SMALL | {
 
 @pytest.mark.parametrize("algo", ["dqn", "c51", "qr-dqn", "iqn", "munchausen-dqn", "rainbow"])
 def test_the_corridor_is_learnt(algo: str, tmp_path: Path) -> None:
-    trained = qfleet.train("toy_envs:Corridor", algo=algo, **QUICK, run_dir=tmp_path / "run")
+    trained = qfleet.train(
+        "support.toy_envs:Corridor", algo=algo, **QUICK, run_dir=tmp_path / "run"
+    )
     assert trained.result.eval_return_mean == 1.0
     assert trained.result.eval_return_std == 0.0
     inner = np.eye(Corridor.CELLS, dtype=np.float32)[1:-1]
@@ -116,7 +118,7 @@ def test_the_corridor_is_learnt(algo: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("algo", ["dqn", "c51", "qr-dqn", "iqn", "munchausen-dqn", "rainbow"])
 def test_the_bandit_is_learnt(algo: str, tmp_path: Path) -> None:
     trained = qfleet.train(
-        "toy_envs:Bandit",
+        "support.toy_envs:Bandit",
         algo=algo,
         **QUICK | {"steps": 900, "envs": 2, "n_eval_episodes": 12},
         run_dir=tmp_path / "run",
@@ -137,7 +139,7 @@ def test_stacks_returns_priorities_and_truncation_together(tmp_path: Path) -> No
         "n_eval_episodes": 20,
         "gamma": 0.8,
     }
-    trained = qfleet.train("toy_envs:Drift", **fields, run_dir=tmp_path / "run")
+    trained = qfleet.train("support.toy_envs:Drift", **fields, run_dir=tmp_path / "run")
     most = Drift.LENGTH - 1
     assert trained.result.eval_return_mean is not None
     assert trained.result.eval_return_mean >= 0.95 * most
@@ -157,7 +159,7 @@ def test_stacks_returns_priorities_and_truncation_together(tmp_path: Path) -> No
 def test_without_the_stack_the_direction_cannot_be_learnt(tmp_path: Path) -> None:
     """So that the test above does not pass for another reason."""
     trained = qfleet.train(
-        "toy_envs:Drift", **QUICK | {"n_eval_episodes": 40}, run_dir=tmp_path / "run"
+        "support.toy_envs:Drift", **QUICK | {"n_eval_episodes": 40}, run_dir=tmp_path / "run"
     )
     assert trained.result.eval_return_mean is not None
     assert trained.result.eval_return_mean <= 0.75 * (Drift.LENGTH - 1)

@@ -11,11 +11,8 @@ import lz4.block
 import numpy as np
 import pytest
 import torch
-from episode_model import as_block
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_cases import CPU, Case, assert_equal, prioritized, uniform
-from test_ring_model import cases
 
 from qfleet.config import Config
 from qfleet.core import FIRST, Block, EnvSpec
@@ -24,6 +21,8 @@ from qfleet.errors import ConfigError
 from qfleet.memory import Ring, Sampler, replay_bytes
 from qfleet.memory.compression import Compression
 from qfleet.storage.checkpoint import load_checkpoint, save_checkpoint
+from support.episode_model import as_block
+from support.ring_cases import CPU, Case, assert_equal, cases, prioritized, uniform
 
 HEIGHT, WIDTH = 6, 5
 ATARI = EnvSpec("atari", (4, 84, 84), "uint8", 6, frame_stack=4)

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from episode_model import FAULT, LIFE_LOST, PLAIN, Plan, lay_out
-from ring_cases import CPU, Case, assert_equal, prioritized, uniform
 
 from qfleet.core import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, Memory
 from qfleet.errors import CheckpointError, ConfigError, MemoryRefusedError, RunBusyError
 from qfleet.memory import Ring
 from qfleet.storage.segments import Segments
+from support.episode_model import FAULT, LIFE_LOST, PLAIN, Plan, lay_out
+from support.ring_cases import CPU, Case, assert_equal, prioritized, uniform
 
 VECTOR = EnvSpec("vector", (1,), "float32", 9)
 

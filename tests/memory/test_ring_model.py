@@ -7,36 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from episode_model import FAULT, LIFE_LOST, PLAIN, Plan, lay_out, transition
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_cases import Case, assert_equal, prioritized, uniform
 
 from qfleet.core import Batch
 from qfleet.memory import Ring, Sampler
-
-plans = st.builds(
-    Plan,
-    steps=st.lists(st.sampled_from([PLAIN, PLAIN, LIFE_LOST, FAULT]), min_size=1, max_size=7).map(
-        tuple
-    ),
-    terminated=st.booleans(),
-)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    num_envs = draw(st.integers(1, 3))
-    n_steps = draw(st.integers(1, 5))
-    stack = draw(st.integers(1, 4))
-    rows = draw(st.integers(n_steps + stack, n_steps + stack + 8))
-    lengths = draw(st.lists(st.integers(1, rows), min_size=1, max_size=8))
-    scripts = draw(
-        st.lists(st.lists(plans, min_size=1, max_size=4), min_size=num_envs, max_size=num_envs)
-    )
-    envs = [lay_out(script, sum(lengths), env) for env, script in enumerate(scripts)]
-    return Case(num_envs, n_steps, stack, rows, lengths, envs)
-
+from support.episode_model import transition
+from support.ring_cases import Case, assert_equal, cases, prioritized, uniform
 
 steady = settings(derandomize=True, deadline=None, max_examples=120)
 

@@ -9,7 +9,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from episode_model import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qfleet.core import FIRST, SKIP, Batch, Block
+from qfleet.errors import CheckpointError
+from qfleet.memory import Rollout
+from support.episode_model import (
     FAULT,
     LIFE_LOST,
     PLAIN,
@@ -22,15 +29,8 @@ from episode_model import (
     observation,
     reward_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from ring_cases import assert_equal
-from test_unasked_samplers import Listener
-from torch import Tensor
-
-from qfleet.core import FIRST, SKIP, Batch, Block
-from qfleet.errors import CheckpointError
-from qfleet.memory import Rollout
+from support.listener import Listener
+from support.ring_cases import assert_equal
 
 CPU = torch.device("cpu")
 GAMMA, LAMBDA = 0.9, 0.7

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qfleet.core import FIRST, SKIP
 from qfleet.memory import PrioritizedSampler, UniformSampler
 from qfleet.memory.samplers import BLOCK, Window
+from support.listener import Listener
 
 CPU = torch.device("cpu")
-ASKS_THE_HOST = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"}
-
-
-class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations whose result the host must wait for."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.asked: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = function.overloadpacket.__name__
-        if name in ASKS_THE_HOST:
-            self.asked.append(name)
-        return function(*args, **(kwargs or {}))
 
 
 def uniform(unasked: bool, seed: int = 0) -> UniformSampler:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from server_cases import Client, assert_states_equal, make_push, make_shard, noise, weights_of
 
 from qfleet.errors import ConfigError
 from qfleet.parameter_server.admission import (
@@ -21,6 +20,14 @@ from qfleet.parameter_server.admission import (
     Sync,
 )
 from qfleet.parameter_server.shard import Receipt, Shard, Stamp
+from support.server_cases import (
+    Client,
+    assert_states_equal,
+    make_push,
+    make_shard,
+    noise,
+    weights_of,
+)
 
 WORKERS = 4
 

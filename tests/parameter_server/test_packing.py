@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_cases import make_push, make_shard, noise, weights_of
 
 from qfleet.errors import ConfigError
 from qfleet.parameter_server.admission import Async
 from qfleet.parameter_server.compression import Cast, Codec, TopK, bytes_of, decode
+from support.server_cases import make_push, make_shard, noise, weights_of
 
 CODECS: list[Callable[[], Codec]] = [
     lambda: Cast(torch.float16),

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from server_cases import noise
 from torch import Tensor, nn
 
 from qfleet.config import Config
@@ -25,6 +24,7 @@ from qfleet.parameter_server.server import Server
 from qfleet.telemetry.timers import Timers
 from qfleet.updaters.remote import make_remote_updater
 from qfleet.weights import FlatWeights
+from support.server_cases import noise
 
 SIZE = 6
 Slope = Callable[[int, Tensor], Tensor]

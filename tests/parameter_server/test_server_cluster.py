@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from server_cases import assert_states_equal, make_shard, noise
-from simulated_cluster import Bursts, Cluster
 
 from qfleet.parameter_server.admission import (
     Admission,
@@ -14,6 +12,8 @@ from qfleet.parameter_server.admission import (
     Sync,
 )
 from qfleet.parameter_server.shard import Shard
+from support.server_cases import assert_states_equal, make_shard, noise
+from support.simulated_cluster import Bursts, Cluster
 
 STRAGGLER = [1.0, 1.0, 1.0, 4.0]
 """Seconds that a gradient takes each worker; the last one is slow."""

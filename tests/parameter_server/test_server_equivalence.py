@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from server_cases import EPS, NAMES, Client, make_shard, noise, weights_of
 from torch import Tensor, nn
 
 from qfleet.parameter_server.admission import Async, Sync
@@ -14,6 +13,7 @@ from qfleet.parameter_server.shard import Shard
 from qfleet.updaters.local import LocalUpdater
 from qfleet.updaters.optimisers import make_optimiser
 from qfleet.weights import FlatWeights
+from support.server_cases import EPS, NAMES, Client, make_shard, noise, weights_of
 
 STEPS = 30
 

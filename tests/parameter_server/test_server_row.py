@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_worker import first_weights, make_config
 
 from qfleet.config import Config
 from qfleet.errors import ClusterError, MemberLost
@@ -16,6 +15,7 @@ from qfleet.parameter_server.server import Server
 from qfleet.parameter_server.servers import ServerRow
 from qfleet.parameter_server.shard import Push
 from qfleet.telemetry.faults import FaultLog
+from support.server_runs import first_weights, make_config
 
 
 class Handle:

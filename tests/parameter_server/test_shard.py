@@ -9,16 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_cases import (
-    EPS,
-    NAMES,
-    Client,
-    assert_states_equal,
-    make_push,
-    make_shard,
-    noise,
-    weights_of,
-)
 
 from qfleet.core import StateDict
 from qfleet.errors import CheckpointError, ProtocolError
@@ -35,6 +25,16 @@ from qfleet.parameter_server.compression import Cast, TopK, decode
 from qfleet.parameter_server.shard import Exchange, Receipt, Shard, Stamp
 from qfleet.storage.snapshot import read_snapshot, write_snapshot
 from qfleet.updaters.optimisers import make_optimiser
+from support.server_cases import (
+    EPS,
+    NAMES,
+    Client,
+    assert_states_equal,
+    make_push,
+    make_shard,
+    noise,
+    weights_of,
+)
 
 # --- pushes and pulls -------------------------------------------------------------------------
 

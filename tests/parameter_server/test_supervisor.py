@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_worker import make_config
 
 from qfleet.build import build
 from qfleet.errors import ConfigError, MemoryRefusedError, QfleetError, UserError
@@ -15,6 +14,7 @@ from qfleet.parameter_server.worker import Report
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import STAGES
 from qfleet.watch import Watch
+from support.server_runs import make_config
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from server_cases import make_push, make_shard, weights_of
 
 from qfleet.config import Config
 from qfleet.errors import MemberLost
@@ -23,6 +22,7 @@ from qfleet.parameter_server.client import DirectLine, Servers, ServersLost
 from qfleet.parameter_server.server import Server
 from qfleet.parameter_server.shard import Shard, Stamp
 from qfleet.telemetry.timers import Timers
+from support.server_cases import make_push, make_shard, weights_of
 
 DEADLINE_S = 60.0
 PUSHES = 40

@@ -22,27 +22,10 @@ from qfleet.parameter_server.ledger import Ledger
 from qfleet.parameter_server.server import Answer, Server
 from qfleet.parameter_server.shard import Push
 from qfleet.parameter_server.worker import Told, Worker, apart, worker_config
-from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
+from support.server_runs import STEPS, first_weights, make_config
 
-STEPS = 800
 LONG_S = 600.0
-
-
-def make_config(**fields: Any) -> Config:
-    told = {
-        "engine": "parameter-server", "workers": 1, "update": "sync", "steps": STEPS,
-        "learning_starts": 200, "train_freq": 8, "gradient_steps": 2, "batch_size": 16,
-        "target_update_interval": 100, "net_arch": (16,), "threads": 1, "device": "cpu",
-        "optimizer": "adam", "learning_rate": 1e-3, "max_grad_norm": 0.5, "buffer_size": 1000,
-    }  # fmt: skip
-    return resolve("CartPole-v1", "double-dqn", preset="none", fields=told | fields)[0].validate()
-
-
-def first_weights(config: Config) -> Tensor:
-    parts = build(config.replace(engine="serial"), FaultLog())
-    parts.close()
-    return parts.learner.weights.data.clone()
 
 
 def make_servers(config: Config) -> list[Server]:

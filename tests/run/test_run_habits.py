@@ -28,11 +28,6 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def odd_envs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-
-
 def digests(folder: Path) -> dict[str, str]:
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.bin")
@@ -91,7 +86,9 @@ def test_torch_is_left_as_it_was_found(mkldnn: bool, tmp_path: Path) -> None:
 
 
 def test_a_policy_speaks_the_environments_own_numbers(tmp_path: Path) -> None:
-    trained = qfleet.train("odd_envs:Offset", run_dir=tmp_path / "run", learning_rate=1e-2, **TINY)
+    trained = qfleet.train(
+        "support.odd_envs:Offset", run_dir=tmp_path / "run", learning_rate=1e-2, **TINY
+    )
     policy = trained.policy()
     assert policy.act(3) == 8
     assert policy.act([3, 7, 5]).tolist() == [8, 8, 8]
@@ -124,7 +121,10 @@ def test_a_run_made_for_another_device_can_still_be_used(tmp_path: Path) -> None
 def test_an_evaluation_gives_way_to_the_wall_clock(tmp_path: Path) -> None:
     fields = {**TINY, "steps": 10**6, "eval_freq": 60, "n_eval_episodes": 1}
     trained = qfleet.train(
-        "odd_envs:Endless", run_dir=tmp_path / "run", sitting=Sitting(max_wall_s=0.5), **fields
+        "support.odd_envs:Endless",
+        run_dir=tmp_path / "run",
+        sitting=Sitting(max_wall_s=0.5),
+        **fields,
     )
     assert trained.result.stopped_by == "max_wall"
     assert trained.result.eval_return_mean is None
@@ -135,7 +135,9 @@ def test_json_output_is_json_whatever_an_environment_prints(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options = "--steps 200 --learning-starts 50 --net-arch 8 --buffer-size 200 --no-tensorboard"
-    command = f"train odd_envs:Chatty {options} --n-eval-episodes 1 --eval-freq 0 --run-dir r"
+    command = (
+        f"train support.odd_envs:Chatty {options} --n-eval-episodes 1 --eval-freq 0 --run-dir r"
+    )
     assert main([*command.split(), "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["env_steps"] == 200
@@ -156,7 +158,7 @@ def test_a_damaged_checkpoint_is_told_and_counted_even_in_silence(
 
 
 def test_frames_with_channels_are_stacked_into_an_image(tmp_path: Path) -> None:
-    config = Config(env="odd_envs:Colour", frame_stack=4, steps=60, learning_starts=20,
+    config = Config(env="support.odd_envs:Colour", frame_stack=4, steps=60, learning_starts=20,
                     buffer_size=100, batch_size=4, eval_freq=0, n_eval_episodes=1,
                     tensorboard=False)  # fmt: skip
     parts = build(config, FaultLog())

@@ -7,12 +7,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from fleets import QUICK, SLOW, fleet, server, worker
 
 from qfleet.telemetry.fleet import FleetAccount, ShardAccount, Staleness
 from qfleet.telemetry.fleet_table import fleet_lines
 from qfleet.telemetry.messages import fit_cost
 from qfleet.telemetry.timers import COMMUNICATING, COMPUTING, KIND_OF, KINDS, STAGES, WAITING
+from support.fleets import QUICK, SLOW, fleet, server, worker
 
 EMPTY = FleetAccount("async", 0.0, 0.0, ())
 

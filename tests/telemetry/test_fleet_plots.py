@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fleets import SLOW, fleet, server, worker
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -12,6 +11,7 @@ from qfleet.errors import ConfigError
 from qfleet.telemetry.fleet_plots import TAIL, draw_fleet
 from qfleet.telemetry.timeline import KIND_COLOURS
 from qfleet.telemetry.timers import KINDS
+from support.fleets import SLOW, fleet, server, worker
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from synthetic_runs import curve, write_run
 
 from qfleet.cli import plot, runs
 from qfleet.errors import ConfigError, UnknownNameError
+from support.synthetic_runs import curve, write_run
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from synthetic_runs import EVAL, curve, write_run
 
 from qfleet.errors import ConfigError, UnknownNameError
 from qfleet.telemetry.plots import learning_curve
 from qfleet.telemetry.runs import RunData, read_run
+from support.synthetic_runs import EVAL, curve, write_run
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from synthetic_runs import EVAL, curve, write_run
 
 from qfleet.errors import ConfigError, UnknownNameError
 from qfleet.telemetry.runs import find_runs, group_runs, read_run, resolve_run
+from support.synthetic_runs import EVAL, curve, write_run
 
 
 def test_reads_a_run_with_a_torn_last_line_and_nan(tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from against_minatar import Dice, compare
 from torch import Tensor
 
 from qfleet.envs.device.minatar.asterix import GOLD_LANE, ROW_LANE, SIDE_LANE, Asterix
 from qfleet.envs.device.minatar.game import MinAtar
+from support.against_minatar import Dice, compare
 
 AHEAD = 5
 """Steps that good play looks ahead."""

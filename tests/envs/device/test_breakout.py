@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from against_minatar import Dice, compare
 from torch import Tensor
 
 from qfleet.envs.device.minatar.breakout import SIDE_LANE, Breakout
 from qfleet.envs.device.minatar.game import MinAtar
+from support.against_minatar import Dice, compare
 
 
 class BreakoutDice(Dice):

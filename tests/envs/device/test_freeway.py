@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from against_minatar import Dice, compare
 from torch import Tensor
 
 from qfleet.envs.device.minatar.freeway import DIRECTIONS_LANE, SPEEDS_LANE, Freeway
 from qfleet.envs.device.minatar.game import MinAtar
+from support.against_minatar import Dice, compare
 
 
 class FreewayDice(Dice):

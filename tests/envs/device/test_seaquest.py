@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from against_minatar import Dice, compare
 from torch import Tensor
 
 from qfleet.envs.device.minatar import seaquest
@@ -26,6 +25,7 @@ from qfleet.envs.device.minatar.seaquest import (
     Seaquest,
 )
 from qfleet.envs.device.protocol import State
+from support.against_minatar import Dice, compare
 
 SHELL, FISH, SUBMARINE, OXYGEN, RESCUED, DIVER = 4, 5, 6, 7, 8, 9
 Policy = Callable[[Tensor, np.random.Generator], np.ndarray]

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from against_minatar import Dice, compare
 from minatar.environments.space_invaders import Env as Reference
 from torch import Tensor
 
 from qfleet.envs.device.minatar.game import MinAtar
 from qfleet.envs.device.minatar.space_invaders import SpaceInvaders
 from qfleet.envs.device.protocol import State
+from support.against_minatar import Dice, compare
 
 
 def aim_and_dodge(obs: Tensor, random: np.random.Generator) -> np.ndarray:

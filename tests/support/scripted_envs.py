@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -16,8 +14,6 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
 from qfleet.config import Config
-
-DEADLINE_S = 60.0
 
 
 class Faults(list[tuple[str, str]]):
@@ -32,28 +28,12 @@ class Faults(list[tuple[str, str]]):
 
 
 def scripted(**changes: Any) -> Config:
-    return Config(env="scripted_envs:ScriptedEnv").replace(**changes)
+    return Config(env="support.scripted_envs:ScriptedEnv").replace(**changes)
 
 
 def faulty(fault: str, at: int = 1, only_seed: int | None = None, **changes: Any) -> Config:
     kwargs = json.dumps({"fault": fault, "at": at, "only_seed": only_seed})
     return scripted(env_kwargs=kwargs, **changes)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"  # a zombie has ended; whoever inherited it has yet to look
-
-
-def wait_until(what: str, condition: Callable[[], bool]) -> None:
-    """The deadline only ends a test that has failed anyway."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"{what} did not come about"
-        time.sleep(0.01)
 
 
 class ScriptedEnv(gymnasium.Env[Any, Any]):

@@ -9,9 +9,8 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from server_cases import Client, noise
-
 from qfleet.parameter_server.shard import Shard
+from support.server_cases import Client, noise
 
 TICK = -1
 """The event, among workers' numbers, that looks at the clock."""

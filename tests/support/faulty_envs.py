@@ -30,7 +30,7 @@ TINY: dict[str, Any] = {
 def faulty(fault: str, **kwargs: Any) -> dict[str, Any]:
     """Arguments of qfleet.train for a FaultyEnv."""
     env_kwargs = json.dumps({"fault": fault, **kwargs})
-    return {"env": "faulty_envs:FaultyEnv", "env_kwargs": env_kwargs, **TINY}
+    return {"env": "support.faulty_envs:FaultyEnv", "env_kwargs": env_kwargs, **TINY}
 
 
 def result_of(folder: Path) -> dict[str, Any]:

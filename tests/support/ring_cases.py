@@ -6,10 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from episode_model import GAMMA, Start, as_block, eligible_rows, make_spec
+from hypothesis import strategies as st
 
 from qfleet.core import BATCH_FIELDS, Batch
 from qfleet.memory import PrioritizedSampler, Ring, Sampler, UniformSampler
+from support.episode_model import (
+    FAULT,
+    GAMMA,
+    LIFE_LOST,
+    PLAIN,
+    Plan,
+    Start,
+    as_block,
+    eligible_rows,
+    lay_out,
+    make_spec,
+)
 
 CPU = torch.device("cpu")
 
@@ -60,3 +72,26 @@ class Case:
             for env in range(self.num_envs)
             if self.envs[env][row].eligible
         }
+
+
+plans = st.builds(
+    Plan,
+    steps=st.lists(st.sampled_from([PLAIN, PLAIN, LIFE_LOST, FAULT]), min_size=1, max_size=7).map(
+        tuple
+    ),
+    terminated=st.booleans(),
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_envs = draw(st.integers(1, 3))
+    n_steps = draw(st.integers(1, 5))
+    stack = draw(st.integers(1, 4))
+    rows = draw(st.integers(n_steps + stack, n_steps + stack + 8))
+    lengths = draw(st.lists(st.integers(1, rows), min_size=1, max_size=8))
+    scripts = draw(
+        st.lists(st.lists(plans, min_size=1, max_size=4), min_size=num_envs, max_size=num_envs)
+    )
+    envs = [lay_out(script, sum(lengths), env) for env, script in enumerate(scripts)]
+    return Case(num_envs, n_steps, stack, rows, lengths, envs)

@@ -1,0 +1,30 @@
+"""Configurations of the parameter server, and the weights that a run of it begins with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from qfleet.build import build
+from qfleet.config import Config
+from qfleet.presets import resolve
+from qfleet.telemetry.faults import FaultLog
+
+STEPS = 800
+
+
+def make_config(**fields: Any) -> Config:
+    told = {
+        "engine": "parameter-server", "workers": 1, "update": "sync", "steps": STEPS,
+        "learning_starts": 200, "train_freq": 8, "gradient_steps": 2, "batch_size": 16,
+        "target_update_interval": 100, "net_arch": (16,), "threads": 1, "device": "cpu",
+        "optimizer": "adam", "learning_rate": 1e-3, "max_grad_norm": 0.5, "buffer_size": 1000,
+    }  # fmt: skip
+    return resolve("CartPole-v1", "double-dqn", preset="none", fields=told | fields)[0].validate()
+
+
+def first_weights(config: Config) -> Tensor:
+    parts = build(config.replace(engine="serial"), FaultLog())
+    parts.close()
+    return parts.learner.weights.data.clone()
