@@ -19,12 +19,9 @@ from qfleet import signals
 from qfleet.cli import main
 from qfleet.cluster import open_cluster
 from qfleet.errors import ClusterError, UserError
+from support.clusters import needs_ray
 from support.processes import count_lines, is_alive, needs_proc, python, start
 from support.waiting import CLUSTER_S, finish, wait_until
-
-needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'qfleet[ray]'"
-)
 
 
 def open_and_close(address: str) -> None:

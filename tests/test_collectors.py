@@ -22,9 +22,8 @@ from qfleet.core import Block, Clock, Episode, StateDict
 from qfleet.errors import EnvironmentFault
 from qfleet.telemetry.timers import Timers
 from qfleet.weights import FlatWeights, Lag, Mailbox, SameWeights
+from support.waiting import PHASE_S, deadline
 
-DEADLINE_S = 30.0
-"""It only ends a test that has failed anyway."""
 CONFIG = Config(env="Toy-v0", envs=2, steps=26, train_freq=8, learning_starts=0, engine="pipeline")
 """Blocks of four rows, then what is left: 8 + 8 + 8 + 2 env steps."""
 
@@ -150,11 +149,11 @@ def test_only_one_block_is_collected_ahead(opened: list[Scene]) -> None:
     scene = Scene(FakeActor(before=lambda number: begun[number].set()))
     opened.append(scene)
     scene.take()
-    assert begun[1].wait(DEADLINE_S), "the next block is begun without being asked for"
+    assert begun[1].wait(deadline(PHASE_S)), "the next block is begun without being asked for"
     scene.ahead.land()  # the block under way is complete, and the thread has nothing to do
     assert len(scene.actor.asked) == 2
     scene.take()
-    assert begun[2].wait(DEADLINE_S)
+    assert begun[2].wait(deadline(PHASE_S))
 
 
 def test_the_learner_is_free_while_the_next_block_is_collected(
@@ -162,7 +161,7 @@ def test_the_learner_is_free_while_the_next_block_is_collected(
 ) -> None:
     def wait_in_the_second(number: int) -> None:
         if number == 1:
-            assert gate.wait(DEADLINE_S)
+            assert gate.wait(deadline(PHASE_S))
 
     scene = Scene(FakeActor(before=wait_in_the_second))
     opened.append(scene)
@@ -215,18 +214,18 @@ def test_closing_does_not_wait_for_an_actor_that_hangs(
     def hang(number: int) -> None:
         if number == 1:
             reached.set()
-            gate.wait(DEADLINE_S)
+            gate.wait(deadline(PHASE_S))
             left.set()
 
     scene = Scene(FakeActor(before=hang))
     scene.take()
-    assert reached.wait(DEADLINE_S)
+    assert reached.wait(deadline(PHASE_S))
     scene.ahead.close()
     assert not left.is_set(), "close() came back only when the actor did"
     (thread,) = (t for t in threading.enumerate() if t.name == "collector")
     assert thread.daemon, "it would keep the process from ending"
     gate.set()
-    thread.join(DEADLINE_S)
+    thread.join(deadline(PHASE_S))
     assert not thread.is_alive(), "once the actor is back, the thread ends"
 
 
@@ -244,7 +243,7 @@ def test_a_block_that_never_comes_names_the_env_and_the_mend(
 ) -> None:
     monkeypatch.setattr(collectors, "BOOT_S", 0.0)
     config = CONFIG.replace(env_timeout_s=0.01, max_env_restarts=3)
-    scene = Scene(FakeActor(before=lambda _: cast(None, gate.wait(DEADLINE_S))), config)
+    scene = Scene(FakeActor(before=lambda _: cast(None, gate.wait(deadline(PHASE_S)))), config)
     with pytest.raises(EnvironmentFault) as caught:
         scene.take()
     message = str(caught.value)

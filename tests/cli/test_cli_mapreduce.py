@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -16,10 +15,8 @@ from qfleet.cli import lab, lab_mapreduce
 from qfleet.cluster import Cluster, open_cluster
 from qfleet.errors import ClusterError, ConfigError
 from qfleet.telemetry.timers import KINDS
-
-needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'qfleet[ray]'"
-)
+from support.clusters import needs_ray
+from support.waiting import CLUSTER_S, deadline
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +32,7 @@ def join(cluster: Cluster, token: str, *words: str) -> subprocess.CompletedProce
         env={**os.environ, "RAY_AUTH_TOKEN": token},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=deadline(CLUSTER_S),
         check=False,
     )
 

@@ -15,6 +15,7 @@ import pytest
 from qfleet.cli.main import VERBS, main
 from qfleet.config import Config
 from qfleet.result import Result
+from support.waiting import PHASE_S, deadline
 
 RESULT_KEYS = {field.name for field in dataclasses.fields(Result)}
 WORDS = (
@@ -102,7 +103,11 @@ def test_help_answers_without_the_heavy_libraries() -> None:
         "print(sorted({'torch', 'gymnasium', 'matplotlib', 'ale_py'} & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=deadline(PHASE_S),
+        check=True,
     )
     assert done.stdout.splitlines()[-1] == "[]"
 

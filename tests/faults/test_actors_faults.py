@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import signal
 from collections.abc import Callable
@@ -18,16 +17,12 @@ from qfleet.config import Config
 from qfleet.errors import ClusterError
 from qfleet.storage.checkpoint import list_checkpoints
 from qfleet.telemetry.faults import FaultLog
+from support.clusters import RAY_MARKS
 from support.faulty_envs import result_of
 from support.processes import count_lines, descendants, needs_proc, start_qfleet
 from support.waiting import CLUSTER_S, finish, wait_until
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'qfleet[ray]'"
-    ),
-    needs_proc,
-]
+pytestmark = [*RAY_MARKS, needs_proc]
 
 
 def members(pid: int, kind: str) -> set[int]:

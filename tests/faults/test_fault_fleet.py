@@ -9,7 +9,6 @@ import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,12 @@ import qfleet
 from qfleet.callbacks import Callback
 from qfleet.run import Run
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from support.clusters import RAY_MARKS
 from support.counting_network import COUNTERS
 from support.processes import count_lines, descendants, is_alive, needs_proc, start_qfleet
 from support.waiting import CLUSTER_S, deadline, finish, wait_until
 
-# Not importorskip: a Ray that was imported before qfleet could set it up is of no use.
-pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra [ray]")
+pytestmark = RAY_MARKS
 SMALL: dict[str, Any] = {
     "engine": "parameter-server", "preset": "none", "learning_starts": 64, "train_freq": 8,
     "batch_size": 16, "net_arch": (16,), "threads": 1, "device": "cpu", "buffer_size": 4000,

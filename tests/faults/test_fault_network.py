@@ -18,13 +18,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import qfleet
+from support.clusters import RAY_MARKS
 from support.processes import count_lines, python, start
 from support.waiting import CLUSTER_S, deadline, wait_until
 
@@ -34,6 +34,7 @@ MOMENT_S = 3.0
 TOLD = 2000
 STARTS = 2
 """``ray start`` gives itself 30 s, which a busy machine may exceed; that is no fault of a run."""
+pytestmark = [*RAY_MARKS, pytest.mark.slow]
 HEAD_IP, FAR_IP = "10.213.7.1", "10.213.7.2"
 PORT = 6399
 ADDRESS = f"{HEAD_IP}:{PORT}"
@@ -179,8 +180,6 @@ class Network:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    if find_spec("ray") is None:
-        pytest.skip("needs the extra [ray]")
     if os.environ.get("QFLEET_NETWORK_TESTS") != "1":
         pytest.skip("makes network namespaces, as root: set QFLEET_NETWORK_TESTS=1")
     missing = [tool for tool in ("ip", "unshare", "mount") if shutil.which(tool) is None]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,10 @@ from qfleet.parameter_server import fleet
 from qfleet.parameter_server.server import Server
 from qfleet.parameter_server.shard import Exchange, Push
 from qfleet.parameter_server.store import snapshot_bytes, store_bytes
-from support.processes import descendants
+from support.clusters import needs_ray
+from support.processes import descendants, needs_proc
 from support.waiting import CLUSTER_S, wait_until
 
-needs_ray = pytest.mark.skipif(
-    find_spec("ray") is None or not Path("/proc/self/stat").exists(),
-    reason="needs the extra [ray], and lists processes by /proc",
-)
 SIZE = 1000
 SMALL_BYTES = 80 * 2**20
 NO_DISK = "RAY_local_fs_capacity_threshold", "0.0001"
@@ -107,6 +103,7 @@ def start_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_ray
+@needs_proc
 @pytest.mark.usefixtures("nobody_left")
 def test_a_store_that_is_too_small_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -121,6 +118,7 @@ def test_a_store_that_is_too_small_is_refused(
 
 
 @needs_ray
+@needs_proc
 @pytest.mark.usefixtures("nobody_left")
 def test_a_store_and_a_disk_that_are_full_end_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -136,6 +134,7 @@ def test_a_store_and_a_disk_that_are_full_end_the_run(
 
 
 @needs_ray
+@needs_proc
 @pytest.mark.usefixtures("nobody_left")
 def test_a_run_never_fills_the_store_that_it_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

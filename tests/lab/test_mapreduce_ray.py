@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import ipaddress
 import os
 import signal
@@ -26,10 +25,10 @@ from qfleet.lab.mapreduce import (
 )
 from qfleet.lab.mapreduce_ray import Descent, descend_on
 from qfleet.telemetry.timers import COMPUTING
+from support.clusters import RAY_MARKS
+from support.waiting import deadline
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'qfleet[ray]'"
-)
+pytestmark = RAY_MARKS
 
 WORKERS, STEPS, RATE = 2, 12, 0.2
 PROBLEM = make_problem(300, 5, noise=0.1, seed=0)
@@ -38,7 +37,7 @@ PROBLEM = make_problem(300, 5, noise=0.1, seed=0)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """One for all tests: starting it takes seconds."""
-    with open_cluster(WORKERS, timeout_s=60.0) as opened:
+    with open_cluster(WORKERS, timeout_s=deadline(60.0)) as opened:
         yield opened
 
 

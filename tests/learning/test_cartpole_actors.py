@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from qfleet.presets import resolve
 from qfleet.run import Run, Sitting
+from support.clusters import needs_ray
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'qfleet[ray]'"
-)
+@needs_ray
 def test_two_actors_reach_475(tmp_path: Path) -> None:
     config, preset = resolve("CartPole-v1", engine="actors")
     assert preset == "cartpole-apex"

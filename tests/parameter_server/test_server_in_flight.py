@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +13,10 @@ from qfleet.config import Config
 from qfleet.parameter_server.server import RemoteServer, answer_from_plain, calls_at_once
 from qfleet.parameter_server.shard import Push, Stamp
 from qfleet.parameter_server.wire import INLINE_VECTOR_BYTES, plain
+from support.clusters import RAY_MARKS
+from support.waiting import deadline
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'qfleet[ray]'"
-)
+pytestmark = RAY_MARKS
 
 NOBODY: Any = None
 CALLS = 20
@@ -28,7 +27,7 @@ WITHIN, BEYOND = INLINE_VECTOR_BYTES // 8, INLINE_VECTOR_BYTES // 2
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """One for all tests: starting it takes seconds."""
-    with open_cluster(2, inline_bytes=INLINE_VECTOR_BYTES, timeout_s=60.0) as opened:
+    with open_cluster(2, inline_bytes=INLINE_VECTOR_BYTES, timeout_s=deadline(60.0)) as opened:
         yield opened
 
 

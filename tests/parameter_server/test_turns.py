@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +22,8 @@ from qfleet.parameter_server.server import Server
 from qfleet.parameter_server.shard import Shard, Stamp
 from qfleet.telemetry.timers import Timers
 from support.server_cases import make_push, make_shard, weights_of
+from support.waiting import PHASE_S, deadline, wait_until
 
-DEADLINE_S = 60.0
 PUSHES = 40
 BACKUP = functools.partial(Sync, 1)
 
@@ -62,9 +61,8 @@ def test_workers_that_come_back_apart_to_a_restored_server_fall_in_step(
     over = threading.Event()
 
     def come_back(servers: Servers, into: torch.Tensor, is_late: bool) -> None:
-        until_s = time.monotonic() + DEADLINE_S
-        while is_late and restored[0].account()["version"] == began[0]:
-            assert time.monotonic() < until_s, "nobody came"
+        if is_late:
+            wait_until(lambda: restored[0].account()["version"] > began[0], "the other's round")
         servers.replace(0, Mortal(restored[0]))
         servers.join(into)
 
@@ -103,7 +101,7 @@ def test_workers_that_come_back_apart_to_a_restored_server_fall_in_step(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(DEADLINE_S)
+        thread.join(deadline(PHASE_S))
         assert not thread.is_alive(), "they wait for each other"
     assert failures == []
     # Where both servers make the same rounds, what is between them stays as it is.

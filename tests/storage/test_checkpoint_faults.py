@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import pickle
 import re
@@ -28,8 +29,7 @@ from qfleet.storage.checkpoint import (
     save_policy,
 )
 from qfleet.storage.segments import Segments
-
-CHILD_DEADLINE_S = 30
+from support.waiting import PHASE_S, deadline
 
 
 def state(value: int) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def killed_in_child(action: Callable[[], object]) -> bool:
     """Run an action in a forked process; whether it died of SIGKILL."""
     pid = os.fork()
     if pid == 0:
-        signal.alarm(CHILD_DEADLINE_S)
+        signal.alarm(math.ceil(deadline(PHASE_S)))
         try:
             action()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from qfleet.storage.rundir import (
     default_name,
     new_run_dir,
 )
+from support.waiting import PHASE_S, deadline
 
 BAD_NAMES = [
     "",
@@ -131,12 +133,12 @@ def test_a_killed_holder_lets_go_even_if_its_children_live(tmp_path: Path) -> No
     told, tell = os.pipe()
     holder = os.fork()
     if holder == 0:
-        signal.alarm(30)
+        signal.alarm(math.ceil(deadline(PHASE_S)))
         try:
             RunLock(tmp_path).__enter__()
             worker = os.fork()
             if worker == 0:
-                signal.alarm(30)
+                signal.alarm(math.ceil(deadline(PHASE_S)))
                 os.write(tell, str(os.getpid()).encode())
             signal.pause()
         finally:

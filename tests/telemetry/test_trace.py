@@ -9,6 +9,7 @@ import pytest
 
 from qfleet.errors import ConfigError
 from qfleet.telemetry.trace import PID, Trace, merge_lanes, write_chrome_trace
+from support.waiting import PHASE_S, deadline
 
 
 def events(path: Path) -> list[dict[str, Any]]:
@@ -70,7 +71,7 @@ def test_threads_lose_nothing_and_keep_the_limit() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(deadline(PHASE_S))
         assert not thread.is_alive()
     assert sum(len(lane.spans()) for lane in trace.lanes) == limit
     assert trace.dropped == 4 * adds - limit
