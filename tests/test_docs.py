@@ -19,7 +19,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-SOURCE = re.compile(r"\b(?:qfleet|tests)/[\w/]+\.py\b")
+SOURCE = re.compile(r"\b(?:benchmarks|docs|qfleet|tests)/(?:[\w/]+\.py\b|[\w/]*/(?=`))")
+TREE_LINE = re.compile(r"([\s│├└─]*)([\w./-]+(?:\.py|/))(?:\s|$)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -101,11 +102,38 @@ def test_every_preset_is_mentioned(preset: str) -> None:
     assert f"| `{preset}` |" in (DOCS / "cli.md").read_text(encoding="utf-8")
 
 
-def test_the_tree_in_the_readme_is_the_tree() -> None:
-    """Every module and folder of the package is named there, and nothing that is gone."""
-    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tree")[1].split("```")[1]
-    named = set(re.findall(r"^  (\w+(?:\.py|/))", tree, re.MULTILINE))
-    package = ROOT / "qfleet"
-    there = {path.name for path in package.glob("*.py")}
-    there |= {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
-    assert named == there
+def named_in_trees(text: str) -> list[str]:
+    """The paths of annotated trees in code blocks: folders and modules, one a line, indented."""
+    found = []
+    for fence in FENCE.findall(text):
+        above: list[tuple[int, str]] = []
+        for line in fence.splitlines():
+            match = TREE_LINE.match(line)
+            if match is None:
+                continue
+            depth, name = len(match[1]), match[2]
+            above = [(d, path) for d, path in above if d < depth]
+            path = (above[-1][1] if above else "") + name
+            found.append(path)
+            if name.endswith("/"):
+                above.append((depth, path))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_trees_name_files_that_exist(page: Path) -> None:
+    named = named_in_trees(page.read_text(encoding="utf-8"))
+    roots = tuple(f"{path.name}/" for path in ROOT.iterdir() if path.is_dir())
+    assert [p for p in named if p.startswith(roots) and not (ROOT / p).exists()] == []
+
+
+def test_a_path_of_a_tree_is_read_by_its_indentation() -> None:
+    tree = "```\na/\n  b.py   text\n  c/     more\n    d.py\n  e.py\nf/\n```\n"
+    assert named_in_trees(tree) == ["a/", "a/b.py", "a/c/", "a/c/d.py", "a/e.py", "f/"]
+
+
+def test_no_test_file_imports_another() -> None:
+    """Helpers live in tests/support."""
+    imported = re.compile(r"^\s*(?:from|import) (test_\w+|tests)\b", re.MULTILINE)
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    assert [str(path) for path in files if imported.search(path.read_text(encoding="utf-8"))] == []
