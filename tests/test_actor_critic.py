@@ -28,12 +28,12 @@ from qfleet.makers import make_network, make_objective, make_updater
 from qfleet.memory import Rollout
 from qfleet.networks import QNetwork, build_network
 from qfleet.parts import Parts
-from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.runs import read_run
 from qfleet.telemetry.timers import Timers
 from qfleet.tensor_actor import TensorActor
 from qfleet.weights import FlatWeights, SameWeights
+from support.configs import tiny_config
 
 CPU = torch.device("cpu")
 SPEC = EnvSpec("toy", (3,), "float32", 4)
@@ -44,20 +44,17 @@ FIELDS: dict[str, Any] = {
     "train_freq": 20,
     "batch_size": 20,
     "learning_rate": 1e-2,
-    "net_arch": (16,),
     "target_update_interval": 50,
     "tau": 0.5,
     "max_episode_steps": 30,
-    "eval_freq": 0,
     "n_eval_episodes": 2,
     "seed": 2,
-    "tensorboard": False,
 }
 ROWS = ("a3c", "n-step-q")
 
 
 def configure(algo: str = "a3c", **changes: Any) -> Config:
-    return resolve("CartPole-v1", algo, "none", fields={**FIELDS, **changes})[0]
+    return tiny_config(algo=algo, **{**FIELDS, **changes})
 
 
 def close(actual: Tensor, expected: object, atol: float = 1e-6) -> None:

@@ -21,9 +21,9 @@ from qfleet.makers import make_network, make_objective, make_updater
 from qfleet.memory import Rollout
 from qfleet.parts import Parts
 from qfleet.plan import settle, with_short_rollouts
-from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
+from support.configs import tiny_config
 
 CPU = torch.device("cpu")
 FIELDS: dict[str, Any] = {
@@ -32,16 +32,14 @@ FIELDS: dict[str, Any] = {
     "envs": 4,
     "train_freq": 64,
     "gradient_steps": 8,
-    "batch_size": 16,
     "learning_rate": 1e-2,
-    "net_arch": (16,),
     "max_episode_steps": 30,
     "seed": 2,
 }
 
 
 def configure(**changes: Any) -> Config:
-    return resolve("CartPole-v1", "pqn", "none", fields={**FIELDS, **changes})[0]
+    return tiny_config(algo="pqn", **{**FIELDS, **changes})
 
 
 # --- refused ----------------------------------------------------------------------------------

@@ -12,22 +12,19 @@ import pytest
 import qfleet
 from qfleet.api import Trained
 from qfleet.build import build
-from qfleet.config import Config
 from qfleet.engines import ENGINES
 from qfleet.stages import measure_stages
 from qfleet.telemetry.faults import FaultLog
+from support.configs import tiny_config
 
-SMALL = Config(
+SMALL = tiny_config(
     envs=2,
     steps=200,
     learning_starts=20,
     net_arch=(8,),
     batch_size=8,
     buffer_size=500,
-    eval_freq=0,
-    n_eval_episodes=1,
     max_episode_steps=30,
-    tensorboard=False,
 )
 STAGES = ("env_only", "inference_only", "learner_only", "end_to_end")
 

@@ -13,8 +13,8 @@ from qfleet.learner import Learner
 from qfleet.makers import make_memory, make_network, make_objective, make_updater
 from qfleet.memory import Ring
 from qfleet.placement import Placement
-from qfleet.presets import resolve
 from qfleet.telemetry.timers import Timers
+from support.configs import tiny_config
 
 CPU = torch.device("cpu")
 SPEC = EnvSpec("toy", (3,), "float32", 2)
@@ -59,9 +59,9 @@ def fill(memory: Ring, clock: Clock, rows: int, envs: int, seed: int) -> None:
 
 
 def configure(algo: str, **fields: Any) -> Config:
-    base = {"envs": 2, "buffer_size": 400, "batch_size": 16, "net_arch": (16,), "seed": 0}
-    base |= {"target_update_interval": 40, "learning_rate": 1e-2, "steps": 10_000}
-    return resolve("CartPole-v1", algo, "none", fields={**base, **fields})[0].validate()
+    base = {"envs": 2, "buffer_size": 400, "seed": 0, "steps": 10_000}
+    base |= {"target_update_interval": 40, "learning_rate": 1e-2}
+    return tiny_config(algo=algo, **{**base, **fields}).validate()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from qfleet.envs.latency import DelayedEnvs
 from qfleet.envs.sync import SyncEnvs
 from qfleet.telemetry.faults import FaultLog
 from qfleet.torch_settings import TorchSettings
+from support.configs import tiny_config
 from support.scripted_envs import Faults
 
 GO = np.zeros(2, dtype=np.int64)
@@ -135,7 +136,7 @@ def test_worker_0_is_the_straggler() -> None:
 def test_engines_step_slowed_envs(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(DelayedEnvs.__init__, "__defaults__", (lambda: 0.0, waits.append))
-    config = Config(
+    config = tiny_config(
         engine=engine, envs=2, net_arch=(8,), batch_size=8, buffer_size=200, learning_starts=8
     )
     settings = TorchSettings()

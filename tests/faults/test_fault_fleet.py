@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,17 +19,17 @@ from qfleet.callbacks import Callback
 from qfleet.run import Run
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from support.clusters import RAY_MARKS
+from support.configs import tiny_fields
 from support.counting_network import COUNTERS
 from support.processes import count_lines, descendants, is_alive, needs_proc, start_qfleet
 from support.waiting import CLUSTER_S, deadline, finish, wait_until
 
 pytestmark = RAY_MARKS
-SMALL: dict[str, Any] = {
-    "engine": "parameter-server", "preset": "none", "learning_starts": 64, "train_freq": 8,
-    "batch_size": 16, "net_arch": (16,), "threads": 1, "device": "cpu", "buffer_size": 4000,
-    "target_update_interval": 100, "learning_rate": 1e-3, "eval_freq": 0, "n_eval_episodes": 1,
-    "log_interval": 50, "checkpoint_freq": 10**9, "tensorboard": False,
-}  # fmt: skip
+SMALL = tiny_fields(
+    engine="parameter-server", learning_starts=64, train_freq=8, threads=1, device="cpu",
+    buffer_size=4000, target_update_interval=100, learning_rate=1e-3, log_interval=50,
+    checkpoint_freq=10**9,
+)  # fmt: skip
 
 
 class Script(Callback):

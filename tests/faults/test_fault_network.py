@@ -25,6 +25,7 @@ import pytest
 
 import qfleet
 from support.clusters import RAY_MARKS
+from support.configs import TINY
 from support.processes import count_lines, python, start
 from support.waiting import CLUSTER_S, deadline, wait_until
 
@@ -38,11 +39,10 @@ pytestmark = [*RAY_MARKS, pytest.mark.slow]
 HEAD_IP, FAR_IP = "10.213.7.1", "10.213.7.2"
 PORT = 6399
 ADDRESS = f"{HEAD_IP}:{PORT}"
-COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = TINY | {
     "workers": 2, "address": ADDRESS, "worker_timeout_s": 1.0, "learning_starts": 64,
-    "train_freq": 8, "batch_size": 16, "net_arch": (16,), "threads": 1, "device": "cpu",
-    "buffer_size": 4000, "learning_rate": 1e-3, "eval_freq": 0, "n_eval_episodes": 1,
-    "log_interval": 50, "checkpoint_freq": 10**9, "tensorboard": False,
+    "train_freq": 8, "threads": 1, "device": "cpu", "buffer_size": 4000, "learning_rate": 1e-3,
+    "log_interval": 50, "checkpoint_freq": 10**9,
 }  # fmt: skip
 SMALL = {**COMMON, "engine": "parameter-server", "snapshot_s": 1.0}
 ACTORS = {**COMMON, "engine": "actors", "block_rows": 8, "worker_timeout_s": 3.0}

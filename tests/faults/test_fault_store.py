@@ -25,6 +25,7 @@ from qfleet.parameter_server.server import Server
 from qfleet.parameter_server.shard import Exchange, Push
 from qfleet.parameter_server.store import snapshot_bytes, store_bytes
 from support.clusters import needs_ray
+from support.configs import tiny_fields
 from support.processes import descendants, needs_proc
 from support.waiting import CLUSTER_S, wait_until
 
@@ -32,12 +33,14 @@ SIZE = 1000
 SMALL_BYTES = 80 * 2**20
 NO_DISK = "RAY_local_fs_capacity_threshold", "0.0001"
 """So little of a disk is always in use: Ray writes nothing to it."""
-SMALL: dict[str, Any] = {
-    "engine": "parameter-server", "preset": "none", "workers": 1, "threads": 1, "device": "cpu",
-    "steps": 120, "learning_starts": 60, "train_freq": 10, "batch_size": 8, "snapshot_s": 0.2,
-    "buffer_size": 1000, "eval_freq": 0, "n_eval_episodes": 1, "checkpoint_freq": 100,
-    "tensorboard": False,
-}  # fmt: skip
+
+
+def small(*net_arch: int) -> dict[str, Any]:
+    return tiny_fields(
+        engine="parameter-server", workers=1, threads=1, device="cpu", steps=120,
+        learning_starts=60, train_freq=10, batch_size=8, snapshot_s=0.2, buffer_size=1000,
+        checkpoint_freq=100, net_arch=net_arch,
+    )  # fmt: skip
 
 
 def nbytes(state: Any) -> int:
@@ -110,7 +113,7 @@ def test_a_store_that_is_too_small_is_refused(
 ) -> None:
     start_small(monkeypatch)
     with pytest.raises(ClusterError) as caught:
-        qfleet.train("CartPole-v1", run_dir=tmp_path / "run", net_arch=(2048, 2048), **SMALL)
+        qfleet.train("CartPole-v1", run_dir=tmp_path / "run", **small(2048, 2048))
     message = str(caught.value)
     assert "\n" not in message
     assert "has 80 MiB, too few for" in message
@@ -127,7 +130,7 @@ def test_a_store_and_a_disk_that_are_full_end_the_run(
     monkeypatch.setattr(fleet, "check_store", lambda *_: None)
     monkeypatch.setenv(*NO_DISK)
     with pytest.raises(StoreFullError) as caught:
-        qfleet.train("CartPole-v1", run_dir=tmp_path / "run", net_arch=(3072, 3072), **SMALL)
+        qfleet.train("CartPole-v1", run_dir=tmp_path / "run", **small(3072, 3072))
     message = str(caught.value)
     assert "\n" not in message
     assert message.endswith("or give the store more (ray start --object-store-memory)")
@@ -142,5 +145,5 @@ def test_a_run_never_fills_the_store_that_it_started(
     """No more is given than was reckoned with, and there is no disk to go on with."""
     monkeypatch.setattr(fleet, "STORE_BYTES", SMALL_BYTES)
     monkeypatch.setenv(*NO_DISK)
-    trained = qfleet.train("CartPole-v1", run_dir=tmp_path / "run", net_arch=(2048, 2048), **SMALL)
+    trained = qfleet.train("CartPole-v1", run_dir=tmp_path / "run", **small(2048, 2048))
     assert (trained.result.stopped_by, trained.result.faults) == ("steps", {})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,24 +16,18 @@ from qfleet.presets import resolve
 from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog
+from support.configs import tiny_fields
 from support.toy_envs import Corridor, Drift
 
-SMALL: dict[str, Any] = {
-    "batch_size": 16,
-    "buffer_size": 2000,
-    "net_arch": (16,),
-    "eval_freq": 0,
-    "n_eval_episodes": 4,
-    "log_interval": 100,
-    "checkpoint_freq": 100_000,
-    "tensorboard": False,
-    "n_quantiles": 8,
-    "iqn_samples": 8,
-    "iqn_act_samples": 8,
-    "iqn_embedding": 16,
-    "n_atoms": 21,
-    "preset": "none",
-}
+SMALL = tiny_fields(
+    buffer_size=2000,
+    n_eval_episodes=4,
+    n_quantiles=8,
+    iqn_samples=8,
+    iqn_act_samples=8,
+    iqn_embedding=16,
+    n_atoms=21,
+)
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +19,11 @@ from qfleet.networks.torsos import NatureCNN
 from qfleet.run import Run, Sitting
 from qfleet.storage.rundir import RunLock
 from qfleet.telemetry.faults import FaultLog
+from support.configs import tiny_fields
 
-TINY: dict[str, Any] = {
-    "steps": 300, "learning_starts": 50, "batch_size": 8, "buffer_size": 200, "net_arch": (8,),
-    "eval_freq": 0, "n_eval_episodes": 2, "tensorboard": False, "log_interval": 100,
-    "preset": "none",
-}  # fmt: skip
+TINY = tiny_fields(
+    steps=300, learning_starts=50, batch_size=8, buffer_size=200, net_arch=(8,), n_eval_episodes=2
+)
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -15,23 +15,19 @@ import qfleet
 from qfleet.errors import ConfigError, UnknownNameError
 from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from support.configs import tiny_fields
 
-TINY: dict[str, Any] = {
-    "preset": "none",
-    "steps": 400,
-    "learning_starts": 50,
-    "train_freq": 4,
-    "batch_size": 8,
-    "buffer_size": 500,
-    "net_arch": (16,),
-    "target_update_interval": 50,
-    "eval_freq": 200,
-    "n_eval_episodes": 2,
-    "max_episode_steps": 50,
-    "log_interval": 100,
-    "checkpoint_freq": 100_000,
-    "tensorboard": False,
-}
+TINY = tiny_fields(
+    steps=400,
+    learning_starts=50,
+    train_freq=4,
+    batch_size=8,
+    buffer_size=500,
+    target_update_interval=50,
+    eval_freq=200,
+    n_eval_episodes=2,
+    max_episode_steps=50,
+)
 
 
 def train(folder: Path, **changes: Any) -> qfleet.Trained:

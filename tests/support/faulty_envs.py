@@ -10,21 +10,16 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-TINY: dict[str, Any] = {
-    "preset": "none",
-    "steps": 600,
-    "learning_starts": 40,
-    "train_freq": 4,
-    "batch_size": 8,
-    "buffer_size": 1000,
-    "net_arch": (16,),
-    "target_update_interval": 50,
-    "eval_freq": 0,
-    "n_eval_episodes": 1,
-    "log_interval": 100,
-    "checkpoint_freq": 100_000,
-    "tensorboard": False,
-}
+from support.configs import tiny_fields
+
+TINY = tiny_fields(
+    steps=600,
+    learning_starts=40,
+    train_freq=4,
+    batch_size=8,
+    buffer_size=1000,
+    target_update_interval=50,
+)
 
 
 def faulty(fault: str, **kwargs: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from qfleet.config import Config
 from qfleet.core import FIRST, SKIP, Block, EnvSpec
 from qfleet.errors import ClusterError, MemberLost, ValueLost
+from support.configs import tiny_config
 
 SPEC = EnvSpec("Test-v0", (2,), "float32", 3)
 FRAMES = EnvSpec("Frames-v0", (2, 3, 5), "uint8", 3, frame_stack=2)
@@ -117,10 +118,9 @@ def small(**fields: Any) -> Config:
     base: dict[str, Any] = {
         "engine": "actors", "workers": 2, "envs": 2, "buffer_size": 400, "batch_size": 8,
         "learning_starts": 40, "train_freq": 4, "n_steps": 2, "gamma": 0.9, "net_arch": (8,),
-        "steps": 400, "eval_freq": 0, "n_eval_episodes": 1, "tensorboard": False, "block_rows": 5,
-        "checkpoint_freq": 200, "log_interval": 100, "threads": 1,
+        "steps": 400, "block_rows": 5, "checkpoint_freq": 200, "threads": 1,
     }  # fmt: skip
-    return Config(**{**base, **fields})
+    return tiny_config(**{**base, **fields})
 
 
 def random_block(

@@ -8,22 +8,21 @@ from typing import Any
 
 import qfleet
 from qfleet.config import Config
-from qfleet.presets import resolve
 from qfleet.run import Run, Sitting
+from support.configs import tiny_config
 
 FIELDS: dict[str, Any] = {
     "engine": "device", "device": "cpu", "steps": 512, "envs": 4, "train_freq": 64,
-    "gradient_steps": 8, "batch_size": 16, "learning_rate": 1e-2, "net_arch": (16,),
-    "max_episode_steps": 30, "seed": 2, "population": 3, "eval_freq": 256, "n_eval_episodes": 2,
-    "log_interval": 128, "checkpoint_freq": 256, "tensorboard": False, "threads": 1,
+    "gradient_steps": 8, "learning_rate": 1e-2, "max_episode_steps": 30, "seed": 2,
+    "population": 3, "eval_freq": 256, "n_eval_episodes": 2,
+    "log_interval": 128, "checkpoint_freq": 256, "threads": 1,
     # So large that gradients which are nothing but rounding do not decide a step's direction.
     "optimizer_eps": 1e-2,
 }  # fmt: skip
 
 
 def configure(**changes: Any) -> Config:
-    env = changes.pop("env", "CartPole-v1")
-    return resolve(env, "pqn", "none", fields={**FIELDS, **changes})[0]
+    return tiny_config(algo="pqn", **{**FIELDS, **changes})
 
 
 def train(folder: Path, **changes: Any) -> qfleet.Result:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from qfleet.config import Config
-from qfleet.presets import resolve
 from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from qfleet.storage.segments import Segments
+from support.configs import tiny_config
 
 STEPS = 640
 
@@ -21,21 +21,18 @@ STEPS = 640
 BASE: dict[str, Any] = {
     "steps": STEPS,
     "learning_rate": 1e-3,
-    "batch_size": 16,
     "buffer_size": 300,  # wraps around
     "learning_starts": 50,
     "train_freq": 5,
     "gradient_steps": 2,
     "target_update_interval": 35,
     "exploration_fraction": 0.5,
-    "net_arch": (16,),
     "eval_freq": 200,
     "n_eval_episodes": 2,
     "max_episode_steps": 40,
     "log_interval": 90,
     "checkpoint_freq": 10_000,
     "lr_schedule": "linear",
-    "tensorboard": False,
     "n_atoms": 11,
     "n_quantiles": 8,
     "iqn_samples": 4,
@@ -46,7 +43,7 @@ BASE: dict[str, Any] = {
 
 
 def configure(env: str = "CartPole-v1", algo: str = "dqn", **changes: Any) -> Config:
-    return resolve(env, algo, "none", fields={**BASE, **changes})[0]
+    return tiny_config(env, algo, **{**BASE, **changes})
 
 
 def train(config: Config, folder: Path, stop_after: int | None = None) -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from qfleet.build import build
 from qfleet.config import Config
-from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
+from support.configs import tiny_config
 
 STEPS = 800
 
@@ -17,11 +17,11 @@ STEPS = 800
 def make_config(**fields: Any) -> Config:
     told = {
         "engine": "parameter-server", "workers": 1, "update": "sync", "steps": STEPS,
-        "learning_starts": 200, "train_freq": 8, "gradient_steps": 2, "batch_size": 16,
-        "target_update_interval": 100, "net_arch": (16,), "threads": 1, "device": "cpu",
+        "learning_starts": 200, "train_freq": 8, "gradient_steps": 2,
+        "target_update_interval": 100, "threads": 1, "device": "cpu",
         "optimizer": "adam", "learning_rate": 1e-3, "max_grad_norm": 0.5, "buffer_size": 1000,
     }  # fmt: skip
-    return resolve("CartPole-v1", "double-dqn", preset="none", fields=told | fields)[0].validate()
+    return tiny_config(algo="double-dqn", **{**told, **fields}).validate()
 
 
 def first_weights(config: Config) -> Tensor:
