@@ -18,6 +18,7 @@ from qfleet.algorithms.table import ALGORITHMS, ALIASES, algorithm_switches
 from qfleet.config import Config, read_fields
 from qfleet.errors import ConfigError, UnknownNameError
 from qfleet.presets import PRESETS, preset_for, resolve
+from support.messages import says
 
 CONFIG_FILE = Path(qfleet.config.__file__)
 FIELDS = [field.name for field in dataclasses.fields(Config)]
@@ -75,148 +76,147 @@ def test_every_field_has_a_docstring_line() -> None:
 # --- checked ----------------------------------------------------------------------------------
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"envs": -1}, "envs -1 must not be negative"),
-    ({"frame_skip": 0}, "frame_skip 0 must be positive"),
-    ({"n_steps": 0}, "n_steps 0 must be positive"),
-    ({"n_quantiles": 0}, "n_quantiles 0 must be positive"),
-    ({"iqn_samples": 0}, "iqn_samples 0 must be positive"),
-    ({"iqn_act_samples": -1}, "iqn_act_samples -1 must be positive"),
-    ({"iqn_embedding": 0}, "iqn_embedding 0 must be positive"),
-    ({"munchausen_tau": 0.0}, "munchausen_tau 0.0 must be positive"),
-    ({"batch_size": 0}, "batch_size 0 must be positive"),
-    ({"buffer_size": 0}, "buffer_size 0 must be positive"),
-    ({"train_freq": 0}, "train_freq 0 must be positive"),
-    ({"gradient_steps": 0}, "gradient_steps 0 must be positive"),
-    ({"target_update_interval": 0}, "target_update_interval 0 must be positive"),
-    ({"steps": 0}, "steps 0 must be positive"),
-    ({"learning_rate": 0.0}, "learning_rate 0.0 must be positive"),
+    ({"envs": -1}, "envs -1"),
+    ({"frame_skip": 0}, "frame_skip 0"),
+    ({"n_steps": 0}, "n_steps 0"),
+    ({"n_quantiles": 0}, "n_quantiles 0"),
+    ({"iqn_samples": 0}, "iqn_samples 0"),
+    ({"iqn_act_samples": -1}, "iqn_act_samples -1"),
+    ({"iqn_embedding": 0}, "iqn_embedding 0"),
+    ({"munchausen_tau": 0.0}, "munchausen_tau 0.0"),
+    ({"batch_size": 0}, "batch_size 0"),
+    ({"buffer_size": 0}, "buffer_size 0"),
+    ({"train_freq": 0}, "train_freq 0"),
+    ({"gradient_steps": 0}, "gradient_steps 0"),
+    ({"target_update_interval": 0}, "target_update_interval 0"),
+    ({"steps": 0}, "steps 0"),
+    ({"learning_rate": 0.0}, "learning_rate 0.0"),
     ({"learning_rate": math.nan}, "learning_rate nan"),
     ({"learning_rate": math.inf}, "learning_rate inf"),
-    ({"n_eval_episodes": 0}, "n_eval_episodes 0 must be positive"),
-    ({"log_interval": 0}, "log_interval 0 must be positive"),
-    ({"checkpoint_freq": 0}, "checkpoint_freq 0 must be positive"),
-    ({"keep_checkpoints": 0}, "keep_checkpoints 0 must be positive"),
-    ({"max_env_restarts": 0}, "max_env_restarts 0 must be positive"),
-    ({"env_timeout_s": 0.0}, "env_timeout_s 0.0 must be positive"),
-    ({"max_abs_q": 0.0}, "max_abs_q 0.0 must be positive"),
-    ({"prioritized_replay_eps": 0.0}, "prioritized_replay_eps 0.0 must be positive"),
-    ({"lr_plateau_factor": 0.0}, "lr_plateau_factor 0.0 must be positive"),
-    ({"lr_plateau_factor": 1.5}, "lr_plateau_factor 1.5 must lie in [0, 1]"),
-    ({"max_episode_steps": -1}, "max_episode_steps -1 must not be negative"),
-    ({"frame_stack": -1}, "frame_stack -1 must not be negative"),
-    ({"noop_max": -1}, "noop_max -1 must not be negative"),
-    ({"lr_plateau_patience": -1}, "lr_plateau_patience -1 must not be negative"),
-    ({"optimizer_eps": -1e-8}, "optimizer_eps -1e-08 must not be negative"),
-    ({"max_grad_norm": -1.0}, "max_grad_norm -1.0 must not be negative"),
-    ({"learning_starts": -1}, "learning_starts -1 must not be negative"),
-    ({"eval_freq": -1}, "eval_freq -1 must not be negative"),
-    ({"patience": -1}, "patience -1 must not be negative"),
-    ({"threads": -1}, "threads -1 must not be negative"),
-    ({"noisy_sigma": -0.5}, "noisy_sigma -0.5 must not be negative"),
-    ({"seed": -1}, "seed -1 must not be negative"),
-    ({"prioritized_replay_alpha": -0.1}, "prioritized_replay_alpha -0.1 must not be negative"),
-    ({"sticky_actions": 1.1}, "sticky_actions 1.1 must lie in [0, 1]"),
-    ({"gamma": 1.01}, "gamma 1.01 must lie in [0, 1]"),
+    ({"n_eval_episodes": 0}, "n_eval_episodes 0"),
+    ({"log_interval": 0}, "log_interval 0"),
+    ({"checkpoint_freq": 0}, "checkpoint_freq 0"),
+    ({"keep_checkpoints": 0}, "keep_checkpoints 0"),
+    ({"max_env_restarts": 0}, "max_env_restarts 0"),
+    ({"env_timeout_s": 0.0}, "env_timeout_s 0.0"),
+    ({"max_abs_q": 0.0}, "max_abs_q 0.0"),
+    ({"prioritized_replay_eps": 0.0}, "prioritized_replay_eps 0.0"),
+    ({"lr_plateau_factor": 0.0}, "lr_plateau_factor 0.0"),
+    ({"lr_plateau_factor": 1.5}, "lr_plateau_factor 1.5"),
+    ({"max_episode_steps": -1}, "max_episode_steps -1"),
+    ({"frame_stack": -1}, "frame_stack -1"),
+    ({"noop_max": -1}, "noop_max -1"),
+    ({"lr_plateau_patience": -1}, "lr_plateau_patience -1"),
+    ({"optimizer_eps": -1e-8}, "optimizer_eps -1e-08"),
+    ({"max_grad_norm": -1.0}, "max_grad_norm -1.0"),
+    ({"learning_starts": -1}, "learning_starts -1"),
+    ({"eval_freq": -1}, "eval_freq -1"),
+    ({"patience": -1}, "patience -1"),
+    ({"threads": -1}, "threads -1"),
+    ({"noisy_sigma": -0.5}, "noisy_sigma -0.5"),
+    ({"seed": -1}, "seed -1"),
+    ({"prioritized_replay_alpha": -0.1}, "prioritized_replay_alpha -0.1"),
+    ({"sticky_actions": 1.1}, "sticky_actions 1.1"),
+    ({"gamma": 1.01}, "gamma 1.01"),
     ({"gamma": math.nan}, "gamma nan"),
-    ({"munchausen_alpha": 2.0}, "munchausen_alpha 2.0 must lie in [0, 1]"),
-    ({"prioritized_replay_beta0": -0.1}, "prioritized_replay_beta0 -0.1 must lie in [0, 1]"),
-    ({"tau": 1.5}, "tau 1.5 must lie in [0, 1]"),
-    ({"tau": 0.0}, "tau 0.0 must be above 0"),
-    ({"exploration_fraction": 1.5}, "exploration_fraction 1.5 must lie in [0, 1]"),
-    ({"exploration_initial_eps": -0.1}, "exploration_initial_eps -0.1 must lie in [0, 1]"),
-    ({"exploration_final_eps": 1.2}, "exploration_final_eps 1.2 must lie in [0, 1]"),
+    ({"munchausen_alpha": 2.0}, "munchausen_alpha 2.0"),
+    ({"prioritized_replay_beta0": -0.1}, "prioritized_replay_beta0 -0.1"),
+    ({"tau": 1.5}, "tau 1.5"),
+    ({"tau": 0.0}, "tau 0.0"),
+    ({"exploration_fraction": 1.5}, "exploration_fraction 1.5"),
+    ({"exploration_initial_eps": -0.1}, "exploration_initial_eps -0.1"),
+    ({"exploration_final_eps": 1.2}, "exploration_final_eps 1.2"),
     (
         {"exploration_initial_eps": 0.1, "exploration_final_eps": 0.2},
-        "exploration_final_eps 0.2 must not exceed exploration_initial_eps 0.1",
+        "exploration_final_eps 0.2 exploration_initial_eps 0.1",
     ),
-    ({"eval_eps": 2.0}, "eval_eps 2.0 must lie in [0, 1]"),
-    ({"max_fault_rate": -0.1}, "max_fault_rate -0.1 must lie in [0, 1]"),
-    ({"v_min": 10.0}, "v_min 10.0 must be below v_max 10.0"),
+    ({"eval_eps": 2.0}, "eval_eps 2.0"),
+    ({"max_fault_rate": -0.1}, "max_fault_rate -0.1"),
+    ({"v_min": 10.0}, "v_min 10.0 v_max"),
     ({"v_max": math.inf}, "v_max inf"),
-    ({"n_atoms": 1}, "n_atoms 1 must be at least 2"),
-    ({"munchausen_clip": 0.5}, "munchausen_clip 0.5 is at most 0"),
-    ({"net_arch": ()}, "net_arch () needs at least one layer"),
-    ({"net_arch": (64, 0)}, "net_arch (64, 0) must be positive"),
-    ({"buffer_size": 40, "envs": 8}, "buffer_size 40 is too small for 8 envs"),
-    ({"learning_starts": 100_000}, "learning_starts 100000 leaves no step to learn from"),
-    ({"patience": 3, "eval_freq": 0}, "patience 3 needs evaluations"),
-    ({"lr_plateau_patience": 3, "eval_freq": 0}, "lr_plateau_patience 3 needs evaluations"),
+    ({"n_atoms": 1}, "n_atoms 1"),
+    ({"munchausen_clip": 0.5}, "munchausen_clip 0.5"),
+    ({"net_arch": ()}, "net_arch ()"),
+    ({"net_arch": (64, 0)}, "net_arch (64, 0)"),
+    ({"buffer_size": 40, "envs": 8}, "buffer_size 40 8 envs"),
+    ({"learning_starts": 100_000}, "learning_starts 100000"),
+    ({"patience": 3, "eval_freq": 0}, "patience 3"),
+    ({"lr_plateau_patience": 3, "eval_freq": 0}, "lr_plateau_patience 3"),
     (
         {"exploration_ladder": True, "exploration_final_eps": 0.0},
-        "exploration_final_eps 0.0 is the base of the ladder",
+        "exploration_final_eps 0.0",
     ),
-    ({"step_latency_s": -0.1}, "step_latency_s -0.1 must not be negative"),
+    ({"step_latency_s": -0.1}, "step_latency_s -0.1"),
     (
         {"engine": "device", "step_latency_s": 0.1},
-        "step_latency_s 0.1 is for environments on the host; --engine device has none",
+        "step_latency_s 0.1 engine device",
     ),
-    ({"straggler": 0.5, "step_latency_s": 0.1}, "straggler 0.5 must be at least 1"),
-    ({"straggler": 4.0}, "straggler 4.0 multiplies step_latency_s, which is 0"),
+    ({"straggler": 0.5, "step_latency_s": 0.1}, "straggler 0.5"),
+    ({"straggler": 4.0}, "straggler 4.0 step_latency_s 0"),
     (
         {"engine": "actors", "replay_dir": "somewhere"},
-        "replay_dir 'somewhere' does not go with --engine actors: shards keep replay in RAM",
+        "replay_dir somewhere engine actors",
     ),
-    ({"engine": "actors", "env_groups": 2, "envs": 4}, "env_groups 2 does not go with --engine"),
-    ({"engine": "actors", "lockstep": True}, "lockstep True does not go with --engine actors"),
-    ({"engine": "actors", "inference_device": "cpu"}, "inference_device 'cpu' does not go with"),
-    ({"engine": "actors", "replay_device": "cuda"}, "replay_device 'cuda' does not go with"),
+    ({"engine": "actors", "env_groups": 2, "envs": 4}, "env_groups 2 engine"),
+    ({"engine": "actors", "lockstep": True}, "lockstep True engine actors"),
+    ({"engine": "actors", "inference_device": "cpu"}, "inference_device cpu"),
+    ({"engine": "actors", "replay_device": "cuda"}, "replay_device cuda"),
     (
         {"engine": "actors", "workers": 2, "servers": 3},
-        "servers 3 shards are more than there are actors to fill them (workers 2)",
+        "servers 3 workers 2",
     ),
-    ({"workers": 8}, "workers 8 is for --engine parameter-server or actors, not auto"),
+    ({"workers": 8}, "workers 8 engine parameter-server actors auto"),
     (
         {"engine": "serial", "update": "sync"},
-        "update 'sync' is for --engine parameter-server, not serial",
+        "update sync engine parameter-server serial",
     ),
     (
         {"engine": "pipeline", "straggler": 2.0, "step_latency_s": 0.1},
-        "straggler 2.0 is for --engine parameter-server or actors, not pipeline",
+        "straggler 2.0 engine parameter-server actors pipeline",
     ),
     (
         {"engine": "actors", "gradient_compression": "fp16"},
-        "gradient_compression 'fp16' is for --engine parameter-server, not actors",
+        "gradient_compression fp16 engine parameter-server actors",
     ),
-    ({**SERVERS, "staleness": 9}, "staleness 9 is for --update ssp, not async"),
+    ({**SERVERS, "staleness": 9}, "staleness 9 update ssp async"),
     (
         {**SERVERS, "local_steps": 3},
-        "local_steps 3 is for --update easgd or local-sgd or admm, not async",
+        "local_steps 3 update easgd local-sgd admm async",
     ),
-    ({**SERVERS, "update": "easgd", "local_steps": 0}, "local_steps 0 must be positive"),
-    ({**SERVERS, "update": "easgd", "easgd_alpha": 1.5}, "easgd_alpha 1.5 must lie in [0, 1]"),
-    ({**SERVERS, "update": "admm", "admm_rho": 0.0}, "admm_rho 0.0 must be positive"),
+    ({**SERVERS, "update": "easgd", "local_steps": 0}, "local_steps 0"),
+    ({**SERVERS, "update": "easgd", "easgd_alpha": 1.5}, "easgd_alpha 1.5"),
+    ({**SERVERS, "update": "admm", "admm_rho": 0.0}, "admm_rho 0.0"),
     (
         {**SERVERS, "update": "sync", "max_gradient_age": 3},
-        "max_gradient_age 3 is for --update async or ssp or hybrid, not sync",
+        "max_gradient_age 3 update async ssp hybrid sync",
     ),
     (
         {**SERVERS, "update": "easgd", "gradient_compression": "fp16"},
-        "gradient_compression 'fp16' is for --update sync or async or ssp or hybrid or local-sgd",
+        "gradient_compression fp16 update sync async ssp hybrid local-sgd",
     ),
     (
         {**SERVERS, "update": "admm", "gradient_compression": "top-k"},
-        "gradient_compression 'top-k' is for gradients; workers of admm send weights",
+        "gradient_compression top-k admm",
     ),
     (
         {**SERVERS, "gradient_compression": "fp16", "top_k_share": 0.5},
-        "top_k_share 0.5 is for --gradient-compression top-k, not fp16",
+        "top_k_share 0.5 top-k fp16",
     ),
     (
         {**SERVERS, "update": "local-sgd", "outer_momentum": 1.0},
-        "outer_momentum 1.0 must lie in [0, 1)",
+        "outer_momentum 1.0",
     ),
-    ({**SERVERS, "address": "10.0.0.1"}, "address '10.0.0.1' is no host:port"),
-    ({"engine": "actors", "address": ":6379"}, "address ':6379' is no host:port"),
-    ({"env_kwargs": "{"}, "env_kwargs '{' is not JSON"),
-    ({"env_kwargs": "[1]"}, "env_kwargs '[1]' must be a JSON object"),
+    ({**SERVERS, "address": "10.0.0.1"}, "address 10.0.0.1"),
+    ({"engine": "actors", "address": ":6379"}, "address :6379"),
+    ({"env_kwargs": "{"}, "env_kwargs { JSON"),
+    ({"env_kwargs": "[1]"}, "env_kwargs [1] JSON"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "words"), BAD, ids=[str(changes) for changes, _ in BAD])
 def test_validate_refuses_a_bad_value_by_name(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=says(*words.split())):
         Config(**changes).validate()
-    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -233,14 +233,14 @@ def test_a_value_of_the_wrong_kind_is_refused_however_it_got_there(field: str, v
 
 @pytest.mark.parametrize("value", [True, "8", 8.0, None])
 def test_an_integer_field_takes_integers_only(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"envs .* is not of type int"):
+    with pytest.raises(ConfigError, match=says("envs", "int")):
         Config().replace(envs=value)
 
 
 def test_an_unknown_field_names_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="'learning_rates'; did you mean learning_rate"):
+    with pytest.raises(UnknownNameError, match=says("learning_rates", "learning_rate")):
         Config().replace(learning_rates=1e-3)
-    with pytest.raises(UnknownNameError, match="did you mean gradient_steps"):
+    with pytest.raises(UnknownNameError, match=says("gradient_step", "gradient_steps")):
         resolve("CartPole-v1", fields={"gradient_step": 1})
 
 
@@ -267,18 +267,18 @@ def test_config_json_gives_the_same_config_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "is not JSON"),
-        ("[]", "must hold a JSON object"),
-        ('{"learning_rat": 1}', "did you mean learning_rate"),
-        ('{"steps": "many"}', "steps 'many' is not of type int"),
+        ("{", "JSON"),
+        ("[]", "JSON object"),
+        ('{"learning_rat": 1}', "learning_rat learning_rate"),
+        ('{"steps": "many"}', "steps many int"),
         ('{"net_arch": [64, "x"]}', "net_arch"),
-        ('{"loss": "l1"}', "loss 'l1'"),
+        ('{"loss": "l1"}', "loss l1"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
-    with pytest.raises((ConfigError, UnknownNameError), match=words):
+    with pytest.raises((ConfigError, UnknownNameError), match=says(*words.split())):
         read_fields(path)
 
 
@@ -460,10 +460,10 @@ def test_a_row_replaces_the_switches_of_the_presets_own_row(preset: str, algo: s
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("CartPole-v1", "dqnn"), "unknown algorithm 'dqnn'; did you mean dqn"),
-        (("CartPole-v1", None, "cartpol"), "unknown preset 'cartpol'; did you mean cartpole"),
+        (("CartPole-v1", "dqnn"), "dqnn dqn"),
+        (("CartPole-v1", None, "cartpol"), "preset cartpol cartpole"),
     ],
 )
 def test_unknown_names_come_with_the_nearest(arguments: tuple[Any, ...], words: str) -> None:
-    with pytest.raises(UnknownNameError, match=words):
+    with pytest.raises(UnknownNameError, match=says(*words.split())):
         resolve(*arguments)

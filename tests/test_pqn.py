@@ -24,6 +24,7 @@ from qfleet.plan import settle, with_short_rollouts
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from support.configs import tiny_config
+from support.messages import says
 
 CPU = torch.device("cpu")
 FIELDS: dict[str, Any] = {
@@ -48,34 +49,33 @@ def configure(**changes: Any) -> Config:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"head": "c51"}, "head 'c51' does not go without replay: λ-returns are of expected"),
-        ({"double": True}, "double True does not go without replay: returns ask one network"),
-        ({"munchausen": True}, "munchausen True does not go without replay"),
-        ({"prioritized_replay": True}, "prioritized_replay True does not go without replay"),
-        ({"n_steps": 3}, "n_steps 3 does not go without replay: td_lambda says"),
-        ({"replay_dir": "files"}, "replay_dir 'files' does not go without replay"),
-        ({"replay_device": "cpu"}, "replay_device 'cpu' does not go without replay"),
-        ({"replay_compression": "lz4"}, "replay_compression 'lz4' does not go without replay"),
-        ({"replay_slack": 2}, "replay_slack 2 does not go without replay"),
-        ({"gradient_steps": 7}, "gradient_steps 7 × batch_size 16 = 112 is no multiple of"),
-        ({"gradient_steps": 2}, "take gradient_steps × batch_size = 64 times the epochs"),
-        ({"envs": 5}, "make it a multiple of 5, at least 10"),
-        ({"envs": 64}, "train_freq 64 does not give each of 64 envs two steps"),
-        ({"block_rows": 5}, "block_rows 5 does not divide a rollout of 16 rows"),
-        ({"td_lambda": 1.1}, "td_lambda 1.1 must lie in [0, 1]"),
-        ({"steps": 60}, "train_freq 64 leaves no whole rollout to learn from within steps 60;"),
-        ({"learning_starts": 600}, "within steps 640 after learning_starts 600; lower it or raise"),
+        ({"head": "c51"}, "head c51 replay"),
+        ({"double": True}, "double True replay"),
+        ({"munchausen": True}, "munchausen True replay"),
+        ({"prioritized_replay": True}, "prioritized_replay True replay"),
+        ({"n_steps": 3}, "n_steps 3 replay td_lambda"),
+        ({"replay_dir": "files"}, "replay_dir files replay"),
+        ({"replay_device": "cpu"}, "replay_device cpu replay"),
+        ({"replay_compression": "lz4"}, "replay_compression lz4 replay"),
+        ({"replay_slack": 2}, "replay_slack 2 replay"),
+        ({"gradient_steps": 7}, "gradient_steps 7 batch_size 16 112"),
+        ({"gradient_steps": 2}, "gradient_steps batch_size 64"),
+        ({"envs": 5}, "train_freq 5 10"),
+        ({"envs": 64}, "train_freq 64 envs steps"),
+        ({"block_rows": 5}, "block_rows 5 16"),
+        ({"td_lambda": 1.1}, "td_lambda 1.1"),
+        ({"steps": 60}, "train_freq 64 steps 60"),
+        ({"learning_starts": 600}, "steps 640 learning_starts 600"),
         (
             {"engine": "parameter-server", "update": "easgd", "workers": 2, "steps": 60},
-            "train_freq 64 leaves no whole rollout",
+            "train_freq 64",
         ),
     ],
     ids=str,
 )
 def test_what_cannot_work_without_replay_is_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=says(*words.split())):
         configure(**changes).validate()
-    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,8 @@ def test_what_cannot_work_without_replay_is_refused(changes: dict[str, Any], wor
     ids=str,
 )
 def test_what_can_work_is_not(changes: dict[str, Any]) -> None:
-    configure(**changes).validate()
+    config = configure(**changes)
+    assert config.validate() is config
 
 
 @pytest.mark.parametrize(("train_freq", "envs"), [(64, 8), (60, 6), (14, 7), (6, 3), (7, 1)])
