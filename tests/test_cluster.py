@@ -20,6 +20,7 @@ from qfleet.cli import main
 from qfleet.cluster import open_cluster
 from qfleet.errors import ClusterError, UserError
 from support.clusters import needs_ray
+from support.messages import says
 from support.processes import count_lines, is_alive, needs_proc, python, start
 from support.waiting import CLUSTER_S, finish, wait_until
 
@@ -45,7 +46,7 @@ def test_without_ray_it_says_how_to_get_it(
 @needs_ray
 @pytest.mark.parametrize("address", ["somewhere", "ray://127.0.0.1:1", "127.0.0.1:port", ""])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(UserError, match="is no host:port"):
+    with pytest.raises(UserError, match=says("host:port")):
         open_and_close(address)
 
 
@@ -55,7 +56,7 @@ def test_an_address_where_nobody_listens_is_refused() -> None:
         # Bound but not listening: nobody else can come to answer there.
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
-        with pytest.raises(ClusterError, match=f"no cluster answers at {address}"):
+        with pytest.raises(ClusterError, match=says(address)):
             open_and_close(address)
 
 
@@ -78,7 +79,7 @@ def test_an_address_of_something_else_is_refused(
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ClusterError, match=f"no cluster answers at {address}"):
+        with pytest.raises(ClusterError, match=says(address)):
             open_and_close(address)
         thread.join()
 
@@ -135,7 +136,7 @@ def test_signals_are_left_alone_outside_the_main_thread() -> None:
 
 @needs_ray
 def test_more_workers_than_memory_has_room_for_are_refused() -> None:
-    with pytest.raises(UserError, match="1000000000 processes cannot be on this machine"):
+    with pytest.raises(UserError, match=says("1000000000", "processes")):
         open_cluster(10**9)
 
 

@@ -27,6 +27,7 @@ from qfleet.run import Run, Sitting
 from qfleet.standings import EPISODE_WINDOW, Standings
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
+from support.messages import says
 from support.populations import FIELDS, configure, rows_of, train
 from support.tensor_envs import evaluate_on_device
 
@@ -110,7 +111,7 @@ class Batched(torch.nn.Module):
 
 def test_networks_with_state_of_their_own_are_refused() -> None:
     config = configure(network=f"{__name__}:Batched", layer_norm=False)
-    with pytest.raises(ConfigError, match="keeps numbers besides its weights"):
+    with pytest.raises(ConfigError, match=says("weights")):
         build(config, FaultLog())
 
 
@@ -121,12 +122,12 @@ def test_discrete_observations_go_into_a_population() -> None:
 
 
 def test_replay_is_refused() -> None:
-    with pytest.raises(ConfigError, match="its agents learn from rollouts; use --algo pqn"):
+    with pytest.raises(ConfigError, match=says("--algo pqn")):
         resolve("CartPole-v1", "dqn", "none", fields={"population": 2})[0].validate()
 
 
 def test_seeds_and_a_population_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="population 3 has seeds of its own"):
+    with pytest.raises(ConfigError, match=says("population", "3", "seeds")):
         qfleet.train_seeds(2, config=configure(), run_dir=tmp_path / "run")
 
 
@@ -291,7 +292,7 @@ def test_the_newest_policy_is_named_by_its_agent(finished: Path) -> None:
     policy = qfleet.load(finished / "agents" / "1", which="last")
     ours = torch.cat([parameter.detach().view(-1) for parameter in policy.network.parameters()])
     assert torch.equal(ours, weights[1, : len(ours)])
-    with pytest.raises(ConfigError, match="has 3 newest policies; name an agent"):
+    with pytest.raises(ConfigError, match=says("3", "agent")):
         qfleet.load(finished, which="last")
 
 
@@ -340,7 +341,7 @@ def test_a_run_whose_agents_all_explode_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {0, 1, 2}, 1e9)
-    with pytest.raises(DivergedError, match="Q-values exploded: 1e"):
+    with pytest.raises(DivergedError, match=r"Q-values.*1e"):
         train(tmp_path / "run")
     assert list_checkpoints(tmp_path / "run" / "checkpoints") == []
 
@@ -363,5 +364,5 @@ def test_gradients_of_all_agents_that_are_not_finite_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {0, 1, 2}, math.nan)
-    with pytest.raises(FaultRateError, match="gradient: "):
+    with pytest.raises(FaultRateError, match=says("gradient")):
         train(tmp_path / "run")

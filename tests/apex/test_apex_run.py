@@ -34,6 +34,7 @@ from qfleet.telemetry.fleet import FleetAccount
 from qfleet.telemetry.fleet_table import fleet_lines
 from qfleet.weights import FlatWeights
 from support.in_process_cluster import Handle, OneProcess, small
+from support.messages import says
 
 
 @pytest.fixture
@@ -216,7 +217,7 @@ def test_an_actor_that_dies_time_and_again_ends_the_run(clusters: list[OneProces
             return handle
 
         clusters[0].spawn = spawn_doomed  # type: ignore[method-assign]
-        with pytest.raises(ClusterError, match="actor 0 was lost 3 times in a row: actor 0 died"):
+        with pytest.raises(ClusterError, match=says("actor 0", "3")):
             train_until(parts, 400, doom)
 
 
@@ -262,7 +263,7 @@ def test_when_no_actor_is_left_nor_room_for_one_the_run_ends(clusters: list[OneP
         clusters[0].spawn = spawn_pending  # type: ignore[method-assign]
         for handle in clusters[0].living("RemoteActor"):
             handle.doomed = True
-        with pytest.raises(ClusterError, match="no actor is left, and cluster here has 0 proc"):
+        with pytest.raises(ClusterError, match=says("actor", "0")):
             train_until(parts, 400)
 
 
@@ -384,7 +385,7 @@ def test_the_learner_has_the_precision_that_was_asked_for(
 def test_a_precision_of_accelerators_is_refused_before_there_is_a_cluster(
     precision: str, clusters: list[OneProcess]
 ) -> None:
-    with pytest.raises(ConfigError, match=f"precision '{precision}' is for accelerators"):
+    with pytest.raises(ConfigError, match=says("precision", precision)):
         build(small(precision=precision, device="cpu"), FaultLog())
     assert clusters == []
 
@@ -463,10 +464,10 @@ def test_another_number_of_actors_is_refused_and_both_are_named(
     checkpoint = load_checkpoint(folder / "checkpoints")
     with (
         built(small(workers=3)) as parts,
-        pytest.raises(CheckpointError, match=r"that of 2 actors, not of 3; .*--workers 2"),
+        pytest.raises(CheckpointError, match=says("2", "3", "--workers 2")),
     ):
         parts.memory.load_state_dict(checkpoint.parts["memory"])
-    with pytest.raises(CheckpointError, match=r"that of 2 actors, not of 3"):
+    with pytest.raises(CheckpointError, match=says("2", "3")):
         qfleet.resume(folder, workers=3)
     resumed = qfleet.resume(folder, servers=2)
     assert resumed.result.stopped_by == "steps"
@@ -514,13 +515,13 @@ def test_an_object_store_that_is_too_small_is_refused(
     monkeypatch: pytest.MonkeyPatch, clusters: list[OneProcess]
 ) -> None:
     monkeypatch.setattr(OneProcess, "store_bytes", lambda _: 1000)
-    with pytest.raises(ClusterError, match=r"object store .* has 0 MiB, too few for .* MiB"):
+    with pytest.raises(ClusterError, match=says("object store", "0 MiB")):
         build(small(batch_size=64), FaultLog())
     assert clusters[0].address == "gone"
 
 
 def test_rings_too_small_for_their_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="gives each of 2 actors 12 transitions, too few"):
+    with pytest.raises(ConfigError, match=says("2", "12")):
         build(small(buffer_size=25, batch_size=4), FaultLog())
 
 

@@ -16,6 +16,7 @@ from qfleet.cluster import Cluster, open_cluster
 from qfleet.errors import ClusterError, ConfigError
 from qfleet.telemetry.timers import KINDS
 from support.clusters import needs_ray
+from support.messages import says
 from support.waiting import CLUSTER_S, deadline
 
 
@@ -82,19 +83,19 @@ def test_more_workers_than_processors_are_refused(cluster: Cluster) -> None:
     ("words", "named"),
     [
         ("--workers 0", "workers 0"),
-        ("--workers 5 --samples 4 --features 2", "workers 5 must not exceed samples 4"),
-        ("--straggler slow", "straggler 'slow'"),
+        ("--workers 5 --samples 4 --features 2", "workers 5 samples 4"),
+        ("--straggler slow", "straggler slow"),
         ("--tolerance 0", "tolerance 0"),
         ("--timeout-s -1", "timeout_s -1"),
         ("--samples 3 --features 9", "samples 3"),
-        ("--samples 100000000000", r"samples 100000000000 of 50 features .*use --samples \d+ or"),
-        ("--samples 100000000000000000000 --workers 10000000000", "of memory is available"),
-        ("--samples 10000000 --features 10000000", "use fewer --features"),
+        ("--samples 100000000000", "samples 100000000000 50 features --samples"),
+        ("--samples 100000000000000000000 --workers 10000000000", "memory"),
+        ("--samples 10000000 --features 10000000", "--features"),
         ("--noise inf", "noise inf"),
-        ("--steps 0", "steps 0 must be at least 1"),
-        ("--learning-rate nan", "learning_rate nan must be positive"),
-        ("--learning-rate inf", "learning_rate inf must be positive"),
-        ("--address :6379", "address ':6379' is no host:port"),
+        ("--steps 0", "steps 0"),
+        ("--learning-rate nan", "learning_rate nan"),
+        ("--learning-rate inf", "learning_rate inf"),
+        ("--address :6379", "address :6379"),
     ],
 )
 def test_bad_numbers_are_refused_before_a_cluster_starts(
@@ -104,5 +105,5 @@ def test_bad_numbers_are_refused_before_a_cluster_starts(
         raise AssertionError("a cluster was asked for")
 
     monkeypatch.setattr(lab_mapreduce, "open_cluster", start)
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=says(*named.split())):
         lab.run(["mapreduce", *words.split()])

@@ -13,6 +13,7 @@ from qfleet.cli import lab, lab_speedup
 from qfleet.config import Config
 from qfleet.errors import ClusterError, ConfigError, UnknownNameError
 from qfleet.presets import resolve
+from support.messages import says
 
 
 class Training:
@@ -88,7 +89,7 @@ def test_each_update_is_told_what_is_for_it(tmp_path: Path) -> None:
     words = ["--updates", "sync,ssp", "--workers", "1", "--fields", '{"staleness": 2}']
     lab_speedup.run([*words, "--out", str(tmp_path)], training)
     assert [call.get("staleness") for call in training.calls] == [None, 2]
-    with pytest.raises(ConfigError, match="staleness; it means nothing to sync,async"):
+    with pytest.raises(ConfigError, match=says("staleness", "sync,async")):
         lab_speedup.run(["--updates", "sync,async", *words[-2:]], training)
 
 
@@ -124,7 +125,7 @@ def test_an_interrupted_run_is_no_point(tmp_path: Path) -> None:
 
 
 def test_the_verb_leads_here() -> None:
-    with pytest.raises(ConfigError, match="repeats 0 must be at least 1"):
+    with pytest.raises(ConfigError, match=says("repeats", "0")):
         lab.run(["speedup", "--repeats", "0"])
 
 
@@ -138,24 +139,24 @@ def test_nothing_measured_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "error", "named"),
     [
-        (["--workers", "2,4"], ConfigError, "workers '2,4' must begin with 1"),
-        (["--updates", "asink"], ConfigError, "update 'asink' is unknown"),
+        (["--workers", "2,4"], ConfigError, "workers 2,4 1"),
+        (["--updates", "asink"], ConfigError, "update asink"),
         (["--straggler", "0.5"], ConfigError, "straggler 0.5"),
-        (["--straggler", "4"], ConfigError, "set --step-latency-s too"),
-        (["--fields", "{"], ConfigError, "is not JSON"),
-        (["--fields", "[]"], ConfigError, "must be a JSON object"),
-        (["--fields", '{"workers": 3}'], ConfigError, "hold workers; --workers says it"),
-        (["--fields", '{"steps": 3}'], ConfigError, "--steps-per-worker says it"),
-        (["--fields", '{"seed": 3}'], ConfigError, "--seed says it"),
-        (["--fields", '{"train_frek": 3}'], UnknownNameError, "did you mean train_freq"),
+        (["--straggler", "4"], ConfigError, "--step-latency-s"),
+        (["--fields", "{"], ConfigError, "JSON"),
+        (["--fields", "[]"], ConfigError, "JSON object"),
+        (["--fields", '{"workers": 3}'], ConfigError, "--workers"),
+        (["--fields", '{"steps": 3}'], ConfigError, "--steps-per-worker"),
+        (["--fields", '{"seed": 3}'], ConfigError, "--seed"),
+        (["--fields", '{"train_frek": 3}'], UnknownNameError, "train_frek train_freq"),
         (["--steps-per-worker", "0"], ConfigError, "steps_per_worker 0"),
         (["--repeats", "0"], ConfigError, "repeats 0"),
-        (["--engine", "actors", "--updates", "sync"], ConfigError, "update 'sync' is for"),
+        (["--engine", "actors", "--updates", "sync"], ConfigError, "update sync"),
         # Only the last run of this one could not be made.
-        (["--engine", "actors", "--updates", "async,sync"], ConfigError, "update 'sync' is for"),
-        (["--algo", "pqn"], ConfigError, "train_freq 2048 leaves no whole rollout"),
+        (["--engine", "actors", "--updates", "async,sync"], ConfigError, "update sync"),
+        (["--algo", "pqn"], ConfigError, "train_freq 2048"),
         (["--fields", '{"batch_size": 0}'], ConfigError, "batch_size 0"),
-        (["--preset", "cartpol"], UnknownNameError, "did you mean cartpole"),
+        (["--preset", "cartpol"], UnknownNameError, "cartpol cartpole"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
@@ -166,7 +167,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     training = Training()
-    with pytest.raises(error, match=named):
+    with pytest.raises(error, match=says(*named.split())):
         lab_speedup.run([*words, "--out", str(tmp_path / "out")], training)
     assert not (tmp_path / "out").exists()
     assert training.calls == []

@@ -15,6 +15,7 @@ from qfleet.core import Step, VectorEnv
 from qfleet.envs.atari import AtariEnvs
 from qfleet.envs.envpool import EnvPoolEnvs
 from qfleet.errors import CheckpointError, ConfigError, UnknownNameError
+from support.messages import says
 
 needs_envpool = pytest.mark.skipif(
     importlib.util.find_spec("envpool") is None,
@@ -240,7 +241,7 @@ def test_options_reach_the_emulator() -> None:
     assert envs.spec.num_actions == 18
     assert envs.spec.frame_stack == 2
     assert envs.state_dict() is None
-    with pytest.raises(CheckpointError, match="cannot be resumed"):
+    with pytest.raises(CheckpointError, match=says("resumed")):
         envs.load_state_dict({})
 
 
@@ -261,7 +262,7 @@ def test_no_banner(capfd: pytest.CaptureFixture[str]) -> None:
 
 @needs_envpool
 def test_unknown_game_names_a_near_one() -> None:
-    with pytest.raises(UnknownNameError, match=r"EnvPool game 'breakot'.* mean breakout"):
+    with pytest.raises(UnknownNameError, match=says("EnvPool", "breakot", "breakout")):
         make("breakot")
 
 
@@ -269,20 +270,20 @@ def test_unknown_game_names_a_near_one() -> None:
 @pytest.mark.parametrize(
     ("env_kwargs", "error", "match"),
     [
-        ('{"maxpool": false}', UnknownNameError, "env_kwargs entry 'maxpool'"),
-        ('{"img_height": "tall"}', ConfigError, "'breakout' cannot take .*tall"),
-        ('{"img_height": -1}', ConfigError, "'breakout' cannot take .*-1"),
-        ('{"img_width": 0}', ConfigError, "at least one pixel"),
+        ('{"maxpool": false}', UnknownNameError, "env_kwargs maxpool"),
+        ('{"img_height": "tall"}', ConfigError, "breakout tall"),
+        ('{"img_height": -1}', ConfigError, "breakout -1"),
+        ('{"img_width": 0}', ConfigError, "pixel"),
     ],
 )
 def test_wrong_options_are_refused(env_kwargs: str, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=says(*match.split())):
         make(env_kwargs=env_kwargs)
 
 
 def test_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "envpool", None)
-    with pytest.raises(ConfigError, match="lacks package 'envpool': pip install envpool"):
+    with pytest.raises(ConfigError, match=says("pip install envpool")):
         make()
 
 
@@ -291,5 +292,5 @@ def test_library_without_its_files_says_so(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "envpool").mkdir()
     (tmp_path / "envpool" / "__init__.py").write_text("raise FileNotFoundError('no ROMs')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot import its library: .*no ROMs"):
+    with pytest.raises(ConfigError, match=says("import", "no ROMs")):
         make()

@@ -10,6 +10,7 @@ import pytest
 from qfleet.config import Config
 from qfleet.envs import ale_game, close_names, make_envs, make_single
 from qfleet.errors import ConfigError, QfleetError, UnknownNameError, UnsupportedEnvError
+from support.messages import says
 from support.scripted_envs import Faults, scripted
 
 
@@ -68,19 +69,22 @@ def test_unknown_id_names_the_nearest(env_id: str, near: str, vectorize: str) ->
 @pytest.mark.parametrize(
     ("changes", "space"),
     [
-        ({"env": "Pendulum-v1"}, r"action space Box"),
-        ({"env": "support.scripted_envs:OddEnv"}, r"observation space Dict"),
-        ({"env": "support.scripted_envs:OddEnv", "env_kwargs": '{"what": "scalar"}'}, r"space Box"),
+        ({"env": "Pendulum-v1"}, "action Box"),
+        ({"env": "support.scripted_envs:OddEnv"}, "observation Dict"),
+        (
+            {"env": "support.scripted_envs:OddEnv", "env_kwargs": '{"what": "scalar"}'},
+            "observation Box",
+        ),
         (
             {"env": "support.scripted_envs:OddEnv", "env_kwargs": '{"what": "action"}'},
-            r"MultiDiscrete",
+            "action MultiDiscrete",
         ),
-        ({"env": "Blackjack-v1"}, r"observation space Tuple"),
+        ({"env": "Blackjack-v1"}, "observation Tuple"),
     ],
 )
 @pytest.mark.parametrize("vectorize", ["sync", "async"])
 def test_unsupported_space_is_named(changes: dict[str, Any], space: str, vectorize: str) -> None:
-    with pytest.raises(UnsupportedEnvError, match=rf"{space}.*supported are Discrete actions"):
+    with pytest.raises(UnsupportedEnvError, match=says("Discrete", *space.split())):
         make(vectorize=vectorize, **changes)
 
 
@@ -89,18 +93,18 @@ def test_unsupported_space_is_named(changes: dict[str, Any], space: str, vectori
     [
         ({"imports": ("no_such_module",)}, "no_such_module"),
         ({"env": "support.scripted_envs:Nothing"}, "Nothing"),
-        ({"env": "support.scripted_envs:NotAnEnv"}, "must be a gymnasium.Env"),
+        ({"env": "support.scripted_envs:NotAnEnv"}, "gymnasium.Env"),
         ({"env_kwargs": '{"speed": 2}'}, "speed"),
         ({"env": "support.scripted_envs:ScriptedEnv", "env_kwargs": '{"speed": 2}'}, "speed"),
         ({"env": "FrozenLake-v1", "frame_stack": 2}, "frame_stack 2"),
         ({"env": "MountainCar-v0", "vectorize": "native"}, "vectorize sync"),
         ({"vectorize": "native", "frame_stack": 2}, "frame_stack 2"),
-        ({"env": "ALE/Pong-v5", "vectorize": "sync"}, "use auto"),
+        ({"env": "ALE/Pong-v5", "vectorize": "sync"}, "vectorize auto"),
         ({"env": "ALE/Pong-v5", "env_kwargs": '{"mode": 1}'}, "use_fire_reset"),
     ],
 )
 def test_refusals_are_typed_and_short(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(QfleetError, match=message) as caught:
+    with pytest.raises(QfleetError, match=says(*message.split())) as caught:
         make(**changes)
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)

@@ -16,6 +16,7 @@ from qfleet.envs.native import NativeEnvs
 from qfleet.envs.seeding import env_seeds, rebuilt_seed
 from qfleet.envs.sync import SyncEnvs
 from qfleet.errors import EnvironmentFault
+from support.messages import says
 from support.scripted_envs import Faults, scripted
 
 GO = np.zeros(1, dtype=np.int64)
@@ -140,7 +141,7 @@ def test_crashes_in_a_row_stop_after_the_limit() -> None:
     envs.reset()
     for _ in range(3):
         envs.step(GO)
-    with pytest.raises(EnvironmentFault, match=r"env 0 .*boom.*failure 4 .*max_env_restarts 3"):
+    with pytest.raises(EnvironmentFault, match=says("env 0", "boom", "4", "max_env_restarts", "3")):
         envs.step(GO)
     assert faults.kinds == ["env_crash"] * 4
 
@@ -150,7 +151,7 @@ def test_crashes_in_a_row_stop_after_the_limit() -> None:
 )
 def test_env_that_cannot_reset_is_a_typed_error_after_n_tries(fault: str, kind: str) -> None:
     envs, faults = faulty(fault, max_env_restarts=2)
-    with pytest.raises(EnvironmentFault, match="failure 3"):
+    with pytest.raises(EnvironmentFault, match=says("3")):
         envs.reset()
     assert faults.kinds == [kind] * 3
 
@@ -171,15 +172,13 @@ def test_env_that_cannot_be_made_again_is_retried_within_the_limit(
     assert faults.kinds == ["env_crash", "env_reset", "env_reset"]
 
 
-@pytest.mark.parametrize(
-    ("fault", "got"), [("shape", r"\(5,\) float32"), ("kind", r"\(2,\) int64")]
-)
+@pytest.mark.parametrize(("fault", "got"), [("shape", "(5,) float32"), ("kind", "(2,) int64")])
 @pytest.mark.parametrize("frame_stack", [0, 2])
 def test_changed_observation_names_both(fault: str, got: str, frame_stack: int) -> None:
     envs, _ = faulty(fault, at=2, frame_stack=frame_stack)
     envs.reset()
     envs.step(GO)
-    with pytest.raises(EnvironmentFault, match=rf"expected \(2,\) float32, got {got}"):
+    with pytest.raises(EnvironmentFault, match=says("(2,) float32", got)):
         envs.step(GO)
 
 
@@ -187,7 +186,7 @@ def test_discrete_observation_out_of_range_names_both() -> None:
     envs = SyncEnvs(Config(env="FrozenLake-v1"), 1, 0, Faults())
     envs.reset()
     envs._guards[0]._env.unwrapped.P = {0: {0: [(1.0, 16, 0.0, False)]}}  # type: ignore[union-attr]
-    with pytest.raises(EnvironmentFault, match="from 0 to 15, got 16"):
+    with pytest.raises(EnvironmentFault, match=says("15", "16")):
         envs.step(GO)
 
 

@@ -25,6 +25,7 @@ from qfleet.parts import Parts
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
+from support.messages import says
 from support.runs import assert_equal, configure, final_state, leaves, resume, train
 
 CARTPOLE: dict[str, Any] = {"eval_freq": 0, "n_eval_episodes": 1, "steps": 400}
@@ -323,9 +324,9 @@ def test_a_run_that_worked_ahead_resumes_with_new_episodes_and_says_so(
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"engine": "pipeline"}, r"engine: '?serial'? in the checkpoint, '?pipeline'? now"),
-        ({"lockstep": True}, r"lockstep: False in the checkpoint, True now"),
-        ({"env_groups": 2}, r"env_groups: 1 in the checkpoint, 2 now"),
+        ({"engine": "pipeline"}, "engine serial pipeline"),
+        ({"lockstep": True}, "lockstep False True"),
+        ({"env_groups": 2}, "env_groups 1 2"),
     ],
     ids=str,
 )
@@ -336,5 +337,5 @@ def test_another_engine_is_refused_by_name(
     train(configure(**CARTPOLE, envs=4, engine="serial"), folder, stop_after=100)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=says(*words.split())):
         qfleet.resume(folder)

@@ -22,6 +22,7 @@ from qfleet.errors import (
 )
 from qfleet.storage.checkpoint import load_checkpoint
 from support.faulty_envs import TINY, ChainEnv, faulty, result_of
+from support.messages import holds, says
 
 
 @pytest.mark.parametrize(
@@ -50,9 +51,7 @@ def test_too_many_bad_numbers_end_the_run_with_env_and_step_named(
         qfleet.train(**faulty(fault, every=7), run_dir=tmp_path / "run")
     message = str(caught.value)
     assert message.startswith(f"{kind}: ")
-    assert "env 0 of 'support.faulty_envs:FaultyEnv'" in message
-    assert "in its step 7" in message
-    assert "--max-fault-rate" in message
+    assert holds(message, "env 0", "support.faulty_envs:FaultyEnv", "step 7", "--max-fault-rate")
     result = result_of(tmp_path / "run")
     assert result["stopped_by"].startswith("error: ")
     assert result["env_steps"] < 600
@@ -89,24 +88,21 @@ def test_an_env_that_never_resets_ends_in_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault) as caught:
         qfleet.train(**faulty("reset"), max_env_restarts=3, run_dir=tmp_path / "run")
     message = str(caught.value)
-    assert "failed to reset" in message
-    assert "no licence" in message
-    assert "failure 4 in a row" in message
-    assert "max_env_restarts 3" in message
+    assert holds(message, "reset", "no licence", "4", "max_env_restarts", "3")
 
 
 def test_a_changed_observation_names_both_shapes(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFault, match=r"expected \(2,\) float32, got \(5,\) float32"):
+    with pytest.raises(EnvironmentFault, match=says("(2,)", "(5,)", "float32")):
         qfleet.train(**faulty("shape", every=99), run_dir=tmp_path / "run")
     assert "got (5,)" in result_of(tmp_path / "run")["stopped_by"]
 
 
 REFUSED: list[tuple[dict[str, Any], type[UserError], str]] = [
-    ({"env": "Pendulum-v1"}, UnsupportedEnvError, r"'Pendulum-v1' has action space Box"),
-    ({"env": "CartPol-v1"}, UnknownNameError, r"'CartPol-v1'; did you mean .*CartPole-v1"),
-    ({"env": "ALE/Pongg-v5"}, UnknownNameError, r"did you mean .*ALE/Pong-v5"),
-    ({"env": "CartPole-v1", "algo": "rainbo"}, UnknownNameError, "did you mean rainbow"),
-    ({"env": "CartPole-v1", "preset": "cartpol"}, UnknownNameError, "did you mean cartpole"),
+    ({"env": "Pendulum-v1"}, UnsupportedEnvError, "Pendulum-v1 action Box"),
+    ({"env": "CartPol-v1"}, UnknownNameError, "CartPol-v1 CartPole-v1"),
+    ({"env": "ALE/Pongg-v5"}, UnknownNameError, "ALE/Pongg-v5 ALE/Pong-v5"),
+    ({"env": "CartPole-v1", "algo": "rainbo"}, UnknownNameError, "rainbo rainbow"),
+    ({"env": "CartPole-v1", "preset": "cartpol"}, UnknownNameError, "cartpol cartpole"),
     ({"env": "CartPole-v1", "buffer_size": 10**15}, MemoryRefusedError, "buffer-size"),
 ]
 
@@ -115,7 +111,7 @@ REFUSED: list[tuple[dict[str, Any], type[UserError], str]] = [
 def test_what_cannot_work_is_refused_before_anything_is_written(
     asked: dict[str, Any], error: type[UserError], words: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=says(*words.split())):
         qfleet.train(**{**TINY, **asked}, run_dir=tmp_path / "runs" / "mine")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     # Nor an empty folder, or every mistyped name would leave one behind.

@@ -13,6 +13,7 @@ from qfleet.lab.mapreduce_plot import draw_descent
 from qfleet.lab.mapreduce_ray import Descent, Mode, Span
 from qfleet.telemetry.timeline import KIND_COLOURS
 from qfleet.telemetry.timers import COMMUNICATING, COMPUTING, WAITING
+from support.messages import says
 
 PROBLEM = make_problem(60, 3, noise=0.1, seed=0)
 
@@ -67,5 +68,5 @@ def test_a_single_round_is_drawn(tmp_path: Path) -> None:
 
 
 def test_a_picture_of_no_known_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must end in"):
+    with pytest.raises(ConfigError, match=says(".png")):
         draw_descent(PROBLEM, {"sync": by_hand("sync")}, tmp_path / "picture.doc")

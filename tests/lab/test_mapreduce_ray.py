@@ -26,6 +26,7 @@ from qfleet.lab.mapreduce import (
 from qfleet.lab.mapreduce_ray import Descent, descend_on
 from qfleet.telemetry.timers import COMPUTING
 from support.clusters import RAY_MARKS
+from support.messages import says
 from support.waiting import deadline
 
 pytestmark = RAY_MARKS
@@ -101,7 +102,7 @@ def test_a_straggler_holds_up_sync_but_not_async(cluster: Cluster) -> None:
 
 
 def test_a_rate_too_large_is_told(cluster: Cluster) -> None:
-    with pytest.raises(DivergedError, match="learning_rate 1e\\+200 is too large"):
+    with pytest.raises(DivergedError, match=says("learning_rate", "1e+200")):
         descend_on(cluster, PROBLEM, WORKERS, STEPS, 1e200, "sync")
 
 
@@ -117,7 +118,7 @@ def test_what_a_member_raises_is_one_line_with_its_traceback_behind_it(cluster: 
             raise KeyError("no such thing")
 
     member = cluster.spawn(Member, processors=0)
-    with pytest.raises(ClusterError, match="member 7 failed: KeyError: 'no such thing'") as caught:
+    with pytest.raises(ClusterError, match=says("member 7", "KeyError", "no such thing")) as caught:
         cluster.get(member.fail.remote(), "member 7")
     assert ", in fail" in "".join(traceback.format_exception(caught.value))
     cluster.stop(member)
@@ -147,14 +148,14 @@ def test_a_killed_worker_is_one_line(cluster: Cluster) -> None:
     spawned.clear()
     puts.clear()
     killer = Killer(cluster.ray, cluster.address, cluster.folder, cluster.timeout_s)
-    with pytest.raises(ClusterError, match=r"^worker 1 of 2 died \(.*\); run it again$"):
+    with pytest.raises(ClusterError, match=says("worker 1 of 2", "died")):
         descend_on(killer, PROBLEM, WORKERS, STEPS, RATE, "sync")
     assert len(puts) == 3
 
 
 def test_a_silent_worker_is_one_line(cluster: Cluster) -> None:
     hasty = dataclasses.replace(cluster, timeout_s=0.2)
-    with pytest.raises(ClusterError, match=r"did not answer within 0\.2 s"):
+    with pytest.raises(ClusterError, match=says("0.2 s")):
         descend_on(hasty, PROBLEM, WORKERS, STEPS, RATE, "sync", straggler=Slowness(latency_s=60.0))
 
 

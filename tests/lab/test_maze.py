@@ -11,6 +11,7 @@ import pytest
 from qfleet.cli import lab
 from qfleet.errors import ConfigError, UnknownNameError, UserError
 from qfleet.lab.maze import ACTIONS, MAZE, Maze, draw_maze, learn_maze, path_art
+from support.messages import says
 
 UP, DOWN, LEFT, RIGHT = range(4)
 
@@ -87,18 +88,18 @@ def test_same_seed_same_result_other_seed_another() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", "0 cells 'S'"),
-        ("..G", "0 cells 'S'"),
-        ("S..", "0 cells 'G'"),
-        ("S.S.G", "2 cells 'S'"),
-        ("SGG", "2 cells 'G'"),
-        ("S#G", "no way from S to G"),
-        ("S..\n..G.", "line 2 has 4 cells but line 1 has 3"),
-        ("S.\n.x\n.G", "line 2, column 2: 'x'"),
+        ("", "0 'S'"),
+        ("..G", "0 'S'"),
+        ("S..", "0 'G'"),
+        ("S.S.G", "2 'S'"),
+        ("SGG", "2 'G'"),
+        ("S#G", "S G"),
+        ("S..\n..G.", "2 4 1 3"),
+        ("S.\n.x\n.G", "2 'x'"),
     ],
 )
 def test_bad_mazes_are_refused(text: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=says(*named.split())):
         Maze.from_text(text)
 
 
@@ -151,7 +152,7 @@ def test_picture_has_both_panels(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"maze\.txt.*\.png"):
         draw_maze(result, tmp_path / "maze.txt")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot write picture"):
+    with pytest.raises(ConfigError, match=says("write")):
         draw_maze(result, tmp_path / "file" / "maze.png")
 
 
@@ -178,9 +179,9 @@ def test_cli_prints_path_length_value_and_picture(
 
 
 def test_cli_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown experiment 'mase'.*maze"):
+    with pytest.raises(UnknownNameError, match=says("mase", "maze")):
         lab.run(["mase"])
-    with pytest.raises(ConfigError, match=r"cannot read maze .*gone"):
+    with pytest.raises(ConfigError, match=says("maze", "gone")):
         lab.run(["maze", "--maze", str(tmp_path / "gone")])
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe")

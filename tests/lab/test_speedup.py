@@ -23,6 +23,7 @@ from qfleet.lab.speedup import (
     write_csv,
 )
 from qfleet.lab.speedup_plot import draw_speedup
+from support.messages import says
 
 
 def fleet(rate: float | None, env_steps: int, staleness: float | None = 1.5) -> dict[str, Any]:
@@ -52,16 +53,16 @@ class Trainer:
 def test_workers_are_numbers_in_order_and_begin_with_1() -> None:
     assert parse_workers("4,1, 2,2") == [1, 2, 4]
     for text in ("2,4", "0,1", "-1,1"):
-        with pytest.raises(ConfigError, match=f"workers '{text}' must begin with 1"):
+        with pytest.raises(ConfigError, match=says("workers", text)):
             parse_workers(text)
     for text in ("", "1,two", "1,,2"):
-        with pytest.raises(ConfigError, match="must be numbers with commas"):
+        with pytest.raises(ConfigError, match=says("workers", "numbers")):
             parse_workers(text)
 
 
 def test_updates_are_known_names() -> None:
     assert parse_updates("sync, async,sync", ["async", "sync"]) == ["sync", "async"]
-    with pytest.raises(ConfigError, match="update 'asink' is unknown; take some of sync,async"):
+    with pytest.raises(ConfigError, match=says("update", "asink", "sync,async")):
         parse_updates("sync,asink", ["sync", "async"])
 
 
@@ -79,7 +80,7 @@ def test_a_straggler_is_run_besides_and_never_alone() -> None:
         Case("async", 4.0, 2),
         Case("async", 4.0, 4),
     ]
-    with pytest.raises(ConfigError, match=r"straggler 0\.5 must be at least 1"):
+    with pytest.raises(ConfigError, match=says("straggler", "0.5")):
         make_cases(["sync"], [1], 0.5)
 
 
@@ -126,19 +127,19 @@ def test_points_come_as_they_are_measured() -> None:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (None, "no workers to count"),
-        (fleet(None, 0), "2 workers made no step"),
-        (fleet(0.0, 0), "made no step"),
+        (None, "workers"),
+        (fleet(None, 0), "2 workers step"),
+        (fleet(0.0, 0), "step"),
     ],
 )
 def test_a_run_without_a_rate_is_refused(found: dict[str, Any] | None, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=says(*words.split())):
         next(sweep([Case("sync", 1.0, 2)], 10, 1, lambda _: found))
 
 
 def test_bad_numbers_are_refused() -> None:
     for steps, repeats, words in ((0, 1, "steps_per_worker 0"), (1, 0, "repeats 0")):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=says(*words.split())):
             next(sweep([Case("sync", 1.0, 1)], steps, repeats, Trainer(sync_1=1)))
 
 
@@ -172,7 +173,7 @@ def test_the_file_holds_every_figure(tmp_path: Path) -> None:
     assert float(rows[2]["straggler"]) == 4.0
     assert float(rows[2]["speed_up"]) == 0.8
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot write figures"):
+    with pytest.raises(ConfigError, match=says("write")):
         write_csv(points(), tmp_path / "file" / "speedup.csv")
 
 
@@ -218,8 +219,8 @@ def test_all_curves_are_in_one_figure_beside_the_ideal(tmp_path: Path, drawn: li
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must end in"):
+    with pytest.raises(ConfigError, match=says(".png")):
         draw_speedup(points(), "", tmp_path / "speedup.doc")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot write picture"):
+    with pytest.raises(ConfigError, match=says("write")):
         draw_speedup(points(), "", tmp_path / "file" / "speedup.png")

@@ -13,6 +13,7 @@ from qfleet.errors import CheckpointError, ConfigError, MemoryRefusedError, RunB
 from qfleet.memory import Ring
 from qfleet.storage.segments import Segments
 from support.episode_model import FAULT, LIFE_LOST, PLAIN, Plan, lay_out
+from support.messages import says
 from support.ring_cases import CPU, Case, assert_equal, prioritized, uniform
 
 VECTOR = EnvSpec("vector", (1,), "float32", 9)
@@ -198,13 +199,13 @@ def test_files_are_refused_for_a_ring_on_a_device(tmp_path: Path) -> None:
 
 
 def test_impossible_measures_and_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="use at least 8"):
+    with pytest.raises(ConfigError, match=says("8")):
         Ring(VECTOR, 2, 7, 3, 0.9, uniform(), CPU)
     with pytest.raises(ValueError, match="no stack"):
         Ring(EnvSpec("e", (3, 8), "uint8", 2, frame_stack=4), 1, 50, 1, 0.9, uniform(), CPU)
     ring = Ring(VECTOR, 2, 8, 3, 0.9, uniform(), CPU)
     ring.extend(block_of([0.0] * 4, [FIRST, 0, 0, 0], num_envs=2))
-    with pytest.raises(ValueError, match="5 rows is longer than the ring of 4"):
+    with pytest.raises(ValueError, match=says("5", "4")):
         ring.extend(block_of([0.0] * 5, [FIRST, 0, 0, 0, 0], num_envs=2))
     with pytest.raises(ValueError, match=r"block\.obs"):
         ring.extend(block_of([0.0], [FIRST], num_envs=1))
@@ -216,7 +217,7 @@ def test_impossible_measures_and_blocks_are_refused() -> None:
 
 def test_a_state_of_another_shape_is_refused_by_name() -> None:
     state = Ring(VECTOR, 2, 8, 1, 0.9, uniform(), CPU).state_dict()
-    with pytest.raises(CheckpointError, match=r"rows 4 \(now 5\), n_steps 1 \(now 2\)"):
+    with pytest.raises(CheckpointError, match=says("rows", "4", "5", "n_steps", "1", "2")):
         Ring(VECTOR, 2, 10, 2, 0.9, uniform(), CPU).load_state_dict(state)
 
 

@@ -30,6 +30,7 @@ from support.episode_model import (
     reward_of,
 )
 from support.listener import Listener
+from support.messages import says
 from support.ring_cases import assert_equal
 
 CPU = torch.device("cpu")
@@ -226,9 +227,9 @@ def test_a_rollout_is_finished_before_the_next_begins() -> None:
     memory = make(4, batch_size=4)
     memory.extend(random_block(ROWS, 4, 0))
     memory.sample(12, 1.0)
-    with pytest.raises(ValueError, match="12 of 20 samples drawn"):
+    with pytest.raises(ValueError, match=says("12", "20")):
         memory.extend(random_block(1, 4, 1))
-    with pytest.raises(ValueError, match="12 samples after 12 exceed the rollout's 20"):
+    with pytest.raises(ValueError, match=says("12", "20")):
         memory.sample(12, 1.0)
 
 
@@ -317,7 +318,7 @@ def test_it_goes_on_from_its_state_also_in_the_middle() -> None:
 
 
 def test_the_state_of_another_shape_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"num_envs 3 \(now 4\)"):
+    with pytest.raises(CheckpointError, match=says("num_envs", "3", "4")):
         make(4).load_state_dict(make(3).state_dict())
 
 
@@ -348,9 +349,9 @@ def test_drawing_never_asks_the_host() -> None:
 
 
 def test_a_block_of_another_width_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"block\.obs has shape"):
+    with pytest.raises(ValueError, match=says("block.obs")):
         make(4).extend(random_block(ROWS, 3, 0))
-    with pytest.raises(ValueError, match="a block of 6 rows is longer than a rollout of 5"):
+    with pytest.raises(ValueError, match=says("6", "5")):
         make(4).extend(random_block(6, 4, 0))
 
 

@@ -11,6 +11,7 @@ from qfleet.core import EnvSpec
 from qfleet.errors import ConfigError
 from qfleet.networks import build_network
 from qfleet.networks.torsos import MLP, NORM_EPS, ImpalaResNet, MinAtarCNN, NatureCNN
+from support.messages import says
 
 ATARI = EnvSpec("Atari", (4, 84, 84), "uint8", 6, frame_stack=4)
 
@@ -116,7 +117,7 @@ def test_impala_takes_small_images_but_no_vectors() -> None:
     torso = ImpalaResNet(EnvSpec("minatar", (10, 10, 4), "uint8", 2), dense=0)
     # 10 → 5 → 3 → 2 pixels: 32·2·2
     assert torso(pixels(3, 10, 10, 4)).shape == (3, torso.features) == (3, 128)
-    with pytest.raises(ConfigError, match=r"\(4,\).*--network mlp"):
+    with pytest.raises(ConfigError, match=says("(4,)", "--network mlp")):
         ImpalaResNet(EnvSpec("box", (4,), "float32", 2))
 
 

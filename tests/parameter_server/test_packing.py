@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from qfleet.errors import ConfigError
 from qfleet.parameter_server.admission import Async
 from qfleet.parameter_server.compression import Cast, Codec, TopK, bytes_of, decode
+from support.messages import says
 from support.server_cases import make_push, make_shard, noise, weights_of
 
 CODECS: list[Callable[[], Codec]] = [
@@ -118,5 +119,5 @@ def test_numbers_beyond_half_precision_are_refused_not_bent() -> None:
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.1, math.nan])
 def test_a_share_that_is_none_is_refused(share: float) -> None:
-    with pytest.raises(ConfigError, match="use above 0 up to 1"):
+    with pytest.raises(ConfigError, match=says("0", "1")):
         TopK(share)

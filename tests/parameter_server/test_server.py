@@ -22,6 +22,7 @@ from qfleet.parameter_server.server import (
 )
 from qfleet.parameter_server.shard import Exchange, Push, Receipt, Stamp, Welcome
 from qfleet.parameter_server.wire import from_wire, plain, to_wire
+from support.messages import says
 
 NOBODY: Any = None
 LONG_S = 600.0
@@ -193,7 +194,7 @@ def test_one_that_was_cut_off_is_not_heard_beside_its_successor() -> None:
     known = server.pull(None).stamp
     late = Push(1, 1, known, NOBODY, learning_rate=1.0)
     server.leave(1, life=1)
-    with pytest.raises(GivenUp, match="was given up"):
+    with pytest.raises(GivenUp, match=says("given up")):
         server.join(1, life=0)
     assert server.join(1, life=1).sequence == 1
     # What was under way when the link went down arrives.

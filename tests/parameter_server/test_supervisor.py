@@ -14,32 +14,35 @@ from qfleet.parameter_server.worker import Report
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import STAGES
 from qfleet.watch import Watch
+from support.messages import says
 from support.server_runs import make_config
 
 
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [
-        ({"precision": "bf16"}, ConfigError, "precision 'bf16' is for accelerators"),
-        ({"device": "nowhere"}, ConfigError, "device 'nowhere' is not usable here"),
+        ({"precision": "bf16"}, ConfigError, "precision bf16"),
+        ({"device": "nowhere"}, ConfigError, "device nowhere"),
         # Each of a thousand workers would find room for its thousandth.
         (
             {"buffer_size": 10**11, "workers": 1000},
             MemoryRefusedError,
-            "replay of 100000000000 transitions needs",
+            "100000000000",
         ),
-        ({"workers": 10**6}, UserError, "1000001 processes cannot be on this machine"),
+        ({"workers": 10**6}, UserError, "1000001 processes"),
     ],
 )
 def test_what_every_worker_would_refuse_is_refused_once(
     fields: dict[str, Any], error: type[QfleetError], words: str
 ) -> None:
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=says(*words.split())):
         build(make_config(**fields), FaultLog())
 
 
 def test_other_machines_are_asked_themselves() -> None:
-    build(make_config(precision="bf16", address="10.0.0.1:6379"), FaultLog()).close()
+    parts = build(make_config(precision="bf16", address="10.0.0.1:6379"), FaultLog())
+    parts.close()
+    assert parts.config.precision == "bf16"
 
 
 @pytest.mark.parametrize(("largest", "bad"), [(5.0, set()), (1e9, {0})])

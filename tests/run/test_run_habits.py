@@ -20,6 +20,7 @@ from qfleet.run import Run, Sitting
 from qfleet.storage.rundir import RunLock
 from qfleet.telemetry.faults import FaultLog
 from support.configs import tiny_fields
+from support.messages import says
 
 TINY = tiny_fields(
     steps=300, learning_starts=50, batch_size=8, buffer_size=200, net_arch=(8,), n_eval_episodes=2
@@ -93,7 +94,7 @@ def test_a_policy_speaks_the_environments_own_numbers(tmp_path: Path) -> None:
     assert policy.q_values(4).shape == (2,)
     assert policy.q_values([4, 4, 5]).shape == (3, 2)
     for bad in (2, 8, [3, 9]):
-        with pytest.raises(ConfigError, match="is not one of 3 … 7"):
+        with pytest.raises(ConfigError, match=says("3", "7")):
             policy.act(bad)
 
 
@@ -111,7 +112,7 @@ def test_a_run_made_for_another_device_can_still_be_used(tmp_path: Path) -> None
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, "device": "xpu:7"}))
     assert qfleet.load(folder).device.type == "cpu"
-    with pytest.raises(ConfigError, match="device 'xpu:7' is not usable"):
+    with pytest.raises(ConfigError, match=says("device", "xpu:7")):
         qfleet.resume(folder, steps=400)
     assert qfleet.resume(folder, steps=400, device="cpu").result.env_steps == 400
 
@@ -199,7 +200,7 @@ def test_an_atari_film_is_in_colour_and_shows_the_game_that_is_played(tmp_path: 
     with Image.open(out) as picture:
         assert picture.size == (160, 210)
         assert frames == 12
-    with pytest.raises(ConfigError, match=r"ends in \.gif or \.mp4"):
+    with pytest.raises(ConfigError, match=says(".gif", ".mp4")):
         film(trained.policy(), tmp_path / "film.avi", seed=3, max_frames=2, fps=30)
     # The camera's pool plays the same game as the policy's.
     config = trained.config.replace(max_episode_steps=0)

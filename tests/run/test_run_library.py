@@ -16,6 +16,7 @@ from qfleet.errors import ConfigError, UnknownNameError
 from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from support.configs import tiny_fields
+from support.messages import says
 
 TINY = tiny_fields(
     steps=400,
@@ -202,7 +203,7 @@ def test_seeds_are_trained_one_after_another(tmp_path: Path) -> None:
     ]
     assert not torch.equal(*weights)
     for bad in (0, [], [3, 3]):
-        with pytest.raises(ConfigError, match="at least one seed, and each only once"):
+        with pytest.raises(ConfigError, match=says("seed")):
             qfleet.train_seeds(bad, "CartPole-v1", **TINY, run_dir=tmp_path / "none")
 
 
@@ -211,7 +212,7 @@ def test_a_whole_config_and_single_fields_are_not_mixed(tmp_path: Path) -> None:
         qfleet.train(config=qfleet.Config(), steps=10, run_dir=tmp_path / "run")
     with pytest.raises(ConfigError, match="give one of them"):
         qfleet.train("CartPole-v1", **TINY, run_dir=tmp_path / "run", name="run")
-    with pytest.raises(UnknownNameError, match="did you mean learning_rate"):
+    with pytest.raises(UnknownNameError, match=says("learning_rate")):
         train(tmp_path / "run", learning_rat=1e-3)
     assert list(tmp_path.iterdir()) == []
 
@@ -236,7 +237,7 @@ def test_a_policy_acts_on_one_observation_and_on_many(which: Any, trained: qflee
 
 def test_an_observation_of_another_shape_is_refused(trained: qfleet.Trained) -> None:
     policy = qfleet.load(trained.folder)
-    with pytest.raises(ConfigError, match=r"shape \(3,\) does not fit this policy, .* \(4,\)"):
+    with pytest.raises(ConfigError, match=says("(3,)", "(4,)")):
         policy.act(np.zeros(3))
     with pytest.raises(ConfigError, match="does not fit"):
         policy.act(np.zeros((2, 5)))
@@ -285,5 +286,5 @@ def test_a_missing_run_is_told_with_the_nearest(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     qfleet.train("CartPole-v1", **TINY, name="mine")
-    with pytest.raises(UnknownNameError, match="unknown run 'mined'; did you mean mine"):
+    with pytest.raises(UnknownNameError, match=says("mined", "mine")):
         qfleet.load("mined")

@@ -10,6 +10,7 @@ import pytest
 
 from qfleet.cli import plot, runs
 from qfleet.errors import ConfigError, UnknownNameError
+from support.messages import says
 from support.synthetic_runs import curve, write_run
 
 
@@ -53,7 +54,7 @@ def test_plot_groups_runs_and_speaks_json(root: Path, capsys) -> None:
 
 def test_plot_errors_are_typed(root: Path) -> None:
     write_run(root / "alpha", curve(1, 2))
-    with pytest.raises(UnknownNameError, match="did you mean alpha"):
+    with pytest.raises(UnknownNameError, match=says("alpha")):
         plot.run(["alpa"])
     with pytest.raises(ConfigError, match="qfleet runs"):
         plot.run([])
