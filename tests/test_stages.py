@@ -16,6 +16,7 @@ from qfleet.engines import ENGINES
 from qfleet.stages import measure_stages
 from qfleet.telemetry.faults import FaultLog
 from support.configs import tiny_config
+from support.messages import holds
 
 SMALL = tiny_config(
     envs=2,
@@ -129,4 +130,4 @@ def test_what_a_device_cannot_tell_apart_is_timed_together() -> None:
     finally:
         parts.close()
     assert (measured.rates.env_only, measured.rates.inference_only) == (900.0, None)
-    assert measured.diagnosis.sentence.startswith("Learning takes most of the device's time")
+    assert holds(measured.diagnosis.sentence, "Learning", "device's")

@@ -16,7 +16,7 @@ from qfleet.cluster import Cluster, open_cluster
 from qfleet.errors import ClusterError, ConfigError
 from qfleet.telemetry.timers import KINDS
 from support.clusters import needs_ray
-from support.messages import says
+from support.messages import holds, says
 from support.waiting import CLUSTER_S, deadline
 
 
@@ -66,7 +66,8 @@ def test_the_report_adds_up(cluster: Cluster, tmp_path: Path) -> None:
 def test_a_wrong_token_is_refused(cluster: Cluster) -> None:
     refused = join(cluster, "wrong")
     assert refused.returncode == ClusterError.exit_code
-    assert refused.stderr.startswith("qfleet: cannot join the cluster at")
+    assert refused.stderr.startswith("qfleet: ")
+    assert cluster.address in refused.stderr
     assert refused.stderr.count("\n") == 1
     assert refused.stdout == ""
 
@@ -75,7 +76,7 @@ def test_a_wrong_token_is_refused(cluster: Cluster) -> None:
 def test_more_workers_than_processors_are_refused(cluster: Cluster) -> None:
     crowded = join(cluster, os.environ["RAY_AUTH_TOKEN"], "--workers", "3")
     assert crowded.returncode == ClusterError.exit_code
-    assert "has 2 processors, too few for 3 workers" in crowded.stderr
+    assert holds(crowded.stderr, "2 processors", "3 workers")
     assert crowded.stderr.count("\n") == 1
 
 

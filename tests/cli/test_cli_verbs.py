@@ -15,6 +15,7 @@ import pytest
 from qfleet.cli.main import VERBS, main
 from qfleet.config import Config
 from qfleet.result import Result
+from support.messages import holds
 from support.waiting import PHASE_S, deadline
 
 RESULT_KEYS = {field.name for field in dataclasses.fields(Result)}
@@ -115,52 +116,52 @@ def test_help_answers_without_the_heavy_libraries() -> None:
 # --- mistakes ---------------------------------------------------------------------------------
 
 MISTAKES = [
-    ("trian CartPole-v1", "unknown verb 'trian'; did you mean train"),
-    ("train", "train needs an environment: qfleet train CartPole-v1"),
-    ("train CartPol-v1", "did you mean"),
-    ("train Pendulum-v1", "action space"),
-    ("train CartPole-v1 --algo dqnn", "unknown algorithm 'dqnn'; did you mean dqn"),
-    ("train CartPole-v1 --preset cartpol", "did you mean cartpole"),
+    ("trian CartPole-v1", "verb trian train"),
+    ("train", "environment CartPole-v1"),
+    ("train CartPol-v1", "CartPol-v1 CartPole-v1"),
+    ("train Pendulum-v1", "Pendulum-v1 action"),
+    ("train CartPole-v1 --algo dqnn", "dqnn dqn"),
+    ("train CartPole-v1 --preset cartpol", "cartpol cartpole"),
     ("train CartPole-v1 --learnin-rate 1", "--learning-rate"),
     ("train CartPole-v1 --steps abc", "abc"),
     ("train CartPole-v1 --steps", "--steps"),
-    ("train CartPole-v1 --steps 0", "steps 0 must be positive"),
-    ("train CartPole-v1 --algo pqn --steps 2000", "train_freq 2048 leaves no whole rollout"),
+    ("train CartPole-v1 --steps 0", "steps 0"),
+    ("train CartPole-v1 --algo pqn --steps 2000", "train_freq 2048"),
     (
         "train CartPole-v1 --engine actors --address 127.0.0.1:99999 --run-dir made",
-        "address '127.0.0.1:99999' is no host:port, as in 10.0.0.1:6379",
+        "address 127.0.0.1:99999",
     ),
-    ("train CartPole-v1 --algo", "--algo needs a value"),
+    ("train CartPole-v1 --algo", "--algo"),
     ("train CartPole-v1 --loss l1", "l1"),
-    ("train CartPole-v1 --max-wall 5parsecs", "'5parsecs' is no duration"),
-    ("train CartPole-v1 --config no.json", "cannot read configuration 'no.json'"),
-    ("train CartPole-v1 --name ../x", "path separator"),
-    ("train CartPole-v1 --name x --run-dir y", "give one of them"),
-    ("train CartPole-v1 --buffer-size 1000000000000000", "or less"),
-    ("train CartPole-v1 --device nosuch", "device 'nosuch' is not usable here"),
-    ("train CartPole-v1 --network no.such:Net", "cannot import network 'no.such:Net'"),
-    ("train CartPole-v1 --network natur", "did you mean nature"),
-    ("train no.such.module:Env", "cannot import environment"),
-    ("train CartPole-v1 --imports nosuchmodule", "cannot import 'nosuchmodule'"),
-    ("train CartPole-v1 --seeds 0", "seeds 0 must be at least 1"),
+    ("train CartPole-v1 --max-wall 5parsecs", "5parsecs"),
+    ("train CartPole-v1 --config no.json", "no.json"),
+    ("train CartPole-v1 --name ../x", "../x"),
+    ("train CartPole-v1 --name x --run-dir y", "name run_dir"),
+    ("train CartPole-v1 --buffer-size 1000000000000000", "buffer-size"),
+    ("train CartPole-v1 --device nosuch", "device nosuch"),
+    ("train CartPole-v1 --network no.such:Net", "network no.such:Net"),
+    ("train CartPole-v1 --network natur", "natur nature"),
+    ("train no.such.module:Env", "environment no.such.module:Env"),
+    ("train CartPole-v1 --imports nosuchmodule", "nosuchmodule"),
+    ("train CartPole-v1 --seeds 0", "seeds 0"),
     ("resume", "run"),
-    ("resume nosuch", "unknown run 'nosuch'"),
-    ("scale nosuch --workers 2", "unknown run 'nosuch'"),
+    ("resume nosuch", "run nosuch"),
+    ("scale nosuch --workers 2", "run nosuch"),
     ("scale nosuch", "--workers"),
-    ("evaluate nosuch", "unknown run 'nosuch'"),
-    ("train CartPole-v1 --stop-after 0", "--stop-after 0 must be positive"),
-    ("train CartPole-v1 --max-wall 0s", "--max-wall 0s must be positive"),
-    ("train CartPole-v1 --threads 100000", "far more than this machine's"),
-    ("train CartPole-v1 --sticky-actions 0.5", "sticky_actions is for Atari games"),
-    ("train CartPole-v1 --algo noisy-dqn --exploration-ladder", "does not go with noisy"),
-    ("video nosuch", "unknown run 'nosuch'"),
-    ("plot nosuch", "unknown run 'nosuch'"),
+    ("evaluate nosuch", "run nosuch"),
+    ("train CartPole-v1 --stop-after 0", "--stop-after 0"),
+    ("train CartPole-v1 --max-wall 0s", "--max-wall 0s"),
+    ("train CartPole-v1 --threads 100000", "threads 100000"),
+    ("train CartPole-v1 --sticky-actions 0.5", "sticky_actions Atari"),
+    ("train CartPole-v1 --algo noisy-dqn --exploration-ladder", "exploration_ladder noisy"),
+    ("video nosuch", "run nosuch"),
+    ("plot nosuch", "run nosuch"),
     ("plot", "plot"),
     ("plot nosuch --metrics x", "--metrics"),
     ("runs --rooot x", "--rooot"),
-    ("doctor --seconds 0", "must be positive"),
-    ("doctor --env CartPol-v1", "did you mean"),
-    ("lab mazze", "unknown experiment 'mazze'; did you mean maze"),
+    ("doctor --seconds 0", "--seconds"),
+    ("doctor --env CartPol-v1", "CartPol-v1 CartPole-v1"),
+    ("lab mazze", "mazze maze"),
     ("lab maze --episodes many", "many"),
 ]
 
@@ -170,7 +171,7 @@ def test_a_mistake_is_answered_by_one_line(line: str, words: str, shell: Shell) 
     assert shell(*line.split()) == 2
     assert shell.err.startswith("qfleet: ")
     assert shell.err.count("\n") == 1
-    assert words in shell.err
+    assert holds(shell.err, *words.split())
     assert shell.out in ("", "preset cartpole; --preset none for plain defaults\n")
     assert not Path("made").exists()
 

@@ -16,7 +16,7 @@ from qfleet.memory import Ring
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from support.faulty_envs import TINY, faulty, result_of
-from support.messages import says
+from support.messages import holds, says
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, which: Any) -> None:
@@ -84,11 +84,10 @@ def test_exploding_values_raise_the_alarm_then_stop_at_the_last_good_checkpoint(
     }
     with pytest.raises(DivergedError) as caught:
         qfleet.train(**asked, run_dir=folder, sitting=Sitting(display="plain"))
-    assert "the last good checkpoint is 200" in str(caught.value)
-    assert "--max-abs-q 1e+07" in str(caught.value)
+    assert holds(str(caught.value), "checkpoint", "200", "--max-abs-q", "1e+07")
     assert "exploding_q" in capsys.readouterr().err
     result = result_of(folder)
-    assert result["stopped_by"].startswith("error: Q-values exploded")
+    assert result["stopped_by"].startswith("error: Q-values")
     assert result["faults"]["exploding_q"] == 3
     assert result["env_steps"] < 1000
     assert list_checkpoints(folder / "checkpoints")[-1] == 200
