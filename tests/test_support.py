@@ -42,10 +42,7 @@ def test_deadlines_grow_with_the_machines_slowness_and_load(
 def test_an_expired_wait_names_the_event_and_shows_the_childs_stack(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    program = (
-        "import time\ndef asleep():\n    print('on', flush=True)\n    time.sleep(3600)\nasleep()"
-    )
-    child = start(python("-c", program))
+    child = start(python("-c", ASLEEP))
     assert child.stdout.readline() == "on\n"
     monkeypatch.setattr(waiting, "deadline", lambda _: 0.0)
     with pytest.raises(pytest.fail.Exception) as caught:
