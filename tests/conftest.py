@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from qfleet.torch_settings import TorchSettings
-
 TESTS = str(Path(__file__).parent)
+
+# Before torch is imported, which reads it then. Threads of OpenMP that wait would otherwise spin:
+# two processes of tests on two cores take four times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -29,6 +31,8 @@ def support_in_children() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def torch_settings() -> Iterator[None]:
     """Parts built without a run change torch's settings; no test may depend on the one before."""
+    from qfleet.torch_settings import TorchSettings
+
     settings = TorchSettings()
     yield
     settings.restore()

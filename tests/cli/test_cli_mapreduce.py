@@ -62,6 +62,7 @@ def test_the_report_adds_up(cluster: Cluster, tmp_path: Path) -> None:
     assert "4,800 bytes in 120 messages (m·d·8 a round make 4,800)" in said
 
 
+@pytest.mark.slow
 @needs_ray
 def test_a_wrong_token_is_refused(cluster: Cluster) -> None:
     refused = join(cluster, "wrong")
@@ -72,6 +73,7 @@ def test_a_wrong_token_is_refused(cluster: Cluster) -> None:
     assert refused.stdout == ""
 
 
+@pytest.mark.slow
 @needs_ray
 def test_more_workers_than_processors_are_refused(cluster: Cluster) -> None:
     crowded = join(cluster, os.environ["RAY_AUTH_TOKEN"], "--workers", "3")

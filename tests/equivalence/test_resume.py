@@ -36,20 +36,24 @@ SHORT_ROLLOUTS: dict[str, Any] = {
         (configure(), (137, 411)),
         (configure(), (3,)),
         (configure(algo="rainbow"), (271,)),
-        (configure(algo="iqn"), (322,)),
+        pytest.param(configure(algo="iqn"), (322,), marks=pytest.mark.slow),
         (configure(algo="munchausen-dqn"), (199, 201)),
         (configure(envs=8, vectorize="native"), (333,)),
-        (configure(envs=8, algo="rainbow"), (250,)),
+        pytest.param(configure(envs=8, algo="rainbow"), (250,), marks=pytest.mark.slow),
         (configure(envs=3, vectorize="sync", train_freq=16, gradient_steps=6), (101,)),
         (configure("MountainCar-v0", "prioritized-dqn", optimizer="rmsprop"), (287,)),
         (configure("FrozenLake-v1", "double-dqn", tau=0.1), (288,)),
-        (configure(frame_stack=3, algo="n-step-dqn"), (301,)),
+        pytest.param(configure(frame_stack=3, algo="n-step-dqn"), (301,), marks=pytest.mark.slow),
         (configure(lr_plateau_patience=1, eval_freq=60), (305,)),
         (configure(**ROLLOUTS), (240,)),
         (configure(**SHORT_ROLLOUTS, algo="a3c", target_network=True, tau=0.3), (240,)),
         (configure(**SHORT_ROLLOUTS, algo="n-step-q", vectorize="sync"), (120, 300)),
         # Stopped in the middle of a rollout; rows of the log tell of updates of their own sitting.
-        (configure(**ROLLOUTS, frame_stack=2, block_rows=5, log_interval=160), (170, 333)),
+        pytest.param(
+            configure(**ROLLOUTS, frame_stack=2, block_rows=5, log_interval=160),
+            (170, 333),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: f"{value.env}-{value.algo}-{value.envs}" if type(value) is Config else None,
 )
@@ -65,6 +69,7 @@ def test_a_resumed_run_is_the_whole_run(
     assert_same_run(whole, parted, stops)
 
 
+@pytest.mark.slow
 def test_equal_runs_are_equal_and_seeds_matter(tmp_path: Path) -> None:
     for name, seed in (("one", 5), ("two", 5), ("other", 6)):
         train(configure(algo="rainbow", seed=seed), tmp_path / name)

@@ -101,6 +101,7 @@ def test_one_worker_is_serial_and_a_run_resumes_with_two(tmp_path: Path) -> None
     assert again.result.stopped_by == "steps"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [["server 0", "server 1"], ["server 0", "worker 1", "server 0"]])
 def test_the_weights_know_every_gradient_that_was_not_lost(
     tmp_path: Path, killed: list[str]
@@ -163,6 +164,7 @@ def at_work(*numbers: int) -> Callable[[Run], bool]:
     return act
 
 
+@pytest.mark.slow
 def test_workers_join_and_leave_a_run_and_come_back(tmp_path: Path) -> None:
     script = Script(
         scale(3), at_work(0, 1, 2), few_more_steps(200),
@@ -182,6 +184,7 @@ def test_workers_join_and_leave_a_run_and_come_back(tmp_path: Path) -> None:
     assert all(worker["updates"] > 0 for worker in workers)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_holds_sync_up_until_it_is_given_up(tmp_path: Path) -> None:
     script = Script(
         kill("worker 1", signal.SIGSTOP), heard_again("worker 1", 1), few_more_steps(200)
@@ -195,7 +198,10 @@ def test_a_stopped_worker_holds_sync_up_until_it_is_given_up(tmp_path: Path) -> 
 
 
 @needs_proc
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_a_killed_worker_is_one_line_and_a_signal_leaves_nobody_behind(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_store_that_is_too_small_is_refused(
     assert holds(message, "80 MiB", "--workers", "--net-arch")
 
 
+@pytest.mark.slow
 @needs_ray
 @needs_proc
 @pytest.mark.usefixtures("nobody_left")
@@ -136,6 +137,7 @@ def test_a_store_and_a_disk_that_are_full_end_the_run(
     assert holds(message, "ray start --object-store-memory")
 
 
+@pytest.mark.slow
 @needs_ray
 @needs_proc
 @pytest.mark.usefixtures("nobody_left")

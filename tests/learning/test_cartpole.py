@@ -23,6 +23,7 @@ def final_return(seed: int) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_the_preset_reaches_475_on_at_least_9_of_10_seeds() -> None:
     returns: list[float] = []
     for seed in range(10):

@@ -172,6 +172,7 @@ def test_frames_with_channels_are_stacked_into_an_image(tmp_path: Path) -> None:
     assert qfleet.train(config=config, run_dir=tmp_path / "run").result.updates == 10
 
 
+@pytest.mark.slow
 def test_compiling_switches_the_hand_written_shortcuts_off() -> None:
     from qfleet.core import EnvSpec
     from qfleet.makers import make_network
@@ -184,6 +185,7 @@ def test_compiling_switches_the_hand_written_shortcuts_off() -> None:
         assert network.is_plain_mlp is not compiled
 
 
+@pytest.mark.slow
 def test_an_atari_film_is_in_colour_and_shows_the_game_that_is_played(tmp_path: Path) -> None:
     from PIL import Image
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from torch import Tensor
 
 from qfleet.envs.device.minatar.asterix import GOLD_LANE, ROW_LANE, SIDE_LANE, Asterix
@@ -92,6 +93,7 @@ def test_random_play_is_that_of_the_package() -> None:
     assert compare(MinAtar(Asterix()), AsterixDice, steps=400) > 300
 
 
+@pytest.mark.slow
 def test_good_play_is_that_of_the_package_up_to_the_hardest() -> None:
     env, witness = MinAtar(Asterix(), sticky=0.0), Witness()
     ended = compare(env, witness, num_envs=16, steps=1050, policy=stay_alive)

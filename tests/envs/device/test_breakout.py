@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ def test_random_play_is_that_of_the_package() -> None:
     assert compare(MinAtar(Breakout()), BreakoutDice) > 1000
 
 
+@pytest.mark.slow
 def test_good_play_is_that_of_the_package() -> None:
     env = MinAtar(Breakout(), sticky=0.0)
     assert compare(env, BreakoutDice, num_envs=32, steps=1500, policy=follow_the_ball) > 0

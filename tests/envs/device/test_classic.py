@@ -107,6 +107,7 @@ CASES = {
     ),
 }
 classic = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+SLOW = {"Acrobot": [pytest.mark.slow]}
 
 
 def inner(state: dict[str, Tensor]) -> Tensor:
@@ -175,7 +176,9 @@ def compare(case: Case, played: Played) -> None:
     assert off.max() <= case.tolerance
 
 
-@classic
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=SLOW.get(name, [])) for name, case in CASES.items()]
+)
 def test_random_play_is_that_of_gymnasium(case: Case) -> None:
     steps = {"CartPole-v1": 380, "Acrobot-v1": 500, "MountainCar-v0": 401}[case.env.spec.env_id]
     played = play(case, steps, lively=False)

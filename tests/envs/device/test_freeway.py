@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from torch import Tensor
 
 from qfleet.envs.device.minatar.freeway import DIRECTIONS_LANE, SPEEDS_LANE, Freeway
@@ -42,6 +43,7 @@ def test_random_play_is_that_of_the_package() -> None:
     assert compare(MinAtar(Freeway()), FreewayDice, num_envs=32, steps=200) == 0
 
 
+@pytest.mark.slow
 def test_good_play_until_after_the_end_is_that_of_the_package() -> None:
     dice: list[FreewayDice] = []
 
