@@ -30,6 +30,7 @@ from qfleet.examiner import Examiner
 from qfleet.presets import resolve
 from qfleet.run import Run, Sitting
 from qfleet.telemetry.aggregate import bootstrap_ci
+from qfleet.validation import validate
 
 NOT_STICKY = json.dumps({"sticky_action_prob": 0.0})
 
@@ -151,7 +152,7 @@ def main() -> None:
     options = parser.parse_args()
     told = {"population": options.seeds, "steps": options.steps, "env_kwargs": NOT_STICKY}
     told |= {"engine": "device", "eval_freq": 0, "n_eval_episodes": 128, "tensorboard": False}
-    config = resolve(f"MinAtar/{options.game}-v1", "pqn", fields=told)[0].validate()
+    config = validate(resolve(f"MinAtar/{options.game}-v1", "pqn", fields=told)[0])
 
     theirs = train_peer(
         load_peer(options.checkout), peer_settings(options.game, config), options.seeds

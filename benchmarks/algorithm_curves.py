@@ -24,6 +24,7 @@ from qfleet.presets import resolve
 from qfleet.telemetry.aggregate import bootstrap_ci, iqm
 from qfleet.telemetry.plots import learning_curve
 from qfleet.telemetry.runs import RunData
+from qfleet.validation import validate
 
 DATA = Path(__file__).parent / "data" / "curves.jsonl"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -55,7 +56,7 @@ def train(algo: str, seed: int, fields: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         trained = qfleet.train(
-            config=config.validate(), run_dir=Path(folder) / "run", callbacks=[Record()]
+            config=validate(config), run_dir=Path(folder) / "run", callbacks=[Record()]
         )
     return {"algo": algo, "seed": seed, "points": points, "wall_s": trained.result.wall_s}
 

@@ -27,6 +27,7 @@ from qfleet.config import Config
 from qfleet.presets import resolve
 from qfleet.run import Run, Sitting
 from qfleet.telemetry.aggregate import bootstrap_ci
+from qfleet.validation import validate
 
 GAMES = ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders")
 NOT_STICKY = json.dumps({"sticky_action_prob": 0.0})
@@ -99,7 +100,7 @@ def main() -> None:
 
     def run_row(name: str, env: str, agents: int, **more: Any) -> None:
         config, _ = resolve(env, "pqn", fields={"population": agents, **more, **fields})
-        found[name] = train(config.validate())
+        found[name] = train(validate(config))
         report(name, env.removeprefix("MinAtar/").removesuffix("-v1"), agents, found[name])
         if options.json:
             options.json.write_text(json.dumps(found, indent=1))
@@ -126,7 +127,7 @@ def run_cartpole(found: dict[str, Any], fields: dict[str, Any], seeds: int) -> N
         config, _ = resolve("CartPole-v1", "pqn", fields={**told, "n_eval_episodes": 20})
         with tempfile.TemporaryDirectory() as folder:
             start = time.perf_counter()
-            run = Run(config.validate(), Path(folder) / "run", Sitting())
+            run = Run(validate(config), Path(folder) / "run", Sitting())
             ready_s = time.perf_counter() - start
             result = run.go()
         reached = result.stopped_by == "target_return"

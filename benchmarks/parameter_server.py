@@ -30,7 +30,6 @@ import numpy as np
 import torch
 
 import qfleet
-from qfleet.callbacks import Callback
 from qfleet.cli import lab_speedup
 from qfleet.cluster import Cluster, from_inside, open_cluster
 from qfleet.config import Config
@@ -38,7 +37,7 @@ from qfleet.evaluation import Evaluation
 from qfleet.parameter_server.client import RemoteLine, Servers
 from qfleet.parameter_server.server import RemoteServer, calls_at_once
 from qfleet.parameter_server.wire import INLINE_VECTOR_BYTES
-from qfleet.run import Run
+from qfleet.run import Callback, Run
 from qfleet.telemetry.timers import Timers
 
 SIZES = {"CartPole's MLP": 4_610, "an MLP of 256 × 256": 67_586, "Nature's CNN": 1_687_206}

@@ -27,6 +27,7 @@ from qfleet.config import Config
 from qfleet.plan import settle
 from qfleet.presets import resolve
 from qfleet.run import Run, Sitting
+from qfleet.validation import validate
 
 UNTIMED = {"eval_freq": 0, "n_eval_episodes": 1, "checkpoint_freq": 10**9, "tensorboard": False}
 
@@ -34,7 +35,7 @@ UNTIMED = {"eval_freq": 0, "n_eval_episodes": 1, "checkpoint_freq": 10**9, "tens
 def configure(algo: str | None = None, env: str = "ALE/Pong-v5", **fields: Any) -> Config:
     long = {"steps": 10**8, "learning_starts": 5000, "exploration_initial_eps": 0.05}
     config, _ = resolve(env, algo, fields={**long, **UNTIMED, **fields})
-    return settle(config.validate())[0]
+    return settle(validate(config))[0]
 
 
 def end_to_end(config: Config, seconds: float) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import torch
 
 from qfleet.presets import resolve
 from qfleet.run import Run, Sitting
+from qfleet.validation import validate
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -74,7 +75,7 @@ def main() -> None:
     samples: list[tuple[float, int, int]] = []
     stop = threading.Event()
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(config.validate(), Path(folder) / "run", Sitting(max_wall_s=60 * options.minutes))
+        run = Run(validate(config), Path(folder) / "run", Sitting(max_wall_s=60 * options.minutes))
         watcher = threading.Thread(target=watch, args=(samples, run, stop), daemon=True)
         watcher.start()
         result = run.go()

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
         train,
         train_seeds,
     )
-    from qfleet.callbacks import Callback
     from qfleet.config import Config
     from qfleet.policy import Policy
     from qfleet.result import Result
+    from qfleet.run import Callback
 
 __all__ = [
     "Callback",
@@ -42,7 +42,7 @@ __all__ = [
     "train_seeds",
 ]
 
-_HOMES = {"Config": "config", "Policy": "policy", "Callback": "callbacks", "Result": "result"}
+_HOMES = {"Config": "config", "Policy": "policy", "Callback": "run", "Result": "result"}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qfleet import scaling
-from qfleet.callbacks import Callback
 from qfleet.config import Config, read_fields
 from qfleet.errors import CheckpointError, ConfigError, RunBusyError
 from qfleet.evaluation import Evaluation
 from qfleet.policy import Policy, load_run_policy
 from qfleet.presets import resolve
 from qfleet.result import Result
-from qfleet.run import Run, Sitting
+from qfleet.run import Callback, Run, Sitting
 from qfleet.storage.checkpoint import diff_meta, has_checkpoint, load_checkpoint
 from qfleet.storage.rundir import (
     atomic_write_text,
@@ -39,6 +38,7 @@ from qfleet.telemetry.runs import (
     seed_folders,
 )
 from qfleet.trust import check_trust
+from qfleet.validation import validate
 
 RUNS = Path("runs")
 
@@ -253,7 +253,7 @@ def _configure(
         config, _ = resolve(env, algo, preset, fields=fields)
     elif env or algo or preset or fields:
         raise ConfigError("config= sets every field; use config.replace(…) to change some of them")
-    return config.validate()
+    return validate(config)
 
 
 def _folder(config: Config, run_dir: Path | str | None, name: str | None) -> Path:

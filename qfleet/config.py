@@ -314,15 +314,6 @@ class Config:
         named = (*self.imports, self.env, self.network)
         return tuple(n for n in named if ":" in n or n in self.imports)
 
-    def validate(self) -> Config:
-        """Raise ConfigError at the first value that cannot work; return self."""
-        # Here, because the rules need what is defined below.
-        from qfleet.validation import check_rules
-
-        check_fields({name: getattr(self, name) for name in FIELDS})
-        check_rules(self)
-        return self
-
     def json_object(self, name: str) -> dict[str, Any]:
         """A field that holds a JSON object as text."""
         text = getattr(self, name)

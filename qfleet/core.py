@@ -264,8 +264,27 @@ class Updater(Protocol):
     def load_state_dict(self, state: StateDict) -> None: ...
 
 
+class Lag:
+    """By how many updates the weights that acted were behind those that learnt."""
+
+    def __init__(self) -> None:
+        self.largest = 0
+        self._sum = self._blocks = 0
+
+    def record(self, updates: int) -> None:
+        self.largest = max(self.largest, updates)
+        self._sum += updates
+        self._blocks += 1
+
+    @property
+    def mean(self) -> float | None:
+        return self._sum / self._blocks if self._blocks else None
+
+
 class WeightsChannel(Protocol):
     """How a *version* of the weights reaches the actors."""
+
+    lag: Lag
 
     def publish(self, version: int) -> None:
         """Called by the learner's side after updates."""
@@ -291,3 +310,29 @@ class Episode:
     env: int
     reward: float
     length: int
+
+
+class Collector(Protocol):
+    """Gives blocks of experience: an actor called directly, one that works ahead, many actors."""
+
+    def collect(self, rows: int) -> Block:
+        """Return a block of ``rows`` rows."""
+        ...
+
+    def take_episodes(self) -> list[Episode]:
+        """Return the episodes that finished since the last call."""
+        ...
+
+    def exploration_rate(self) -> float: ...
+
+    def state_dict(self) -> StateDict: ...
+
+    def load_state_dict(self, state: StateDict, env_steps: int) -> bool:
+        """Restore the state; return False if the environments had to start new episodes."""
+        ...
+
+    def land(self) -> None:
+        """Wait until no environment step is in flight; the run is over."""
+        ...
+
+    def close(self) -> None: ...

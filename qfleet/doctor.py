@@ -27,6 +27,7 @@ from qfleet.presets import resolve
 from qfleet.remembered import cache_path
 from qfleet.telemetry.faults import FaultLog
 from qfleet.torch_settings import TorchSettings
+from qfleet.validation import validate
 
 LIBRARIES = [
     "torch",
@@ -157,7 +158,7 @@ def tune_pipeline(env: str) -> TuningReport:
         why = f"torch {torch.__version__} finds no accelerator here, and a CPU has no choices"
         return TuningReport("cpu", None, why)
     base, _ = resolve(env)
-    config, _ = settle(base.replace(engine="pipeline").validate())
+    config, _ = settle(validate(base.replace(engine="pipeline")))
     settings = TorchSettings()
     try:
         parts = build(config, FaultLog())

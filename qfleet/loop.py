@@ -6,10 +6,9 @@ Engines decide who advances these two generators and where; nothing in here know
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from qfleet.config import Config
-from qfleet.core import Block, Clock, Memory, WeightsChannel
+from qfleet.core import Clock, Collector, Memory, WeightsChannel
 from qfleet.learner import Learner
 from qfleet.telemetry.timers import Timers
 
@@ -50,14 +49,6 @@ class RateLimiter:
 
     def may_collect(self) -> bool:
         return self.updates_owed() <= self._config.replay_slack or not self._memory.can_sample()
-
-
-class Collector(Protocol):
-    """Whoever gives blocks: an actor asked on the spot, or one that works ahead in a thread."""
-
-    def collect(self, rows: int) -> Block:
-        """A block of ``rows`` rows."""
-        ...
 
 
 def rows_per_block(config: Config) -> int:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
 from qfleet.accelerator.inference import Traffic
 from qfleet.accelerator.tuning import Tuning
-from qfleet.apex.account import Account
-from qfleet.apex.broadcast import Broadcast
-from qfleet.apex.fleet import ActorFleet
-from qfleet.collectors import Ahead, Inline
 from qfleet.config import Config
-from qfleet.core import Clock, EnvSpec, Memory, VectorEnv
+from qfleet.core import Clock, Collector, EnvSpec, Memory, VectorEnv, WeightsChannel
 from qfleet.learner import Learner
 from qfleet.loop import RateLimiter
 from qfleet.population import Agents
@@ -24,13 +20,35 @@ from qfleet.randomness import Seeds
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import Processes
 from qfleet.telemetry.timers import Timers
-from qfleet.tensor_actor import TensorActor
 from qfleet.tensor_evaluation import TensorEvaluator
-from qfleet.weights import DeviceMailbox, Mailbox, SameWeights
 
-if TYPE_CHECKING:
-    # Workers are made of these parts themselves.
-    from qfleet.parameter_server.fleet import Fleet
+
+class WorkerFleet(Processes, Protocol):
+    """Workers in processes of their own that collect and learn."""
+
+    def run(self, keep_going: Callable[[], bool], lr_scale: Callable[[], float]) -> None:
+        """Train until ``keep_going`` returns False or all steps are taken."""
+        ...
+
+    def resize(self, workers: int) -> None:
+        """Change the number of workers of the running fleet."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers of the workers' newest updates."""
+        ...
+
+    def pids(self) -> dict[str, int]:
+        """Return the process ids of workers and servers, by name."""
+        ...
+
+
+class ProcessAccount(Processes, Protocol):
+    """What actors and replay shards in processes did and cost."""
+
+    def counts(self) -> dict[str, Any]: ...
+
+    def communication(self) -> dict[str, int | None]: ...
 
 
 @dataclass
@@ -52,8 +70,8 @@ class Parts:
     """One per thread; the first is the learner's."""
     faults: FaultLog
     seeds: Seeds
-    collector: Inline | Ahead | TensorActor | Fleet | ActorFleet = dataclasses.field(init=False)
-    channel: SameWeights | Mailbox | DeviceMailbox | Broadcast = dataclasses.field(init=False)
+    collector: Collector = dataclasses.field(init=False)
+    channel: WeightsChannel = dataclasses.field(init=False)
     traffic: Traffic | None = None
     """What crossed to the device, where actions are chosen there."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -72,9 +90,9 @@ class Parts:
     """Numbers of the agents that train here, one a row; agent 0 where there is no population."""
     evaluator: TensorEvaluator | None = None
     """Plays evaluations on the device, where the environments are tensors."""
-    account: Account | None = None
+    account: ProcessAccount | None = None
     """Of what actors and replay shards in processes did and cost."""
-    fleet: Fleet | None = None
+    fleet: WorkerFleet | None = None
     """Workers and servers, where they do the work; it is the collector too."""
 
     @property

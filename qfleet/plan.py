@@ -23,6 +23,7 @@ from qfleet.placement import learner_device, resolve_device
 from qfleet.remembered import recall, remember
 from qfleet.telemetry.faults import FaultLog
 from qfleet.torch_settings import TorchSettings
+from qfleet.validation import validate
 
 ENVS_PER_CORE = 8
 """With fewer, threads of ale-py's pool wait for the slowest of a step; with more, they gain little
@@ -131,7 +132,7 @@ def _with_shape(config: Config) -> Config:
     if config.engine == "actors":
         envs = config.envs or ACTORS_ENVS
         rows = config.block_rows or -(-ACTORS_BLOCK // envs)
-        return config.replace(envs=envs, env_groups=1, block_rows=rows).validate()
+        return validate(config.replace(envs=envs, env_groups=1, block_rows=rows))
     on_pipeline = config.engine == "pipeline"
     background = steps_in_background(config)
     accelerated = on_pipeline and _learner_device(config).type != "cpu"
@@ -158,7 +159,7 @@ def _with_shape(config: Config) -> Config:
             )
         elif on_pipeline and background:
             rows = -(-CPU_BLOCK // envs)
-    return config.replace(envs=envs, env_groups=groups, block_rows=max(rows, 0)).validate()
+    return validate(config.replace(envs=envs, env_groups=groups, block_rows=max(rows, 0)))
 
 
 def _that_share_evenly(config: Config, most: int) -> int:
@@ -181,7 +182,7 @@ def _with_device_shape(config: Config) -> Config:
         updates_per_row = envs * config.updates_per_env_step
         most = min(DEVICE_ROWS, round(BLOCK_UPDATES / updates_per_row))
         rows = max(1, config.train_freq // envs, most)
-    return config.replace(envs=envs, env_groups=1, block_rows=rows).validate()
+    return validate(config.replace(envs=envs, env_groups=1, block_rows=rows))
 
 
 def _try_engines(config: Config) -> tuple[str, str]:

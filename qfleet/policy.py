@@ -24,6 +24,7 @@ from qfleet.randomness import Seeds
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from qfleet.telemetry.faults import FaultLog
 from qfleet.trust import check_trust
+from qfleet.validation import validate
 from qfleet.weights import FlatWeights
 
 
@@ -119,7 +120,7 @@ def _usable_device(config: Config, spec: EnvSpec, asked: str | None) -> torch.de
 def load_run_policy(
     folder: Path, which: Literal["best", "last"], trust: bool, device: str | None = None
 ) -> Policy:
-    config = Config(**read_fields(folder / "config.json")).validate()
+    config = validate(Config(**read_fields(folder / "config.json")))
     check_trust(config, trust, training=False)
     if which == "best":
         state = load_policy(folder / "best").parts["policy"]

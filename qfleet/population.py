@@ -21,6 +21,7 @@ from qfleet.errors import CheckpointError, ConfigError, UnknownNameError
 from qfleet.learner import Learner
 from qfleet.memory import Rollout
 from qfleet.tensor_actor import TensorActor
+from qfleet.validation import validate
 
 VARIED = ("learning_rate", "gamma", "td_lambda", "exploration_final_eps")
 """Fields of which every agent can have a value of its own."""
@@ -41,7 +42,7 @@ def draw_values(config: Config) -> dict[str, list[float]]:
         values[name] = _draw(name, choice, config)
         for value in values[name]:
             # Whatever a single run refuses, an agent may not have either.
-            alone(config, 0, {name: value}).validate()
+            validate(alone(config, 0, {name: value}))
     return values
 
 

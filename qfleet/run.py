@@ -19,7 +19,6 @@ from qfleet import scaling, tournament
 from qfleet.accounts import learning_scalars, make_result, pipeline_scalars
 from qfleet.best import save_best
 from qfleet.build import build
-from qfleet.callbacks import Callback
 from qfleet.config import Config
 from qfleet.core import StateDict
 from qfleet.engines import ENGINES
@@ -46,6 +45,7 @@ from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace, merge_lanes, write_chrome_trace
 from qfleet.telemetry.writers import Writers, drop_metrics_beyond
 from qfleet.torch_settings import TorchSettings
+from qfleet.validation import validate
 from qfleet.watch import Watch
 
 
@@ -63,6 +63,23 @@ class Sitting:
     """Record what every thread does, as trace.json (Chrome, Perfetto) and plots/timeline.png."""
 
 
+# ruff: noqa: ARG002 (the arguments are for subclasses)
+class Callback:
+    """Hooks into a run. Override what you need; False from any of the first three ends the run."""
+
+    def on_start(self, run: Run) -> bool | None:
+        return None
+
+    def on_log(self, run: Run, scalars: dict[str, float | None]) -> bool | None:
+        return None
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> bool | None:
+        return None
+
+    def on_end(self, run: Run, result: Result) -> bool | None:
+        return None
+
+
 class Run:
     """A run in progress; ``go`` sees it through."""
 
@@ -74,7 +91,7 @@ class Run:
         callbacks: Sequence[Callback] = (),
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        config, self._chosen = settle(config.validate())
+        config, self._chosen = settle(validate(config))
         self.config, self.folder = config, folder
         self._sitting, self._callbacks = sitting, callbacks
         self._progress = Progress(config.steps, mode=sitting.display)

@@ -1,6 +1,7 @@
-"""What cannot work, said before anything starts. In: a Config; out: nothing, or a ConfigError.
+"""Validation: ``validate`` raises ConfigError at the first value of a Config that cannot work.
 
-Types are checked by ``config.check_fields``; here are ranges, and fields that do not go together.
+Types are checked by ``config.check_fields``; this module checks ranges, and fields that exclude
+each other.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 
 from qfleet.address import check_address
-from qfleet.config import FIELDS, Config
+from qfleet.config import FIELDS, Config, check_fields
 from qfleet.errors import ConfigError
 
 _IN_POPULATIONS = (
@@ -105,8 +106,14 @@ _FRACTIONS = (
 # fmt: on
 
 
-def check_rules(config: Config) -> None:
-    """Raise ConfigError at the first value that cannot work."""
+def validate(config: Config) -> Config:
+    """Raise ConfigError at the first value that cannot work; return the configuration."""
+    check_fields({name: getattr(config, name) for name in FIELDS})
+    _check_rules(config)
+    return config
+
+
+def _check_rules(config: Config) -> None:
     for name, kind in FIELDS.items():
         if kind is float:
             value = getattr(config, name)

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from qfleet.core import Lag
+
 ROW_ALIGNMENT = 16
 """Weights of a population's row are filled up to a multiple of this many, so that kernels can load
 every row in whole words; what is filled in stays 0."""
@@ -77,23 +79,6 @@ class FlatWeights:
 def join(*gradients: Tensor) -> Tensor:
     """Per-parameter gradients as one new flat vector."""
     return torch.cat([gradient.reshape(-1) for gradient in gradients])
-
-
-class Lag:
-    """By how many updates the weights that acted were behind those that learnt."""
-
-    def __init__(self) -> None:
-        self.largest = 0
-        self._sum = self._blocks = 0
-
-    def record(self, updates: int) -> None:
-        self.largest = max(self.largest, updates)
-        self._sum += updates
-        self._blocks += 1
-
-    @property
-    def mean(self) -> float | None:
-        return self._sum / self._blocks if self._blocks else None
 
 
 class SameWeights:

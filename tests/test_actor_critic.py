@@ -32,6 +32,7 @@ from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.runs import read_run
 from qfleet.telemetry.timers import Timers
 from qfleet.tensor_actor import TensorActor
+from qfleet.validation import validate
 from qfleet.weights import FlatWeights, SameWeights
 from support.configs import tiny_config
 from support.messages import says
@@ -85,7 +86,7 @@ def close(actual: Tensor, expected: object, atol: float = 1e-6) -> None:
 )
 def test_what_cannot_work_is_refused(algo: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=says(*words.split())):
-        configure(algo, **changes).validate()
+        validate(configure(algo, **changes))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_what_cannot_work_is_refused(algo: str, changes: dict[str, Any], words: 
 )
 def test_what_can_work_is_not(algo: str, changes: dict[str, Any]) -> None:
     config = configure(algo, **changes)
-    assert config.validate() is config
+    assert validate(config) is config
 
 
 def test_a_policy_explores_without_epsilon() -> None:
@@ -395,7 +396,7 @@ def test_a_target_network_that_follows_at_once_is_none() -> None:
 
 
 def state_after(config: Config) -> tuple[Parts, StateDict]:
-    parts = build(config.validate(), FaultLog())
+    parts = build(validate(config), FaultLog())
     try:
         ENGINES[config.engine](parts, lambda: parts.clock.env_steps < config.steps)
         noise = parts.collector.state_dict()["noise"]

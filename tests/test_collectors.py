@@ -18,10 +18,10 @@ from qfleet import collectors
 from qfleet.actor import Actor
 from qfleet.collectors import Ahead, Inline
 from qfleet.config import Config
-from qfleet.core import Block, Clock, Episode, StateDict
+from qfleet.core import Block, Clock, Episode, Lag, StateDict
 from qfleet.errors import EnvironmentFault
 from qfleet.telemetry.timers import Timers
-from qfleet.weights import FlatWeights, Lag, Mailbox, SameWeights
+from qfleet.weights import FlatWeights, Mailbox, SameWeights
 from support.waiting import PHASE_S, deadline
 
 CONFIG = Config(env="Toy-v0", envs=2, steps=26, train_freq=8, learning_starts=0, engine="pipeline")

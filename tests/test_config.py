@@ -18,6 +18,7 @@ from qfleet.algorithms.table import ALGORITHMS, ALIASES, algorithm_switches
 from qfleet.config import Config, read_fields
 from qfleet.errors import ConfigError, UnknownNameError
 from qfleet.presets import PRESETS, preset_for, resolve
+from qfleet.validation import validate
 from support.messages import says
 
 CONFIG_FILE = Path(qfleet.config.__file__)
@@ -216,7 +217,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "words"), BAD, ids=[str(changes) for changes, _ in BAD])
 def test_validate_refuses_a_bad_value_by_name(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=says(*words.split())):
-        Config(**changes).validate()
+        validate(Config(**changes))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_a_value_of_the_wrong_kind_is_refused_however_it_got_there(field: str, v
     with pytest.raises(ConfigError, match=field):
         Config().replace(**{field: value})
     with pytest.raises(ConfigError, match=field):
-        Config(**{field: value}).validate()
+        validate(Config(**{field: value}))
 
 
 @pytest.mark.parametrize("value", [True, "8", 8.0, None])
@@ -300,7 +301,7 @@ OWN_PRESET = [
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_valid_and_names_its_source(name: str) -> None:
     config = PRESETS[name]()
-    assert config.validate() is config
+    assert validate(config) is config
     source = (PRESETS[name].__doc__ or "").lower()
     papers = ("1710.02298", "1803.00933", "1903.03176", "2407.04811")
     known = ("rl-baselines3-zoo", "cleanrl", "nature", "qfleet", *papers)
@@ -317,7 +318,7 @@ def test_a_preset_is_valid_and_names_its_source(name: str) -> None:
 @pytest.mark.parametrize("env", ["CartPole-v1", "ALE/Pong-v5", "Taxi-v3"])
 def test_every_row_of_the_table_is_a_valid_config(algo: str, env: str) -> None:
     config, _ = resolve(env, algo, "none" if (env, algo) in OWN_PRESET else None)
-    assert config.validate().algo == algo
+    assert validate(config).algo == algo
     for field, value in ALGORITHMS[algo].items():
         assert getattr(config, field) == value
 
@@ -408,13 +409,13 @@ def test_the_preset_that_suits_an_env_is_used(
 )
 def test_pqn_is_whole_on_every_preset_and_gone_with_another_row(env: str) -> None:
     config, preset = resolve(env, "pqn")
-    assert not config.validate().replay
+    assert not validate(config).replay
     assert config.layer_norm
     assert config.optimizer == "radam"
     again, _ = resolve(env, "dqn", preset)
     assert again.replay
     assert (again.optimizer, again.layer_norm, again.n_steps) == ("adam", False, 1)
-    again.validate()
+    validate(again)
 
 
 def test_later_wins() -> None:

@@ -27,6 +27,7 @@ from qfleet.telemetry.faults import FaultLog
 from qfleet.torch_settings import TorchSettings
 from qfleet.updaters.local import LocalUpdater
 from qfleet.updaters.optimisers import make_optimiser
+from qfleet.validation import validate
 from qfleet.weights import FlatWeights
 
 pytestmark = [
@@ -47,7 +48,7 @@ def exact_products() -> Iterator[None]:
 
 def configure(env: str = "MinAtar/Breakout-v1", **fields: object) -> Config:
     exact = {"precision": "fp32", "engine": "device", "device": "cuda"}
-    return resolve(env, "pqn", fields={**exact, **fields})[0].validate()
+    return validate(resolve(env, "pqn", fields={**exact, **fields})[0])
 
 
 def batch_of(config: Config, seed: int = 0) -> tuple[Batch, Tensor]:

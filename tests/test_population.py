@@ -27,6 +27,7 @@ from qfleet.run import Run, Sitting
 from qfleet.standings import EPISODE_WINDOW, Standings
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
+from qfleet.validation import validate
 from support.messages import holds, says
 from support.populations import FIELDS, configure, rows_of, train
 from support.tensor_envs import evaluate_on_device
@@ -38,7 +39,7 @@ RATES = '{"learning_rate": [0.01, 0.001, 0.0001]}'
 
 
 def test_a_list_gives_each_value_as_many_agents() -> None:
-    config = configure(population=4, vary='{"gamma": [0.9, 0.99]}').validate()
+    config = validate(configure(population=4, vary='{"gamma": [0.9, 0.99]}'))
     values = draw_values(config)
     assert values["gamma"] == [0.9, 0.9, 0.99, 0.99]
     assert values["learning_rate"] == [1e-2] * 4
@@ -91,7 +92,7 @@ def test_a_range_is_drawn_from_the_runs_seed_within_its_bounds() -> None:
 )
 def test_what_cannot_work_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(QfleetError) as caught:
-        draw_values(configure(**changes).validate())
+        draw_values(validate(configure(**changes)))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -123,7 +124,7 @@ def test_discrete_observations_go_into_a_population() -> None:
 
 def test_replay_is_refused() -> None:
     with pytest.raises(ConfigError, match=says("--algo pqn")):
-        resolve("CartPole-v1", "dqn", "none", fields={"population": 2})[0].validate()
+        validate(resolve("CartPole-v1", "dqn", "none", fields={"population": 2})[0])
 
 
 def test_seeds_and_a_population_are_refused(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from qfleet.parts import Parts
 from qfleet.plan import settle, with_short_rollouts
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
+from qfleet.validation import validate
 from support.configs import tiny_config
 from support.messages import says
 
@@ -75,7 +76,7 @@ def configure(**changes: Any) -> Config:
 )
 def test_what_cannot_work_without_replay_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=says(*words.split())):
-        configure(**changes).validate()
+        validate(configure(**changes))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_what_cannot_work_without_replay_is_refused(changes: dict[str, Any], wor
 )
 def test_what_can_work_is_not(changes: dict[str, Any]) -> None:
     config = configure(**changes)
-    assert config.validate() is config
+    assert validate(config) is config
 
 
 @pytest.mark.parametrize(("train_freq", "envs"), [(64, 8), (60, 6), (14, 7), (6, 3), (7, 1)])
@@ -115,7 +116,7 @@ def test_engines_are_tried_with_short_rollouts_at_the_same_ratio() -> None:
     for changes in ({}, {"gradient_steps": 12}, {"envs": 32}, {"train_freq": 60, "envs": 4}):
         config = configure(**{"batch_size": 60, "gradient_steps": 16, **changes})
         config = config if "train_freq" in changes else config.replace(batch_size=16)
-        short = with_short_rollouts(config.validate()).validate()
+        short = validate(with_short_rollouts(validate(config)))
         assert short.updates_per_env_step == config.updates_per_env_step
         assert short.train_freq <= config.train_freq
     assert with_short_rollouts(configure()).train_freq == 8  # two rows of four envs
@@ -236,7 +237,7 @@ def test_rows_that_led_nowhere_teach_nothing() -> None:
 
 
 def state_after(config: Config) -> tuple[Parts, StateDict]:
-    parts = build(config.validate(), FaultLog())
+    parts = build(validate(config), FaultLog())
     try:
         ENGINES[config.engine](parts, lambda: parts.clock.env_steps < config.steps)
         return parts, {**parts.learner.state_dict(), **parts.memory.state_dict()}

@@ -22,6 +22,7 @@ from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog
 from qfleet.tensor_actor import TensorActor
 from qfleet.tournament import Move, better_half, choose_moves, exploit, narrowed, perturb, rank
+from qfleet.validation import validate
 from support.populations import configure, rows_of, train
 
 VARY = json.dumps(
@@ -98,7 +99,7 @@ def test_a_value_goes_up_or_down_and_stays_valid(
     found = [perturb(name, value, config, np.random.default_rng(seed)) for seed in range(20)]
     assert {round(v, 9) for v in found} == {round(v, 9) for v in allowed}
     for v in found:
-        config.replace(population=1, **{name: v}).validate()
+        validate(config.replace(population=1, **{name: v}))
 
 
 # --- population-based training ----------------------------------------------------------------
@@ -171,7 +172,7 @@ def test_a_run_writes_every_exploitation_and_reports_what_is_in_force(tmp_path: 
     gammas = [row["values"]["gamma"] for row in result.agents]
     torch.testing.assert_close(memory.gamma[::4], torch.tensor(gammas))
     config = json.loads((tmp_path / "run" / "agents" / "0" / "config.json").read_text())
-    assert Config(**config).validate().pbt_interval == 0
+    assert validate(Config(**config)).pbt_interval == 0
 
 
 # --- successive halving -----------------------------------------------------------------------

@@ -14,6 +14,7 @@ from qfleet.makers import make_memory, make_network, make_objective, make_update
 from qfleet.memory import Ring
 from qfleet.placement import Placement
 from qfleet.telemetry.timers import Timers
+from qfleet.validation import validate
 from support.configs import tiny_config
 
 CPU = torch.device("cpu")
@@ -61,7 +62,7 @@ def fill(memory: Ring, clock: Clock, rows: int, envs: int, seed: int) -> None:
 def configure(algo: str, **fields: Any) -> Config:
     base = {"envs": 2, "buffer_size": 400, "seed": 0, "steps": 10_000}
     base |= {"target_update_interval": 40, "learning_rate": 1e-2}
-    return tiny_config(algo=algo, **{**base, **fields}).validate()
+    return validate(tiny_config(algo=algo, **{**base, **fields}))
 
 
 @pytest.mark.parametrize(

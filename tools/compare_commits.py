@@ -49,7 +49,9 @@ def _throughput(out: Path) -> Rates:
 
 def _efficiency(out: Path) -> Rates:
     with (out / "efficiency" / "speedup.csv").open() as file:
-        return {f"{p['workers']} workers": float(p["env_steps_per_s"]) for p in csv.DictReader(file)}
+        return {
+            f"{p['workers']} workers": float(p["env_steps_per_s"]) for p in csv.DictReader(file)
+        }
 
 
 def _pipeline(out: Path) -> Rates:

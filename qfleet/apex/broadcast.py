@@ -10,7 +10,8 @@ import numpy as np
 
 from qfleet.apex.account import Account
 from qfleet.cluster import Cluster
-from qfleet.weights import FlatWeights, Lag
+from qfleet.core import Lag
+from qfleet.weights import FlatWeights
 
 INTERVAL_S = 0.2
 """Least time between two versions: actors take over a new one once per block, at most."""

@@ -77,7 +77,8 @@ def run(argv: list[str]) -> int:
 
 
 def _maze(options: MazeOptions) -> None:
-    from qfleet.lab.maze import MAZE, Maze, draw_maze, learn_maze, path_art
+    from qfleet.envs.grid import MAZE, Maze
+    from qfleet.lab.maze import draw_maze, learn_maze, path_art
 
     maze = Maze.from_text(MAZE if options.maze is None else _read(options.maze))
     result = learn_maze(

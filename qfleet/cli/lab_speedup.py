@@ -32,7 +32,7 @@ from qfleet.lab.speedup import (
 )
 from qfleet.lab.speedup_plot import draw_speedup
 from qfleet.presets import resolve
-from qfleet.validation import means_nothing
+from qfleet.validation import means_nothing, validate
 
 DESCRIPTION = """Train with more and more workers, and see what each of them brings.
 
@@ -145,7 +145,7 @@ def _check_runs(options: SpeedupOptions, fields: Mapping[str, Any], cases: Seque
     """All of them first: the last one must not be refused when hours are behind us."""
     for case in cases:
         own = _fields_for(fields, case.fields(options.steps_per_worker))
-        resolve(options.env, options.algo, options.preset, fields=own)[0].validate()
+        validate(resolve(options.env, options.algo, options.preset, fields=own)[0])
 
 
 def _trainer(

@@ -94,8 +94,7 @@ def _learning_phase(config: Config) -> Config:
 
 def _profile(config: Config, options: ProfileOptions) -> int:
     from qfleet import api
-    from qfleet.callbacks import Callback
-    from qfleet.run import Run, Sitting
+    from qfleet.run import Callback, Run, Sitting
     from qfleet.storage.rundir import default_name, new_run_dir
 
     class Watch(Callback):

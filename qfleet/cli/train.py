@@ -15,6 +15,7 @@ from qfleet.config import Config, read_fields
 from qfleet.errors import ConfigError, UserError
 from qfleet.presets import PRESETS, resolve
 from qfleet.trust import check_trust
+from qfleet.validation import validate
 
 HELP = "train an agent: qfleet train CartPole-v1"
 
@@ -71,7 +72,7 @@ class Start(NamedTuple):
             raise UserError(f"{verb} needs an environment: qfleet {verb} CartPole-v1")
         check_trust(self.stored, trust)
         # The algorithm's row was resolved from its alias; the parse saw the user's spelling.
-        return parsed.replace(algo=self.base.algo).validate()
+        return validate(parsed.replace(algo=self.base.algo))
 
 
 def read_start(argv: list[str]) -> Start:

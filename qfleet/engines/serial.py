@@ -7,20 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qfleet.apex.fleet import ActorFleet
-from qfleet.collectors import Ahead, Inline
 from qfleet.loop import collect, learn
 from qfleet.parts import Parts
-from qfleet.tensor_actor import TensorActor
 
 
 def run_serial(parts: Parts, keep_going: Callable[[], bool]) -> None:
     """Advance the loop until ``keep_going`` says no; it is asked when no update is owed."""
-    collector = parts.collector
-    collectors = Inline | Ahead | TensorActor | ActorFleet
-    assert isinstance(collector, collectors), "workers of a parameter server collect"
     collecting = collect(
-        collector, parts.memory, parts.channel, parts.config, parts.clock, parts.timers[0]
+        parts.collector, parts.memory, parts.channel, parts.config, parts.clock, parts.timers[0]
     )
     learning = learn(parts.learner, parts.limiter, parts.channel, parts.clock)
     while True:

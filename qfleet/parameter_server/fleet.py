@@ -15,7 +15,7 @@ from torch import Tensor
 from qfleet import scaling
 from qfleet.cluster import STORE_BYTES, Cluster, open_cluster
 from qfleet.config import Config
-from qfleet.core import Clock, Episode, StateDict
+from qfleet.core import Block, Clock, Episode, StateDict
 from qfleet.errors import CheckpointError
 from qfleet.parameter_server.servers import LOOK_S, ServerRow
 from qfleet.parameter_server.store import check_store, store_bytes
@@ -149,6 +149,9 @@ class Fleet:
             self._supervisor.resize(workers)
 
     # --- what a run asks a collector ----------------------------------------------------------
+
+    def collect(self, rows: int) -> Block:
+        raise AssertionError(f"{rows} rows were asked for; workers collect them")
 
     def take_episodes(self) -> list[Episode]:
         return [] if self._supervisor is None else self._supervisor.take_episodes()

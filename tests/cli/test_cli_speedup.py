@@ -13,6 +13,7 @@ from qfleet.cli import lab, lab_speedup
 from qfleet.config import Config
 from qfleet.errors import ClusterError, ConfigError, UnknownNameError
 from qfleet.presets import resolve
+from qfleet.validation import validate
 from support.messages import says
 
 
@@ -32,7 +33,7 @@ class Training:
         assert not run_dir.exists()
         # The fields make a configuration that a worker engine would take.
         config: Config = resolve(env, fields.pop("algo"), fields.pop("preset"), fields=fields)[0]
-        config.validate()
+        validate(config)
         slow = config.straggler > 1
         rate = 100.0 * (config.workers - slow) + 25.0 * slow
         return SimpleNamespace(

@@ -25,6 +25,7 @@ from qfleet.parts import Parts
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
+from qfleet.validation import validate
 from support.messages import says
 from support.runs import assert_equal, configure, final_state, leaves, resume, train
 
@@ -61,7 +62,7 @@ class Watched:
 
     def __init__(self, config: Config) -> None:
         self.owed: list[int] = []
-        self.parts: Parts = build(config.validate(), FaultLog())
+        self.parts: Parts = build(validate(config), FaultLog())
         self._steps = config.steps
         parts = self.parts
         try:

@@ -12,6 +12,7 @@ from qfleet.engines.serial import run_serial
 from qfleet.lab.reference_a3c import train_reference
 from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
+from qfleet.validation import validate
 
 FIELDS: dict[str, Any] = {
     "steps": 1000,
@@ -36,7 +37,7 @@ FIELDS: dict[str, Any] = {
 )
 def test_serial_follows_the_reference(changes: dict[str, object]) -> None:
     config, _ = resolve("CartPole-v1", "a3c", "none", fields={**FIELDS, **changes})
-    parts = build(config.validate(), FaultLog())
+    parts = build(validate(config), FaultLog())
     before = parts.learner.weights.data.clone()
     run_serial(parts, lambda: parts.clock.env_steps < config.steps)
     episodes = [episode.reward for episode in parts.collector.take_episodes()]

@@ -13,6 +13,7 @@ from qfleet.engines.serial import run_serial
 from qfleet.lab.reference_pqn import train_reference
 from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
+from qfleet.validation import validate
 
 FIELDS: dict[str, Any] = {
     "steps": 768,
@@ -31,7 +32,7 @@ FIELDS: dict[str, Any] = {
 
 
 def train(config: Config) -> tuple[torch.Tensor, list[float], torch.Tensor]:
-    parts = build(config.validate(), FaultLog())
+    parts = build(validate(config), FaultLog())
     before = parts.learner.weights.data.clone()
     run_serial(parts, lambda: parts.clock.env_steps < config.steps)
     episodes = [episode.reward for episode in parts.collector.take_episodes()]

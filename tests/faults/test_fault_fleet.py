@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import qfleet
-from qfleet.callbacks import Callback
-from qfleet.run import Run
+from qfleet.run import Callback, Run
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from support.clusters import RAY_MARKS
 from support.configs import tiny_fields

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from qfleet.cli import lab
+from qfleet.envs.grid import ACTIONS, MAZE, Maze
 from qfleet.errors import ConfigError, UnknownNameError, UserError
-from qfleet.lab.maze import ACTIONS, MAZE, Maze, draw_maze, learn_maze, path_art
+from qfleet.lab.maze import draw_maze, learn_maze, path_art
 from support.messages import says
 
 UP, DOWN, LEFT, RIGHT = range(4)

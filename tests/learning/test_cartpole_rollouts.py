@@ -8,6 +8,7 @@ import pytest
 
 from qfleet.presets import resolve
 from qfleet.run import Run, Sitting
+from qfleet.validation import validate
 
 
 @pytest.mark.slow
@@ -26,7 +27,7 @@ def test_an_evaluation_of_20_episodes_reaches_475(algo: str, tmp_path: Path) -> 
         }
         config, preset = resolve("CartPole-v1", algo, fields=fields)
         assert preset == f"cartpole-{algo}"
-        result = Run(config.validate(), tmp_path / str(seed), Sitting()).go()
+        result = Run(validate(config), tmp_path / str(seed), Sitting()).go()
         assert result.faults == {}
         best.append(result.best_eval_return)
         if result.stopped_by == "target_return":

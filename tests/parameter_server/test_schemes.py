@@ -23,6 +23,7 @@ from qfleet.parameter_server.schemes import Nesterov
 from qfleet.parameter_server.server import Server
 from qfleet.telemetry.timers import Timers
 from qfleet.updaters.remote import make_remote_updater
+from qfleet.validation import validate
 from qfleet.weights import FlatWeights
 from support.server_cases import noise
 
@@ -39,7 +40,7 @@ class Team:
             "engine": "parameter-server", "workers": 2, "servers": 2, "optimizer": "sgd",
             "max_grad_norm": 0.0, "device": "cpu",
         }  # fmt: skip
-        self.config = config = Config(**(told | fields)).validate()
+        self.config = config = validate(Config(**(told | fields)))
         parts = cut(len(start), config.servers)
         self.servers = [Server(config, start[part].numpy()) for part in parts]
         if snapshots is not None:

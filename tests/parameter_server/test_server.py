@@ -22,6 +22,7 @@ from qfleet.parameter_server.server import (
 )
 from qfleet.parameter_server.shard import Exchange, Push, Receipt, Stamp, Welcome
 from qfleet.parameter_server.wire import from_wire, plain, to_wire
+from qfleet.validation import validate
 from support.messages import says
 
 NOBODY: Any = None
@@ -30,7 +31,7 @@ LONG_S = 600.0
 
 def make_server(**fields: Any) -> Server:
     told = {"engine": "parameter-server", "workers": 2, "optimizer": "sgd", **fields}
-    return Server(Config(**told).validate(), np.zeros(3, dtype=np.float32))
+    return Server(validate(Config(**told)), np.zeros(3, dtype=np.float32))
 
 
 def push(server: Server, worker: int, sequence: int, value: float, patience_s: float) -> Any:

@@ -18,11 +18,12 @@ from qfleet.envs import make_envs
 from qfleet.memory import Ring
 from qfleet.parts import Parts
 from qfleet.telemetry.faults import FaultLog
+from qfleet.validation import validate
 
 
 def run(config: Config, balanced: bool = False) -> Parts:
     """``balanced``: no action is better than the others on the whole, so that all are taken."""
-    parts = build(config.validate(), FaultLog())
+    parts = build(validate(config), FaultLog())
     try:
         if balanced:
             _balance(parts)

@@ -9,6 +9,7 @@ from torch import Tensor
 from qfleet.build import build
 from qfleet.config import Config
 from qfleet.telemetry.faults import FaultLog
+from qfleet.validation import validate
 from support.configs import tiny_config
 
 STEPS = 800
@@ -21,7 +22,7 @@ def make_config(**fields: Any) -> Config:
         "target_update_interval": 100, "threads": 1, "device": "cpu",
         "optimizer": "adam", "learning_rate": 1e-3, "max_grad_norm": 0.5, "buffer_size": 1000,
     }  # fmt: skip
-    return tiny_config(algo="double-dqn", **{**told, **fields}).validate()
+    return validate(tiny_config(algo="double-dqn", **{**told, **fields}))
 
 
 def first_weights(config: Config) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from qfleet.core import EnvSpec
+from qfleet.envs import grid as grids
 from qfleet.envs.device.protocol import Outcome, State, TensorEnv
-from qfleet.lab import maze as lab
 
 STEPS_PER_CELL = 50
 """Walks are truncated after so many steps per cell of the grid, as in the lab."""
@@ -22,8 +22,8 @@ class Maze(TensorEnv):
     table that would have to be copied there.
     """
 
-    def __init__(self, grid: str = lab.MAZE) -> None:
-        maze = lab.Maze.from_text(grid)
+    def __init__(self, grid: str = grids.MAZE) -> None:
+        maze = grids.Maze.from_text(grid)
         cells = maze.num_states
         self._height, self._width = maze.height, maze.width
         self._start, self._goal = maze.start, maze.goal
@@ -36,7 +36,7 @@ class Maze(TensorEnv):
             for first in range(0, cells, _BITS)
         ]
         self.max_episode_steps = STEPS_PER_CELL * cells
-        self.spec = EnvSpec("Maze", (), "int64", len(lab.ACTIONS), num_obs_values=cells)
+        self.spec = EnvSpec("Maze", (), "int64", len(grids.ACTIONS), num_obs_values=cells)
 
     def begin(self, counters: Tensor) -> State:
         return {"cell": torch.full_like(counters, self._start)}
@@ -45,7 +45,7 @@ class Maze(TensorEnv):
         del counters  # nothing happens by chance
         cell = state["cell"]
         row, column = cell // self._width, cell % self._width
-        for number, (down, right) in enumerate(lab.MOVES):
+        for number, (down, right) in enumerate(grids.MOVES):
             chosen = action == number
             row = torch.where(chosen, row + down, row)
             column = torch.where(chosen, column + right, column)
@@ -53,7 +53,7 @@ class Maze(TensorEnv):
         reached = torch.where(inside, row * self._width + column, cell)
         reached = torch.where(self._is_wall(reached), cell, reached)
         arrived = reached == self._goal
-        reward = torch.where(arrived, lab.GOAL_REWARD, lab.STEP_REWARD)
+        reward = torch.where(arrived, grids.GOAL_REWARD, grids.STEP_REWARD)
         return Outcome({"cell": reached}, reward, arrived)
 
     def observe(self, state: State) -> Tensor:

@@ -24,7 +24,7 @@ from qfleet.envs.device.maze import Maze
 from qfleet.envs.device.mountaincar import MountainCar
 from qfleet.envs.device.protocol import TensorEnv, begin_episodes, step_episodes
 from qfleet.errors import ConfigError
-from qfleet.lab import maze as lab
+from qfleet.envs import grid
 
 Array = NDArray[Any]
 
@@ -325,11 +325,11 @@ ROOMY = "\n".join(
 """140 cells: more than the bits of two words; a wall where the second word begins."""
 
 
-@pytest.mark.parametrize("text", [lab.MAZE, "SG", "S#.\n..G", ROOMY])
+@pytest.mark.parametrize("text", [grid.MAZE, "SG", "S#.\n..G", ROOMY])
 def test_every_move_is_that_of_the_lab(text: str) -> None:
-    theirs, env = lab.Maze.from_text(text), Maze(text)
+    theirs, env = grid.Maze.from_text(text), Maze(text)
     open_cells = [cell for cell in range(theirs.num_states) if not theirs.is_wall(cell)]
-    pairs = [(cell, action) for cell in open_cells for action in range(len(lab.ACTIONS))]
+    pairs = [(cell, action) for cell in open_cells for action in range(len(grid.ACTIONS))]
     cells, actions = torch.tensor(pairs).T
     outcome = env.advance({"cell": cells}, actions, torch.zeros_like(cells))
     told = []
@@ -341,14 +341,14 @@ def test_every_move_is_that_of_the_lab(text: str) -> None:
     assert outcome.terminated.tolist() == [terminated for _, _, terminated in told]
 
 
-@pytest.mark.parametrize("text", [lab.MAZE, "S#.\n..G"])
+@pytest.mark.parametrize("text", [grid.MAZE, "S#.\n..G"])
 def test_walks_are_those_of_the_lab(text: str) -> None:
-    env, theirs = Maze(text), [lab.Maze.from_text(text) for _ in range(32)]
+    env, theirs = Maze(text), [grid.Maze.from_text(text) for _ in range(32)]
     random, arrived = np.random.default_rng(0), 0
     episodes = begin_episodes(env, torch.arange(32))
     assert env.observe(episodes.inner).tolist() == [maze.reset() for maze in theirs]
     for _ in range(600):
-        actions = random.integers(len(lab.ACTIONS), size=32)
+        actions = random.integers(len(grid.ACTIONS), size=32)
         episodes, step = step_episodes(env, episodes, torch.from_numpy(actions))
         opened = step.opened.tolist()
         told = [
@@ -366,6 +366,6 @@ def test_what_is_told_of_the_maze_is_true() -> None:
     assert (env.spec.obs_shape, env.spec.obs_dtype) == ((), "int64")
     assert (env.spec.num_obs_values, env.spec.num_actions) == (48, 4)
     assert env.max_episode_steps == lab._MAX_STEPS_PER_CELL * 48
-    assert env.begin(torch.arange(3))["cell"].tolist() == [lab.Maze.from_text(lab.MAZE).start] * 3
+    assert env.begin(torch.arange(3))["cell"].tolist() == [grid.Maze.from_text(grid.MAZE).start] * 3
     with pytest.raises(ConfigError, match="no way"):
         Maze("S#G")

@@ -28,6 +28,7 @@ from qfleet.errors import ConfigError, EnvironmentFault, UnknownNameError
 from qfleet.makers import make_network
 from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
+from qfleet.validation import validate
 from support.messages import says
 
 QUICK: dict[str, Any] = {
@@ -39,7 +40,7 @@ QUICK: dict[str, Any] = {
 
 def make(env: str, num_envs: int = 3, seed: int = 0, **fields: Any) -> Any:
     config, _ = resolve(env, fields=fields)
-    return make_envs(config.validate(), num_envs, seed, training=True, on_fault=FaultLog())
+    return make_envs(validate(config), num_envs, seed, training=True, on_fault=FaultLog())
 
 
 def play(envs: Any, steps: int, seed: int = 0) -> list[Any]:
