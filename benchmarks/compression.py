@@ -28,9 +28,9 @@ import zstandard
 from numpy.typing import NDArray
 
 from qfleet.config import Config
-from qfleet.core import Block, EnvSpec
+from qfleet.core.errors import UnknownNameError
+from qfleet.core.types import Block, EnvSpec
 from qfleet.envs import make_envs
-from qfleet.errors import UnknownNameError
 from qfleet.memory import Ring, UniformSampler
 from qfleet.memory.compression import Compression
 

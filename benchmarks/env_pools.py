@@ -32,10 +32,10 @@ import numpy as np
 from ale_py.vector_env import AtariVectorEnv
 from numpy.typing import NDArray
 
+from qfleet.core.errors import QfleetError
 from qfleet.envs.envpool import task_id
 from qfleet.envs.registry import ale_game
 from qfleet.envs.seeding import env_seeds
-from qfleet.errors import QfleetError
 
 ROUNDS = 5
 ACTION_ROWS = 64

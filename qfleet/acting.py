@@ -18,9 +18,9 @@ from torch import Tensor
 
 from qfleet.accelerator.graphs import record, why_no_graphs
 from qfleet.algorithms.exploration import sample_actions
-from qfleet.core import Block
+from qfleet.core.seeding import restore_generator
+from qfleet.core.types import Block
 from qfleet.networks import QNetwork
-from qfleet.randomness import restore_generator
 
 Greedy: TypeAlias = Callable[[NDArray[Any]], NDArray[np.int64]]
 

@@ -20,16 +20,7 @@ from qfleet import schedules
 from qfleet.acting import Inference
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.config import Config
-from qfleet.core import (
-    FIRST,
-    SKIP,
-    TERMINATED,
-    Block,
-    Episode,
-    StateDict,
-    Step,
-    VectorEnv,
-)
+from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Episode, StateDict, Step, VectorEnv
 from qfleet.envs.state import as_dict
 from qfleet.telemetry.timers import Timers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 
 _HOST_AND_PORT = re.compile(r"(?:\[[\w:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
 """A name or IPv4 address, or an IPv6 address in brackets: without them its last part is a port."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from qfleet import scaling
 from qfleet.config import Config, read_fields
-from qfleet.errors import CheckpointError, ConfigError, RunBusyError
+from qfleet.core.errors import CheckpointError, ConfigError, RunBusyError
 from qfleet.evaluation import Evaluation
 from qfleet.policy import Policy, load_run_policy
 from qfleet.presets import resolve

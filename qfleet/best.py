@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from qfleet.core import StateDict
-from qfleet.errors import CheckpointError
+from qfleet.core.errors import CheckpointError
+from qfleet.core.types import StateDict
 from qfleet.parts import Parts
 from qfleet.standings import Standings
 from qfleet.storage.checkpoint import save_policy

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from qfleet.errors import (
+from qfleet.core.errors import (
     ClusterError,
     GivenUp,
     MemberLost,
@@ -36,7 +36,7 @@ from qfleet.errors import (
     UserError,
     ValueLost,
 )
-from qfleet.signals import sigterm_unwinds, undisturbed, unheard_by_children
+from qfleet.core.signals import sigterm_unwinds, undisturbed, unheard_by_children
 
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 256 * 2**20

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from qfleet.actor import Actor
 from qfleet.config import Config
-from qfleet.core import Block, Clock, Episode, StateDict, WeightsChannel
-from qfleet.errors import EnvironmentFault
+from qfleet.core.errors import EnvironmentFault
+from qfleet.core.types import Block, Clock, Episode, StateDict, WeightsChannel
 from qfleet.loop import next_rows
 from qfleet.telemetry.timers import Timers
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.core.errors import ConfigError, UnknownNameError
 
 Head = Literal["q", "c51", "qr", "iqn", "actor-critic"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from qfleet.cluster import Cluster
-from qfleet.errors import MemberLost
+from qfleet.core.errors import MemberLost
 
 
 class Came(NamedTuple):

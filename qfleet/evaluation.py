@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from qfleet.acting import make_greedy
-from qfleet.core import VectorEnv
+from qfleet.core.types import VectorEnv
 from qfleet.networks import QNetwork
 
 # An env without a time limit and a policy that never fails would otherwise play for ever.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qfleet.core import VectorEnv
+from qfleet.core.types import VectorEnv
 from qfleet.envs import make_envs
 from qfleet.evaluation import Evaluation, evaluate_policy
 from qfleet.parts import Parts

@@ -19,7 +19,7 @@ from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.fused_cnn import FusedCNN
 from qfleet.algorithms import losses
 from qfleet.algorithms.objective import Objective, Prediction
-from qfleet.core import Batch
+from qfleet.core.types import Batch
 from qfleet.networks import QNetwork
 from qfleet.networks.fused import dense_backward, dense_forward
 from qfleet.weights import FlatWeights, join

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from qfleet.config import Config
-from qfleet.core import StateDict
+from qfleet.core.types import StateDict
 
 
 class Verdict(NamedTuple):

@@ -21,10 +21,10 @@ from qfleet.accelerator.graphs import record
 from qfleet.accelerator.streams import Beside
 from qfleet.algorithms.objective import Objective, Outlook, Samples
 from qfleet.config import Config
-from qfleet.core import Batch, Clock, Memory, StateDict, Updater
+from qfleet.core.seeding import restore_generator
+from qfleet.core.types import Batch, Clock, Memory, StateDict, Updater
 from qfleet.gradients import Graded, make_gradient
 from qfleet.networks import QNetwork
-from qfleet.randomness import restore_generator
 from qfleet.telemetry.timers import Timers
 from qfleet.weights import FlatWeights
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from qfleet.accelerator.streams import has_streams
 from qfleet.algorithms.objective import Objective
 from qfleet.config import Config
-from qfleet.core import EnvSpec, Updater, VectorEnv
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import EnvSpec, Updater, VectorEnv
 from qfleet.envs import make_envs
 from qfleet.envs.seeding import mix_seeds
 from qfleet.memory import PrioritizedSampler, Ring, Rollout, Sampler, UniformSampler, check_fits
@@ -19,7 +20,6 @@ from qfleet.networks import QNetwork, build_network
 from qfleet.networks.population import Population
 from qfleet.placement import Placement, free_device_bytes
 from qfleet.population import agent_seeds
-from qfleet.randomness import Seeds
 from qfleet.telemetry.faults import FaultLog
 from qfleet.updaters.fused import FusedUpdater, has_kernels
 from qfleet.updaters.local import LocalUpdater

@@ -16,7 +16,8 @@ from qfleet.acting import HostInference
 from qfleet.actor import Actor
 from qfleet.collectors import Ahead, Inline
 from qfleet.config import Config
-from qfleet.core import Clock, Memory, Updater
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import Clock, Memory, Updater
 from qfleet.envs import make_tensors
 from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.device.vector import check_tensor_env
@@ -37,7 +38,6 @@ from qfleet.networks import QNetwork
 from qfleet.parts import Parts
 from qfleet.placement import Placement, inference_rate, place_inference
 from qfleet.population import Agents, agent_seeds
-from qfleet.randomness import Seeds
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace

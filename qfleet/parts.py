@@ -12,11 +12,11 @@ import torch
 from qfleet.accelerator.inference import Traffic
 from qfleet.accelerator.tuning import Tuning
 from qfleet.config import Config
-from qfleet.core import Clock, Collector, EnvSpec, Memory, VectorEnv, WeightsChannel
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import Clock, Collector, EnvSpec, Memory, VectorEnv, WeightsChannel
 from qfleet.learner import Learner
 from qfleet.loop import RateLimiter
 from qfleet.population import Agents
-from qfleet.randomness import Seeds
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import Processes
 from qfleet.telemetry.timers import Timers

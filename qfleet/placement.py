@@ -18,8 +18,8 @@ from qfleet.accelerator.inference import DeviceInference, Traffic
 from qfleet.accelerator.streams import has_streams
 from qfleet.acting import HostInference, Inference
 from qfleet.config import Config
-from qfleet.core import EnvSpec
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
+from qfleet.core.types import EnvSpec
 from qfleet.memory import replay_bytes
 from qfleet.memory.sizing import USABLE_PERCENT
 from qfleet.networks import QNetwork

@@ -15,7 +15,7 @@ import torch
 from qfleet.accelerator.streams import has_streams
 from qfleet.build import build
 from qfleet.config import FIELDS, Config
-from qfleet.core import EnvSpec
+from qfleet.core.types import EnvSpec
 from qfleet.engines import ENGINES
 from qfleet.envs import ale_game, make_envs, steps_in_background
 from qfleet.envs.device.names import is_tensor_env

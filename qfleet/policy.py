@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from qfleet.acting import make_greedy
 from qfleet.best import agent_folder, population_folder
 from qfleet.config import Config, read_fields
-from qfleet.core import EnvSpec, StateDict
+from qfleet.core.errors import CheckpointError, ConfigError
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import EnvSpec, StateDict
 from qfleet.envs import make_envs
-from qfleet.errors import CheckpointError, ConfigError
 from qfleet.evaluation import Evaluation, evaluate_policy
 from qfleet.makers import make_network
 from qfleet.placement import resolve_device
-from qfleet.randomness import Seeds
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from qfleet.telemetry.faults import FaultLog
 from qfleet.trust import check_trust

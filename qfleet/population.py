@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from qfleet.config import Config
-from qfleet.core import StateDict
-from qfleet.errors import CheckpointError, ConfigError, UnknownNameError
+from qfleet.core.errors import CheckpointError, ConfigError, UnknownNameError
+from qfleet.core.types import StateDict
 from qfleet.learner import Learner
 from qfleet.memory import Rollout
 from qfleet.tensor_actor import TensorActor

@@ -20,16 +20,16 @@ from qfleet.accounts import learning_scalars, make_result, pipeline_scalars
 from qfleet.best import save_best
 from qfleet.build import build
 from qfleet.config import Config
-from qfleet.core import StateDict
+from qfleet.core.errors import CheckpointError, EnvironmentFault, QfleetError
+from qfleet.core.signals import Signals
+from qfleet.core.types import StateDict
 from qfleet.engines import ENGINES
-from qfleet.errors import CheckpointError, EnvironmentFault, QfleetError
 from qfleet.evaluation import Evaluation
 from qfleet.examiner import Examiner
 from qfleet.judge import Judge
 from qfleet.parts import Parts
 from qfleet.plan import settle
 from qfleet.result import Result
-from qfleet.signals import Signals
 from qfleet.stages import Stages, measure_stages
 from qfleet.standings import Standings
 from qfleet.storage.checkpoint import Checkpoint, load_policy, save_checkpoint

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qfleet.config import Config
-from qfleet.errors import ConfigError, QfleetError, UserError
+from qfleet.core.errors import ConfigError, QfleetError, UserError
 from qfleet.storage.checkpoint import has_checkpoint
 from qfleet.storage.rundir import atomic_write_text, is_locked
 from qfleet.storage.vacancy import how_to_start_anew

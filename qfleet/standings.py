@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from qfleet.core import Episode, StateDict
+from qfleet.core.types import Episode, StateDict
 from qfleet.evaluation import Evaluation
 
 EPISODE_WINDOW = 100

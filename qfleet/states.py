@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from qfleet.core import StateDict
+from qfleet.core.types import StateDict
 
 
 def as_arrays(state: StateDict) -> StateDict:

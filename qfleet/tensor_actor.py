@@ -20,7 +20,10 @@ from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.graphs import record
 from qfleet.algorithms.exploration import epsilon_ladder, sample_actions
 from qfleet.config import Config
-from qfleet.core import FIRST, SKIP, TERMINATED, Block, Episode, StateDict, WeightsChannel
+from qfleet.core.counter_rng import draw_below, draw_uniform, first_counters, later_counters
+from qfleet.core.errors import EnvironmentFault
+from qfleet.core.seeding import restore_generator
+from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Episode, StateDict, WeightsChannel
 from qfleet.envs.device.protocol import (
     Episodes,
     TensorEnv,
@@ -29,10 +32,7 @@ from qfleet.envs.device.protocol import (
     hold_episodes,
     step_episodes,
 )
-from qfleet.envs.device.random import draw_below, draw_uniform, first_counters, later_counters
 from qfleet.envs.seeding import env_seeds
-from qfleet.errors import EnvironmentFault
-from qfleet.randomness import restore_generator
 from qfleet.telemetry.timers import Timers
 
 CHANCE_LANE, ACTION_LANE = 0, 1

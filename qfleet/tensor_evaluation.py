@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.graphs import record
+from qfleet.core.counter_rng import later_counters
+from qfleet.core.errors import EnvironmentFault
 from qfleet.envs.device.protocol import (
     TensorEnv,
     begin_episodes,
@@ -20,8 +22,6 @@ from qfleet.envs.device.protocol import (
     hold_episodes,
     step_episodes,
 )
-from qfleet.envs.device.random import later_counters
-from qfleet.errors import EnvironmentFault
 from qfleet.evaluation import LONGEST_EPISODE, Evaluation
 from qfleet.tensor_actor import draw_exploration, explorer_counters
 

@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from qfleet.core import EnvSpec
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
+from qfleet.core.types import EnvSpec
 from qfleet.placement import is_image
 
 

@@ -10,7 +10,7 @@ import math
 
 from qfleet.address import check_address
 from qfleet.config import FIELDS, Config, check_fields
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 
 _IN_POPULATIONS = (
     ("engine", ("auto", "device"), "its environments are one batch; use --engine device"),

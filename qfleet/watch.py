@@ -10,8 +10,8 @@ import math
 from pathlib import Path
 
 from qfleet.config import Config
-from qfleet.core import StateDict
-from qfleet.errors import DivergedError
+from qfleet.core.errors import DivergedError
+from qfleet.core.types import StateDict
 from qfleet.learner import Health
 from qfleet.parts import Parts
 from qfleet.storage.checkpoint import list_checkpoints

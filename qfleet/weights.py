@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from qfleet.core import Lag
+from qfleet.core.types import Lag
 
 ROW_ALIGNMENT = 16
 """Weights of a population's row are filled up to a multiple of this many, so that kernels can load

@@ -18,10 +18,10 @@ from qfleet.algorithms.exploration import sample_actions
 from qfleet.algorithms.losses import actor_critic, entropy
 from qfleet.build import build
 from qfleet.config import Config
-from qfleet.core import SKIP, TERMINATED, Batch, Block, Clock, EnvSpec, StateDict
+from qfleet.core.errors import ConfigError
+from qfleet.core.types import SKIP, TERMINATED, Batch, Block, Clock, EnvSpec, StateDict
 from qfleet.engines import ENGINES
 from qfleet.envs.device.cartpole import CartPole
-from qfleet.errors import ConfigError
 from qfleet.gradients import AutogradGradient, make_gradient
 from qfleet.learner import Learner
 from qfleet.makers import make_network, make_objective, make_updater

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qfleet.actor import Actor
 from qfleet.config import Config
-from qfleet.core import FIRST, SKIP, TERMINATED, Block, EnvSpec, Episode, StateDict, Step
+from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, EnvSpec, Episode, StateDict, Step
 from qfleet.telemetry.timers import Timers
 
 ACTIONS = 4

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from qfleet.address import check_address
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

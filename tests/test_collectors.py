@@ -18,8 +18,8 @@ from qfleet import collectors
 from qfleet.actor import Actor
 from qfleet.collectors import Ahead, Inline
 from qfleet.config import Config
-from qfleet.core import Block, Clock, Episode, Lag, StateDict
-from qfleet.errors import EnvironmentFault
+from qfleet.core.errors import EnvironmentFault
+from qfleet.core.types import Block, Clock, Episode, Lag, StateDict
 from qfleet.telemetry.timers import Timers
 from qfleet.weights import FlatWeights, Mailbox, SameWeights
 from support.waiting import PHASE_S, deadline

@@ -16,7 +16,7 @@ import pytest
 import qfleet.config
 from qfleet.algorithms.table import ALGORITHMS, ALIASES, algorithm_switches
 from qfleet.config import Config, read_fields
-from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.presets import PRESETS, preset_for, resolve
 from qfleet.validation import validate
 from support.messages import says

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from qfleet.core.errors import MemberLost
 from qfleet.crew import PING_S, Came, Crew
-from qfleet.errors import MemberLost
 
 
 class FakeCluster:

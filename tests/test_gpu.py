@@ -14,12 +14,12 @@ from qfleet.accelerator.inference import DeviceInference
 from qfleet.accelerator.tuning import Choice, apply_choice, copy_state
 from qfleet.build import build
 from qfleet.config import Config
-from qfleet.core import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
+from qfleet.core.counter_rng import draw_below, first_counters, next_counters
+from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
 from qfleet.engines.serial import run_serial
 from qfleet.envs import make_envs
 from qfleet.envs.device.names import MINATAR_IDS, make_tensor_env
 from qfleet.envs.device.protocol import begin_episodes, step_episodes
-from qfleet.envs.device.random import draw_below, first_counters, next_counters
 from qfleet.learner import Learner
 from qfleet.makers import make_memory, make_network, make_objective, make_updater
 from qfleet.memory import PrioritizedSampler, Ring

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qfleet.config import Config
-from qfleet.core import Batch, EnvSpec
+from qfleet.core.types import Batch, EnvSpec
 from qfleet.gradients import AutogradGradient, DenseGradient, make_gradient
 from qfleet.makers import make_network, make_objective
 from qfleet.weights import FlatWeights

@@ -16,7 +16,7 @@ from qfleet.accelerator.fused_cnn import fuse
 from qfleet.accelerator.tuning import Choice, apply_choice
 from qfleet.build import build
 from qfleet.config import Config
-from qfleet.core import Batch
+from qfleet.core.types import Batch
 from qfleet.engines.device import run_device
 from qfleet.envs import make_tensors
 from qfleet.envs.device.names import MINATAR_IDS

@@ -9,8 +9,8 @@ import torch
 
 from qfleet import placement
 from qfleet.config import Config
-from qfleet.core import EnvSpec
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
+from qfleet.core.types import EnvSpec
 from qfleet.makers import make_network
 from qfleet.memory import replay_bytes
 from qfleet.memory.sizing import USABLE_PERCENT

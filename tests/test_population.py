@@ -13,10 +13,10 @@ from torch import Tensor
 
 import qfleet
 from qfleet.build import build
-from qfleet.core import Batch, Episode
+from qfleet.core.errors import ConfigError, DivergedError, FaultRateError, QfleetError
+from qfleet.core.types import Batch, Episode
 from qfleet.engines import ENGINES
 from qfleet.envs import make_tensors
-from qfleet.errors import ConfigError, DivergedError, FaultRateError, QfleetError
 from qfleet.evaluation import Evaluation
 from qfleet.memory import Rollout
 from qfleet.parts import Parts

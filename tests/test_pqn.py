@@ -12,9 +12,9 @@ from qfleet.accelerator.preparing import updates_at_once
 from qfleet.accelerator.tuning import copy_state
 from qfleet.build import build
 from qfleet.config import Config
-from qfleet.core import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec, StateDict
+from qfleet.core.errors import ConfigError
+from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec, StateDict
 from qfleet.engines import ENGINES
-from qfleet.errors import ConfigError
 from qfleet.learner import Learner
 from qfleet.loop import rows_per_block
 from qfleet.makers import make_network, make_objective, make_updater

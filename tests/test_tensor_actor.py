@@ -16,13 +16,13 @@ from qfleet.acting import HostInference
 from qfleet.actor import Actor
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.config import Config
-from qfleet.core import FIRST, SKIP, TERMINATED, Block, EnvSpec, Episode
+from qfleet.core.errors import EnvironmentFault
+from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, EnvSpec, Episode
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.names import make_tensor_env
 from qfleet.envs.device.protocol import State, TensorEnv
 from qfleet.envs.device.vector import TensorEnvs
 from qfleet.envs.seeding import env_seeds
-from qfleet.errors import EnvironmentFault
 from qfleet.makers import make_network
 from qfleet.presets import resolve
 from qfleet.telemetry.timers import Timers

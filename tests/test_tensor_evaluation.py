@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from qfleet import evaluation, tensor_evaluation
+from qfleet.core.errors import EnvironmentFault
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.names import make_tensor_env
 from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.device.vector import TensorEnvs
-from qfleet.errors import EnvironmentFault
 from qfleet.evaluation import evaluate_policy
 from qfleet.makers import make_network
 from qfleet.networks import QNetwork

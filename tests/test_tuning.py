@@ -22,7 +22,7 @@ from qfleet.accelerator.tuning import (
     tuning_key,
 )
 from qfleet.config import Config
-from qfleet.core import EnvSpec
+from qfleet.core.types import EnvSpec
 from qfleet.makers import make_network
 from qfleet.torch_settings import TorchSettings
 

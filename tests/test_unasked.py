@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qfleet.config import Config
-from qfleet.core import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
+from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
 from qfleet.learner import Learner
 from qfleet.makers import make_memory, make_network, make_objective, make_updater
 from qfleet.memory import Ring

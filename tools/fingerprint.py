@@ -32,7 +32,7 @@ from qfleet.apex.letters import seal
 from qfleet.apex.messages import News
 from qfleet.apex.shard import ReplayShard
 from qfleet.config import Config
-from qfleet.core import BATCH_FIELDS, FIRST, SKIP, TERMINATED, Block, EnvSpec
+from qfleet.core.types import BATCH_FIELDS, FIRST, SKIP, TERMINATED, Block, EnvSpec
 from qfleet.memory import PrioritizedSampler, Ring, UniformSampler
 from qfleet.parameter_server.server import Server
 from qfleet.parameter_server.shard import Exchange, Push, Stamp

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qfleet.accelerator.fused_radam import on, why_no_kernels
 from qfleet.config import Config
-from qfleet.core import EnvSpec
+from qfleet.core.types import EnvSpec
 from qfleet.networks.heads import QHead
 from qfleet.networks.population import Population
 from qfleet.networks.qnetwork import QNetwork

@@ -21,9 +21,9 @@ from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.graphs import record
 from qfleet.accelerator.streams import stream_of
 from qfleet.algorithms.exploration import sample_actions
-from qfleet.core import Block, EnvSpec
+from qfleet.core.seeding import restore_generator
+from qfleet.core.types import Block, EnvSpec
 from qfleet.networks import QNetwork
-from qfleet.randomness import restore_generator
 
 PACKED_BYTES = 8 + 4 + 1
 """Of a row's action, reward and flags."""

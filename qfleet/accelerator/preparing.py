@@ -19,7 +19,7 @@ from qfleet.accelerator.tuning import (
     tuning_key,
 )
 from qfleet.config import Config
-from qfleet.core import Batch, Block, EnvSpec, Memory
+from qfleet.core.types import Batch, Block, EnvSpec, Memory
 from qfleet.loop import rows_per_block
 from qfleet.parts import Parts
 

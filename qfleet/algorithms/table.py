@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qfleet.errors import UnknownNameError
+from qfleet.core.errors import UnknownNameError
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "dqn": {},

@@ -10,7 +10,7 @@ import numpy as np
 
 from qfleet.apex.account import Account
 from qfleet.cluster import Cluster
-from qfleet.core import Lag
+from qfleet.core.types import Lag
 from qfleet.weights import FlatWeights
 
 INTERVAL_S = 0.2

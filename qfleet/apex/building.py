@@ -24,17 +24,17 @@ from qfleet.cluster import (
     open_cluster,
 )
 from qfleet.config import Config
-from qfleet.core import Clock, EnvSpec
+from qfleet.core.errors import ClusterError, ConfigError
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import Clock, EnvSpec
 from qfleet.envs import make_envs
 from qfleet.envs.seeding import env_seeds
-from qfleet.errors import ClusterError, ConfigError
 from qfleet.learner import Learner
 from qfleet.loop import RateLimiter, rows_per_block
 from qfleet.makers import make_network, make_objective, make_updater
 from qfleet.memory import check_fits
 from qfleet.parts import Parts
 from qfleet.placement import Placement
-from qfleet.randomness import Seeds
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace

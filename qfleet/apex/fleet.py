@@ -21,9 +21,9 @@ from qfleet.apex.messages import Order, Report
 from qfleet.apex.replay import FarBlock
 from qfleet.cluster import RUN_AGAIN, TIMEOUT_S, Cluster
 from qfleet.config import Config
-from qfleet.core import Clock, EnvSpec, Episode, StateDict
+from qfleet.core.errors import ClusterError
+from qfleet.core.types import Clock, EnvSpec, Episode, StateDict
 from qfleet.crew import Crew
-from qfleet.errors import ClusterError
 from qfleet.loop import rows_per_block
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qfleet.core import Block
+from qfleet.core.types import Block
 from qfleet.memory.compression import Compression, load_codec
 
 

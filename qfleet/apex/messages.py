@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.apex.shares import Holding
-from qfleet.core import Episode
+from qfleet.core.types import Episode
 from qfleet.telemetry.trace import SpanRecord
 
 

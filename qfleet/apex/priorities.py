@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from qfleet.algorithms.objective import Objective, Samples
 from qfleet.config import Config
-from qfleet.core import Block, EnvSpec
+from qfleet.core.types import Block, EnvSpec
 from qfleet.memory import Ring, UniformSampler
 from qfleet.networks import QNetwork
 

@@ -21,13 +21,13 @@ from qfleet.apex.letters import Letter, seal
 from qfleet.apex.messages import Order, Report
 from qfleet.apex.priorities import FirstPriorities
 from qfleet.config import Config
+from qfleet.core.seeding import Seeds
+from qfleet.core.signals import shrug_if_unheard
 from qfleet.envs import latency_of, make_envs
 from qfleet.envs.seeding import mix_seeds
 from qfleet.loop import rows_per_block
 from qfleet.makers import make_network, make_objective
-from qfleet.randomness import Seeds
 from qfleet.schedules import own_ladder
-from qfleet.signals import shrug_if_unheard
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
 from qfleet.torch_settings import set_threads

@@ -23,8 +23,8 @@ from qfleet.apex.messages import COLUMNS, Drawn, News
 from qfleet.apex.shares import Holding, allot, relative_rarity, ring_slots, shares_of
 from qfleet.cluster import RUN_AGAIN, TIMEOUT_S, Cluster
 from qfleet.config import Config
-from qfleet.core import Batch, Block, EnvSpec, StateDict
-from qfleet.errors import CheckpointError, ClusterError, MemberLost, QfleetError, ValueLost
+from qfleet.core.errors import CheckpointError, ClusterError, MemberLost, QfleetError, ValueLost
+from qfleet.core.types import Batch, Block, EnvSpec, StateDict
 from qfleet.states import as_arrays, as_tensors
 from qfleet.storage.segments import Segments
 from qfleet.telemetry.faults import FaultLog

@@ -19,10 +19,10 @@ from qfleet.apex.letters import Letter, unseal
 from qfleet.apex.messages import COLUMNS, Answer, Drawn, News, Tally
 from qfleet.apex.shares import Holding, ring_capacity
 from qfleet.config import Config
-from qfleet.core import FIRST, EnvSpec, StateDict
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import FIRST, EnvSpec, StateDict
 from qfleet.envs.seeding import mix_seeds
 from qfleet.memory import PrioritizedSampler, Ring, UniformSampler
-from qfleet.randomness import Seeds
 from qfleet.states import as_arrays, as_tensors
 from qfleet.storage.segments import Segments
 from qfleet.torch_settings import set_threads

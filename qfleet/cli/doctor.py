@@ -43,7 +43,7 @@ class DoctorOptions:
 
 def run(argv: list[str]) -> int:
     options = parse(DoctorOptions, argv, "doctor", description=DESCRIPTION)
-    from qfleet.errors import ConfigError
+    from qfleet.core.errors import ConfigError
 
     if options.seconds <= 0 or not options.envs or min(options.envs) < 1:
         raise ConfigError("--seconds and --envs must be positive")

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from qfleet.cli.parsing import parse
-from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.core.errors import ConfigError, UnknownNameError
 
 HELP = "small experiments to look at: maze, mapreduce, speedup"
 

@@ -12,7 +12,7 @@ import tyro
 from qfleet.address import check_address
 from qfleet.cli.parsing import parse
 from qfleet.cluster import STORE_BYTES, TIMEOUT_S, open_cluster
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.lab.mapreduce import (
     Problem,
     Slowness,

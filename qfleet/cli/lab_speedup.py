@@ -15,7 +15,7 @@ import tyro
 
 from qfleet.cli.parsing import parse
 from qfleet.config import FIELDS, check_fields
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.lab.speedup import (
     HEADER,
     UNMEASURED,

@@ -10,7 +10,7 @@ import os
 import sys
 from importlib.metadata import version
 
-from qfleet.errors import QfleetError, UnknownNameError
+from qfleet.core.errors import QfleetError, UnknownNameError
 
 VERBS = (
     "train", "resume", "scale", "evaluate", "plot", "video", "runs", "profile", "doctor", "lab",

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from qfleet.errors import UserError
+from qfleet.core.errors import UserError
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from qfleet.cli.parsing import parse
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.telemetry.runs import EVAL_RETURN, group_runs, read_run, resolve_run, seed_folders
 
 HELP = "draw the learning curves of one or more runs"

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from qfleet.cli.parsing import parse
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.telemetry.formatting import finite, format_duration, format_rate, format_score
 from qfleet.telemetry.runs import EVAL_RETURN, RunData, find_runs, read_run, run_name
 

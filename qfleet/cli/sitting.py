@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qfleet.cli.parsing import parse_duration
-from qfleet.errors import UserError
+from qfleet.core.errors import UserError
 from qfleet.trust import needs_trust
 
 if TYPE_CHECKING:

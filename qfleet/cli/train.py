@@ -12,7 +12,7 @@ import tyro
 from qfleet.cli.parsing import parse, spell
 from qfleet.cli.sitting import SittingOptions, finish, show
 from qfleet.config import Config, read_fields
-from qfleet.errors import ConfigError, UserError
+from qfleet.core.errors import ConfigError, UserError
 from qfleet.presets import PRESETS, resolve
 from qfleet.trust import check_trust
 from qfleet.validation import validate

@@ -46,7 +46,7 @@ class VideoOptions:
 def run(argv: list[str]) -> int:
     options = parse(VideoOptions, argv, "video", description=DESCRIPTION)
     from qfleet import api
-    from qfleet.errors import ConfigError
+    from qfleet.core.errors import ConfigError
     from qfleet.telemetry.runs import resolve_run
     from qfleet.video import film
 

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 
 
 def load_object(path: str, kind: str) -> Any:

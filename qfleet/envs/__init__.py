@@ -17,7 +17,8 @@ state      the exact state of an environment, for resumes
 from __future__ import annotations
 
 from qfleet.config import Config
-from qfleet.core import VectorEnv
+from qfleet.core.errors import ConfigError
+from qfleet.core.types import VectorEnv
 from qfleet.envs.device.names import is_tensor_env, make_tensor_env
 from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.device.vector import TensorEnvs
@@ -25,7 +26,6 @@ from qfleet.envs.guard import OnFault
 from qfleet.envs.latency import DelayedEnvs, latency_of
 from qfleet.envs.registry import ale_game, close_names, env_kwargs, import_modules, make_single
 from qfleet.envs.registry import has_vector_entry_point as _has_vector_entry_point
-from qfleet.errors import ConfigError
 
 __all__ = [
     "OnFault",

@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.config import Config
-from qfleet.core import EnvSpec, StateDict, Step
+from qfleet.core.errors import CheckpointError, ConfigError, UnknownNameError
+from qfleet.core.types import EnvSpec, StateDict, Step
 from qfleet.envs.guard import one_line
 from qfleet.envs.registry import env_kwargs
 from qfleet.envs.seeding import env_seeds
 from qfleet.envs.spaces import describe
 from qfleet.envs.threads import pool_threads
-from qfleet.errors import CheckpointError, ConfigError, UnknownNameError
 
 _MAX_FRAMES = 108_000
 """Half an hour of play, as in the published results."""

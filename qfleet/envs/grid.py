@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 
 MAZE = """\
 S..#....

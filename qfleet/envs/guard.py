@@ -25,11 +25,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from qfleet.core import EnvSpec, StateDict
+from qfleet.core.errors import EnvironmentFault, UserError
+from qfleet.core.types import EnvSpec, StateDict
 from qfleet.envs.seeding import rebuilt_seed
 from qfleet.envs.spaces import AnyEnv, check_array
 from qfleet.envs.state import load_env, save_env
-from qfleet.errors import EnvironmentFault, UserError
 
 OnFault: TypeAlias = Callable[[str, str], None]
 """Told of every fault: its kind (env_reward, env_observation, env_crash, env_reset), a message."""

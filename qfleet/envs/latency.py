@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.config import Config
-from qfleet.core import StateDict, Step, VectorEnv
+from qfleet.core.types import StateDict, Step, VectorEnv
 
 
 def latency_of(config: Config, worker: int) -> float:

@@ -30,13 +30,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.config import Config
-from qfleet.core import EnvSpec, StateDict, Step
+from qfleet.core.errors import CheckpointError, EnvironmentFault
+from qfleet.core.types import EnvSpec, StateDict, Step
 from qfleet.envs.guard import OnFault, one_line
 from qfleet.envs.registry import make_single, single_spec
 from qfleet.envs.seeding import env_seeds, rebuilt_seed
 from qfleet.envs.state import as_dict
 from qfleet.envs.worker import CLOSE_S, Command, Share, Slab, pack, serve, unpack
-from qfleet.errors import CheckpointError, EnvironmentFault
 
 _BOOT_S = 60.0
 """How long a new process may take to come up; ``env_timeout_s`` is for what the environments do."""

@@ -21,11 +21,11 @@ from gymnasium.spaces import Discrete
 from gymnasium.wrappers import FrameStackObservation, TimeLimit
 
 from qfleet.config import Config
-from qfleet.core import EnvSpec
+from qfleet.core.errors import ConfigError, EnvironmentFault, UnknownNameError
+from qfleet.core.plugins import load_object
+from qfleet.core.types import EnvSpec
 from qfleet.envs.guard import one_line
 from qfleet.envs.spaces import AnyEnv, Canonical, canonical, describe
-from qfleet.errors import ConfigError, EnvironmentFault, UnknownNameError
-from qfleet.plugins import load_object
 
 _LEGACY_ATARI = re.compile(r"(?P<game>[A-Za-z0-9]+?)(?P<suffix>NoFrameskip|Deterministic)?-v[04]")
 

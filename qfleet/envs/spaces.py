@@ -14,8 +14,8 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete, Space
 from numpy.typing import NDArray
 
-from qfleet.core import EnvSpec
-from qfleet.errors import EnvironmentFault, UnsupportedEnvError
+from qfleet.core.errors import EnvironmentFault, UnsupportedEnvError
+from qfleet.core.types import EnvSpec
 
 AnyEnv = gymnasium.Env[Any, Any]
 

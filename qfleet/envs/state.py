@@ -21,9 +21,9 @@ from gymnasium.envs.toy_text.taxi import TaxiEnv
 from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import FrameStackObservation, OrderEnforcing, TimeLimit
 
-from qfleet.core import StateDict
+from qfleet.core.errors import CheckpointError
+from qfleet.core.types import StateDict
 from qfleet.envs.spaces import AnyEnv, Canonical
-from qfleet.errors import CheckpointError
 
 
 @runtime_checkable

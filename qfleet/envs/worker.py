@@ -37,10 +37,10 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.config import Config
-from qfleet.core import EnvSpec
+from qfleet.core.errors import CheckpointError, QfleetError
+from qfleet.core.types import EnvSpec
 from qfleet.envs.guard import GuardedEnv, one_line
 from qfleet.envs.registry import make_single
-from qfleet.errors import CheckpointError, QfleetError
 
 
 class Command:

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 
 Floats = NDArray[np.float64]
 FLOAT_BYTES = np.dtype(np.float64).itemsize

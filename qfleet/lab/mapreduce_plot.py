@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.lab.mapreduce import Problem
 from qfleet.lab.mapreduce_ray import Descent
 from qfleet.telemetry.plots import FORMATS, PALETTE, TEXT_COLOUR, _clean

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from qfleet.cluster import Cluster
-from qfleet.errors import DivergedError
+from qfleet.core.errors import DivergedError
 from qfleet.lab.mapreduce import (
     Floats,
     Problem,

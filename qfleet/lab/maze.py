@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.algorithms.tabular import QTable
+from qfleet.core.errors import ConfigError
 from qfleet.envs.grid import ACTIONS, GOAL_REWARD, MOVES, STEP_REWARD, Maze
-from qfleet.errors import ConfigError
 
 _MAX_STEPS_PER_CELL = 50
 """Truncates a walk that gets nowhere; a random walk needs far fewer to cover a maze."""

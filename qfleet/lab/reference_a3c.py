@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from qfleet.config import Config
-from qfleet.core import EnvSpec
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import EnvSpec
 from qfleet.envs.seeding import env_seeds
 from qfleet.lab.reference_pqn import Row
 from qfleet.networks import build_network
-from qfleet.randomness import Seeds
 
 
 def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from qfleet.acting import make_greedy
 from qfleet.config import Config
-from qfleet.core import EnvSpec
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import EnvSpec
 from qfleet.envs.seeding import env_seeds
 from qfleet.networks import build_network
-from qfleet.randomness import Seeds
 from qfleet.updaters.optimisers import VECTOR_FLOATS
 
 

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qfleet.config import Config
-from qfleet.core import EnvSpec
-from qfleet.envs.device.random import draw_bits, first_counters, next_counters
+from qfleet.core.counter_rng import draw_bits, first_counters, next_counters
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import EnvSpec
 from qfleet.envs.seeding import env_seeds
 from qfleet.networks import build_network
-from qfleet.randomness import Seeds
 
 
 @dataclass

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.telemetry.formatting import finite
 from qfleet.telemetry.timers import KINDS
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.lab.speedup import Point
 from qfleet.telemetry.plots import FORMATS, MUTED_COLOUR, PALETTE, TEXT_COLOUR, _clean
 

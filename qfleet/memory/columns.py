@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qfleet.core import EnvSpec
-from qfleet.errors import ConfigError, MemoryRefusedError
+from qfleet.core.errors import ConfigError, MemoryRefusedError
+from qfleet.core.types import EnvSpec
 from qfleet.memory.compression import CompressedFrames, Compression, compressed_bytes
 from qfleet.storage.rundir import RunLock
 

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qfleet.core import EnvSpec
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
+from qfleet.core.types import EnvSpec
 
 Compression: TypeAlias = Literal["none", "lz4"]
 """How a ring keeps its frames."""

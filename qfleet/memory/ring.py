@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
-from qfleet.core import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, StateDict
-from qfleet.errors import CheckpointError, ConfigError
+from qfleet.core.errors import CheckpointError, ConfigError
+from qfleet.core.types import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, StateDict
 from qfleet.memory.columns import allocate, lock_directory
 from qfleet.memory.compression import Compression, check_compressible
 from qfleet.memory.samplers import Sampler, Window, ring_segments

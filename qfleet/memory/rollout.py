@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
-from qfleet.core import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, StateDict
-from qfleet.envs.device.random import draw_bits, first_counters, next_counters
-from qfleet.errors import CheckpointError
+from qfleet.core.counter_rng import draw_bits, first_counters, next_counters
+from qfleet.core.errors import CheckpointError
+from qfleet.core.types import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, StateDict
 from qfleet.memory.ring import check_shape
 
 VALUED_BYTES = 64 * 2**20

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
-from qfleet.core import SKIP, StateDict
-from qfleet.randomness import restore_generator
+from qfleet.core.seeding import restore_generator
+from qfleet.core.types import SKIP, StateDict
 
 
 class Window(NamedTuple):

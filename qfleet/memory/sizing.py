@@ -11,8 +11,8 @@ import shutil
 import sys
 from pathlib import Path, PurePosixPath
 
-from qfleet.core import EnvSpec
-from qfleet.errors import MemoryRefusedError
+from qfleet.core.errors import MemoryRefusedError
+from qfleet.core.types import EnvSpec
 from qfleet.memory.columns import column_bytes, column_layout, column_path
 from qfleet.memory.compression import Compression
 from qfleet.memory.samplers import prioritized_bytes

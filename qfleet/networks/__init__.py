@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from qfleet.config import Config
-from qfleet.core import EnvSpec
-from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.core.errors import ConfigError, UnknownNameError
+from qfleet.core.plugins import load_object
+from qfleet.core.types import EnvSpec
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import MLP, ImpalaResNet, MinAtarCNN, NatureCNN, is_nature_image
-from qfleet.plugins import load_object
 
 __all__ = ["QNetwork", "build_network"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.networks.plainly import plainly
 from qfleet.networks.qnetwork import QNetwork
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qfleet.core import EnvSpec
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
+from qfleet.core.types import EnvSpec
 from qfleet.networks.fused import Dense
 from qfleet.networks.plainly import is_plain
 

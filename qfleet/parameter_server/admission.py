@@ -34,8 +34,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qfleet.core import StateDict
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
+from qfleet.core.types import StateDict
 
 LATE = "late"
 TOO_OLD = "too-old"

@@ -13,7 +13,8 @@ import torch
 from qfleet.accelerator.compiling import Compilable
 from qfleet.cluster import LEAST_BYTES_WITH_TORCH, check_memory
 from qfleet.config import Config
-from qfleet.core import Batch, Block, Clock, EnvSpec, StateDict
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import Batch, Block, Clock, EnvSpec, StateDict
 from qfleet.envs import make_envs
 from qfleet.learner import Learner
 from qfleet.loop import RateLimiter
@@ -22,7 +23,6 @@ from qfleet.memory import check_fits
 from qfleet.parameter_server.fleet import Fleet
 from qfleet.parts import Parts
 from qfleet.placement import Placement
-from qfleet.randomness import Seeds
 from qfleet.scaling import several
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers

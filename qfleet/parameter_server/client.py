@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from qfleet.cluster import Cluster
-from qfleet.errors import MemberLost, MemberSilent
+from qfleet.core.errors import MemberLost, MemberSilent
 from qfleet.parameter_server.compression import Codec, decode
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.server import Answer, answer_from_plain

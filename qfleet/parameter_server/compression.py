@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 
 
 class Packed(NamedTuple):

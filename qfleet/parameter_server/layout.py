@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 
 
 def cut(size: int, shards: int) -> list[slice]:

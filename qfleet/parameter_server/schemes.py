@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qfleet.core import StateDict
+from qfleet.core.types import StateDict
 from qfleet.updaters.optimisers import Rate
 
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qfleet.config import Config
-from qfleet.core import StateDict
-from qfleet.errors import GivenUp
+from qfleet.core.errors import GivenUp
+from qfleet.core.types import StateDict
 from qfleet.parameter_server.admission import (
     Admission,
     AgeLimit,

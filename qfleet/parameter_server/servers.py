@@ -19,8 +19,8 @@ from torch import Tensor
 
 from qfleet.cluster import TIMEOUT_S, Cluster
 from qfleet.config import Config
-from qfleet.core import StateDict
-from qfleet.errors import ClusterError, MemberLost, QfleetError
+from qfleet.core.errors import ClusterError, MemberLost, QfleetError
+from qfleet.core.types import StateDict
 from qfleet.parameter_server.compression import decode
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.ledger import Ledger

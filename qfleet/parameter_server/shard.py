@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qfleet.core import StateDict
-from qfleet.errors import CheckpointError, ProtocolError
+from qfleet.core.errors import CheckpointError, ProtocolError
+from qfleet.core.types import StateDict
 from qfleet.parameter_server.admission import Admission, Arrival, Decision, Moment
 from qfleet.parameter_server.compression import Codec, Sent, bytes_of, decode
 from qfleet.parameter_server.schemes import elastic_difference

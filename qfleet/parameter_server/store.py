@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qfleet.cluster import Cluster
 from qfleet.config import Config
-from qfleet.errors import ClusterError
+from qfleet.core.errors import ClusterError
 from qfleet.parameter_server.server import make_shard_optimiser
 
 SNAPSHOTS = 3

@@ -18,9 +18,9 @@ from typing import Any
 
 from qfleet.cluster import RUN_AGAIN, TIMEOUT_S, Cluster
 from qfleet.config import Config
-from qfleet.core import Episode
+from qfleet.core.errors import ClusterError
+from qfleet.core.types import Episode
 from qfleet.crew import Crew
-from qfleet.errors import ClusterError
 from qfleet.parameter_server.servers import LOOK_S, MOST_LOSSES, ServerRow
 from qfleet.parameter_server.worker import RemoteWorker, Report, Told
 from qfleet.telemetry.faults import FaultLog

@@ -12,7 +12,7 @@ from typing import Any
 
 from qfleet.algorithms.table import ALIASES, algorithm_switches
 from qfleet.config import Config, check_fields
-from qfleet.errors import UnknownNameError
+from qfleet.core.errors import UnknownNameError
 from qfleet.presets import recipes
 
 PRESETS: dict[str, Callable[[], Config]] = {

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from qfleet.errors import CheckpointError
+from qfleet.core.errors import CheckpointError
 
 _DTYPE_NAMES = {
     torch.float64: "F64",

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from qfleet.errors import ConfigError, RunBusyError
+from qfleet.core.errors import ConfigError, RunBusyError
 from qfleet.storage import files
 from qfleet.storage.vacancy import check_vacant
 

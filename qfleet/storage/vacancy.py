@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.storage.checkpoint import has_checkpoint
 
 CONFIG, METRICS, RESULT = "config.json", "metrics.jsonl", "result.json"

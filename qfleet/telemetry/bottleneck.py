@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.telemetry.formatting import format_rate, format_steps
 
 Stage: TypeAlias = Literal["env", "inference", "learner"]

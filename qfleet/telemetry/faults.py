@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from qfleet.errors import FaultRateError
+from qfleet.core.errors import FaultRateError
 
 NOTICE_INTERVAL_S = 10.0
 KEPT_MESSAGES = 5

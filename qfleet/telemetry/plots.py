@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.telemetry.aggregate import aggregate_curves
 from qfleet.telemetry.formatting import format_steps
 from qfleet.telemetry.runs import EVAL_RETURN, ROLLOUT_RETURN, RunData

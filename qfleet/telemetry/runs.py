@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.telemetry.formatting import finite
 
 ROLLOUT_RETURN = "rollout/ep_rew_mean"

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 
 SpanRecord: TypeAlias = tuple[str, float, float]
 """Stage, start and end, in seconds of ``time.perf_counter``. A plain tuple, because the garbage

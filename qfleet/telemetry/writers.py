@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.telemetry.formatting import finite
 
 METRICS_FILE = "metrics.jsonl"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.fused_radam import FusedRAdam, why_no_kernels
-from qfleet.core import StateDict
+from qfleet.core.types import StateDict
 from qfleet.updaters.optimisers import RAdam
 from qfleet.weights import FlatWeights
 

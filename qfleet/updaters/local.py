@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
-from qfleet.core import StateDict
+from qfleet.core.types import StateDict
 from qfleet.updaters.optimisers import FlatOptimiser
 from qfleet.weights import FlatWeights
 

@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from qfleet.core import StateDict
+from qfleet.core.types import StateDict
 
 Rate: TypeAlias = float | Tensor
 

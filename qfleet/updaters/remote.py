@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
 from qfleet.config import Config
-from qfleet.core import StateDict
+from qfleet.core.types import StateDict
 from qfleet.parameter_server.client import Servers
 from qfleet.parameter_server.clipping import clip
 from qfleet.parameter_server.compression import Cast, Codec, TopK

@@ -20,9 +20,9 @@ from qfleet.apex.broadcast import INTERVAL_S, Broadcast
 from qfleet.apex.replay import ShardedReplay
 from qfleet.build import build
 from qfleet.config import Config
-from qfleet.core import Clock, StateDict
+from qfleet.core.errors import CheckpointError, ClusterError, ConfigError
+from qfleet.core.types import Clock, StateDict
 from qfleet.engines import ENGINES
-from qfleet.errors import CheckpointError, ClusterError, ConfigError
 from qfleet.loop import RateLimiter
 from qfleet.memory import ring
 from qfleet.parts import Parts

@@ -14,7 +14,7 @@ from qfleet.apex.replay import FarBlock, ShardedReplay
 from qfleet.apex.shard import ReplayShard
 from qfleet.apex.shares import Holding, allot, relative_rarity, shares_of
 from qfleet.config import Config
-from qfleet.core import SKIP
+from qfleet.core.types import SKIP
 from qfleet.memory import PrioritizedSampler, Ring
 from qfleet.telemetry.faults import FaultLog
 from support.in_process_cluster import SPEC, OneProcess, pinned, random_block, small

@@ -13,7 +13,7 @@ import pytest
 
 from qfleet.cli import lab, lab_mapreduce
 from qfleet.cluster import Cluster, open_cluster
-from qfleet.errors import ClusterError, ConfigError
+from qfleet.core.errors import ClusterError, ConfigError
 from qfleet.telemetry.timers import KINDS
 from support.clusters import needs_ray
 from support.messages import holds, says

@@ -11,7 +11,7 @@ import pytest
 
 from qfleet.cli import lab, lab_speedup
 from qfleet.config import Config
-from qfleet.errors import ClusterError, ConfigError, UnknownNameError
+from qfleet.core.errors import ClusterError, ConfigError, UnknownNameError
 from qfleet.presets import resolve
 from qfleet.validation import validate
 from support.messages import says

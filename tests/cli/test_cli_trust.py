@@ -18,7 +18,7 @@ from qfleet import api
 from qfleet import cluster as clusters
 from qfleet.cli.main import main
 from qfleet.config import Config
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.trust import check_trust, needs_trust
 

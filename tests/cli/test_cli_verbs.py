@@ -177,7 +177,7 @@ def test_a_mistake_is_answered_by_one_line(line: str, words: str, shell: Shell) 
 
 
 def test_debug_shows_the_traceback(shell: Shell) -> None:
-    from qfleet.errors import UnknownNameError
+    from qfleet.core.errors import UnknownNameError
 
     with pytest.raises(UnknownNameError):
         shell("train", "CartPole-v1", "--algo", "dqnn", "--debug")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qfleet.config import Config
-from qfleet.core import VectorEnv
+from qfleet.core.types import VectorEnv
 from qfleet.envs import make_envs
 from support.scripted_envs import Faults
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from qfleet.config import Config
-from qfleet.core import Step, VectorEnv
+from qfleet.core.errors import CheckpointError, ConfigError, UnknownNameError
+from qfleet.core.types import Step, VectorEnv
 from qfleet.envs.atari import AtariEnvs
 from qfleet.envs.envpool import EnvPoolEnvs
-from qfleet.errors import CheckpointError, ConfigError, UnknownNameError
 from support.messages import says
 
 needs_envpool = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import pytest
 
 from qfleet.build import build
 from qfleet.config import Config
-from qfleet.core import VectorEnv
+from qfleet.core.types import VectorEnv
 from qfleet.engines import ENGINES
 from qfleet.envs import latency_of, make_envs
 from qfleet.envs.latency import DelayedEnvs

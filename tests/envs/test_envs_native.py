@@ -11,8 +11,8 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv, CartPoleVectorE
 from gymnasium.vector import AutoresetMode
 
 from qfleet.config import Config
+from qfleet.core.errors import ConfigError, EnvironmentFault
 from qfleet.envs.native import NativeEnvs
-from qfleet.errors import ConfigError, EnvironmentFault
 from support.messages import says
 
 

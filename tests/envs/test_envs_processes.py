@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from qfleet.config import Config
-from qfleet.core import Step, VectorEnv
+from qfleet.core.errors import CheckpointError, EnvironmentFault
+from qfleet.core.types import Step, VectorEnv
 from qfleet.envs import make_envs, make_single, processes
 from qfleet.envs.processes import ProcessEnvs
 from qfleet.envs.seeding import env_seeds, rebuilt_seed
 from qfleet.envs.sync import SyncEnvs
 from qfleet.envs.worker import pack, unpack
-from qfleet.errors import CheckpointError, EnvironmentFault
 from support.messages import holds, says
 from support.processes import is_alive, needs_proc, python, start
 from support.scripted_envs import Faults, faulty, scripted

@@ -8,8 +8,8 @@ import gymnasium
 import pytest
 
 from qfleet.config import Config
+from qfleet.core.errors import ConfigError, QfleetError, UnknownNameError, UnsupportedEnvError
 from qfleet.envs import ale_game, close_names, make_envs, make_single
-from qfleet.errors import ConfigError, QfleetError, UnknownNameError, UnsupportedEnvError
 from support.messages import says
 from support.scripted_envs import Faults, scripted
 

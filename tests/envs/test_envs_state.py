@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from qfleet.config import Config
-from qfleet.core import VectorEnv
+from qfleet.core.errors import CheckpointError
+from qfleet.core.types import VectorEnv
 from qfleet.envs import make_envs, make_single
 from qfleet.envs.state import load_env, save_env
-from qfleet.errors import CheckpointError
 from support.scripted_envs import Faults, scripted
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from qfleet.config import Config
-from qfleet.core import Step
+from qfleet.core.errors import EnvironmentFault
+from qfleet.core.types import Step
 from qfleet.envs import make_envs
 from qfleet.envs.native import NativeEnvs
 from qfleet.envs.seeding import env_seeds, rebuilt_seed
 from qfleet.envs.sync import SyncEnvs
-from qfleet.errors import EnvironmentFault
 from support.messages import says
 from support.scripted_envs import Faults, scripted
 

@@ -17,9 +17,9 @@ import qfleet
 from qfleet import placement, stages
 from qfleet.build import build
 from qfleet.config import Config
-from qfleet.core import FIRST, SKIP
+from qfleet.core.errors import CheckpointError
+from qfleet.core.types import FIRST, SKIP
 from qfleet.engines import ENGINES
-from qfleet.errors import CheckpointError
 from qfleet.learner import Learner
 from qfleet.parts import Parts
 from qfleet.run import Sitting

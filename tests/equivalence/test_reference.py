@@ -7,7 +7,7 @@ import torch
 
 from qfleet.build import build
 from qfleet.config import Config
-from qfleet.core import Episode
+from qfleet.core.types import Episode
 from qfleet.engines.serial import run_serial
 from qfleet.lab.reference_dqn import train_reference
 from qfleet.telemetry.faults import FaultLog

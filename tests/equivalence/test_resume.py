@@ -14,7 +14,7 @@ import torch
 
 import qfleet
 from qfleet.config import Config
-from qfleet.core import FIRST, SKIP
+from qfleet.core.types import FIRST, SKIP
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from support.runs import STEPS, assert_same_run, configure, final_state, resume, train

@@ -14,7 +14,7 @@ from qfleet.apex import building
 from qfleet.build import build
 from qfleet.cluster import open_cluster
 from qfleet.config import Config
-from qfleet.errors import ClusterError
+from qfleet.core.errors import ClusterError
 from qfleet.storage.checkpoint import list_checkpoints
 from qfleet.telemetry.faults import FaultLog
 from support.clusters import RAY_MARKS

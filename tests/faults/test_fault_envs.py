@@ -12,7 +12,7 @@ import torch
 
 import qfleet
 from qfleet.algorithms.tabular import solve_q
-from qfleet.errors import (
+from qfleet.core.errors import (
     EnvironmentFault,
     FaultRateError,
     MemoryRefusedError,

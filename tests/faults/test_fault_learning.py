@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import qfleet
-from qfleet.core import Batch
-from qfleet.errors import DivergedError, FaultRateError
+from qfleet.core.errors import DivergedError, FaultRateError
+from qfleet.core.types import Batch
 from qfleet.memory import Ring
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint

@@ -18,8 +18,8 @@ import pytest
 
 import qfleet
 from qfleet import placement
-from qfleet.core import FIRST, SKIP
-from qfleet.errors import EnvironmentFault, FaultRateError
+from qfleet.core.errors import EnvironmentFault, FaultRateError
+from qfleet.core.types import FIRST, SKIP
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from support.faulty_envs import TINY, FaultyEnv, faulty, result_of

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import qfleet
-from qfleet.core import FIRST, SKIP
-from qfleet.errors import EnvironmentFault
+from qfleet.core.errors import EnvironmentFault
+from qfleet.core.types import FIRST, SKIP
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import load_checkpoint
 from support.faulty_envs import TINY, FaultyEnv, result_of

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import qfleet
-from qfleet import signals
+from qfleet.core import signals
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints
 from support.faulty_envs import result_of

@@ -14,7 +14,7 @@ import pytest
 
 import qfleet
 from qfleet.cli.main import main
-from qfleet.errors import CheckpointError, ClusterError, ConfigError, RunBusyError, UserError
+from qfleet.core.errors import CheckpointError, ClusterError, ConfigError, RunBusyError, UserError
 from qfleet.run import Run, Sitting
 from qfleet.storage import files
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint

@@ -19,7 +19,7 @@ import torch
 import qfleet
 from qfleet.cluster import open_cluster
 from qfleet.config import Config
-from qfleet.errors import ClusterError, StoreFullError
+from qfleet.core.errors import ClusterError, StoreFullError
 from qfleet.parameter_server import fleet
 from qfleet.parameter_server.server import Server
 from qfleet.parameter_server.shard import Exchange, Push

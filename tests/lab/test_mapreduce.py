@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.lab.mapreduce import (
     Problem,
     Slowness,

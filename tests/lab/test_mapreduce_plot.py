@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.lab.mapreduce import descend, make_problem
 from qfleet.lab.mapreduce_plot import draw_descent
 from qfleet.lab.mapreduce_ray import Descent, Mode, Span

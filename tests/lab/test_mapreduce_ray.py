@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from qfleet.cluster import Cluster, open_cluster
-from qfleet.errors import ClusterError, ConfigError, DivergedError
+from qfleet.core.errors import ClusterError, ConfigError, DivergedError
 from qfleet.lab.mapreduce import (
     Slowness,
     broadcast_bytes,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from qfleet.cli import lab
+from qfleet.core.errors import ConfigError, UnknownNameError, UserError
 from qfleet.envs.grid import ACTIONS, MAZE, Maze
-from qfleet.errors import ConfigError, UnknownNameError, UserError
 from qfleet.lab.maze import draw_maze, learn_maze, path_art
 from support.messages import says
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qfleet.config import Config
-from qfleet.core import FIRST, Block, EnvSpec
+from qfleet.core.errors import ConfigError
+from qfleet.core.types import FIRST, Block, EnvSpec
 from qfleet.envs import make_envs
-from qfleet.errors import ConfigError
 from qfleet.memory import Ring, Sampler, replay_bytes
 from qfleet.memory.compression import Compression
 from qfleet.storage.checkpoint import load_checkpoint, save_checkpoint

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qfleet.core import FIRST, SKIP
+from qfleet.core.types import FIRST, SKIP
 from qfleet.memory import PrioritizedSampler
 from qfleet.memory.samplers import BLOCK, Window
 

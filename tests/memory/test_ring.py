@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from qfleet.core import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, Memory
-from qfleet.errors import CheckpointError, ConfigError, MemoryRefusedError, RunBusyError
+from qfleet.core.errors import CheckpointError, ConfigError, MemoryRefusedError, RunBusyError
+from qfleet.core.types import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, Memory
 from qfleet.memory import Ring
 from qfleet.storage.segments import Segments
 from support.episode_model import FAULT, LIFE_LOST, PLAIN, Plan, lay_out

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qfleet.core import Batch
+from qfleet.core.types import Batch
 from qfleet.memory import Ring, Sampler
 from support.episode_model import transition
 from support.ring_cases import Case, assert_equal, cases, prioritized, uniform

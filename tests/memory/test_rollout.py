@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qfleet.core import FIRST, SKIP, Batch, Block
-from qfleet.errors import CheckpointError
+from qfleet.core.errors import CheckpointError
+from qfleet.core.types import FIRST, SKIP, Batch, Block
 from qfleet.memory import Rollout
 from support.episode_model import (
     FAULT,

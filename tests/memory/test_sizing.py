@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qfleet.core import EnvSpec
-from qfleet.errors import MemoryRefusedError
+from qfleet.core.errors import MemoryRefusedError
+from qfleet.core.types import EnvSpec
 from qfleet.memory import (
     PrioritizedSampler,
     Ring,

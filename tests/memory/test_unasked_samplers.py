@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qfleet.core import FIRST, SKIP
+from qfleet.core.types import FIRST, SKIP
 from qfleet.memory import PrioritizedSampler, UniformSampler
 from qfleet.memory.samplers import BLOCK, Window
 from support.listener import Listener

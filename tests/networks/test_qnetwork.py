@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn, tensor
 
 from qfleet.config import Config
-from qfleet.core import EnvSpec
-from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.core.errors import ConfigError, UnknownNameError
+from qfleet.core.plugins import load_object
+from qfleet.core.types import EnvSpec
 from qfleet.networks import QNetwork, build_network
 from qfleet.networks.heads import ImplicitQuantileHead, QHead, Style, combine_streams
 from qfleet.networks.torsos import MLP, NatureCNN
-from qfleet.plugins import load_object
 from support.messages import says
 
 VECTOR = EnvSpec("vector", (4,), "float32", 3)

@@ -7,8 +7,8 @@ import torch
 from torch import tensor
 
 from qfleet.config import Config
-from qfleet.core import EnvSpec
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
+from qfleet.core.types import EnvSpec
 from qfleet.networks import build_network
 from qfleet.networks.torsos import MLP, NORM_EPS, ImpalaResNet, MinAtarCNN, NatureCNN
 from support.messages import says

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.parameter_server.admission import (
     Admission,
     AgeLimit,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.parameter_server.clipping import clip
 from qfleet.parameter_server.layout import cut
 from support.messages import says

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.parameter_server.admission import Async
 from qfleet.parameter_server.compression import Cast, Codec, TopK, bytes_of, decode
 from support.messages import says

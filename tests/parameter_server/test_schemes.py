@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qfleet.config import Config
-from qfleet.core import StateDict
+from qfleet.core.types import StateDict
 from qfleet.parameter_server.client import DirectLine, Servers
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.schemes import Nesterov

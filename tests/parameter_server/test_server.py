@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qfleet.config import Config
-from qfleet.errors import GivenUp
+from qfleet.core.errors import GivenUp
 from qfleet.parameter_server.compression import Cast, TopK, decode
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.server import (

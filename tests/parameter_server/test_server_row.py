@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qfleet.config import Config
-from qfleet.errors import ClusterError, MemberLost
+from qfleet.core.errors import ClusterError, MemberLost
 from qfleet.parameter_server import servers
 from qfleet.parameter_server.server import Server
 from qfleet.parameter_server.servers import ServerRow

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qfleet.core import StateDict
-from qfleet.errors import CheckpointError, ProtocolError
+from qfleet.core.errors import CheckpointError, ProtocolError
+from qfleet.core.types import StateDict
 from qfleet.parameter_server.admission import (
     Admission,
     AgeLimit,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from qfleet.config import Config
-from qfleet.errors import MemberLost
+from qfleet.core.errors import MemberLost
 from qfleet.parameter_server.admission import BoundedStaleness, Sync
 from qfleet.parameter_server.client import DirectLine, Servers, ServersLost
 from qfleet.parameter_server.server import Server

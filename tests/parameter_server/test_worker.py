@@ -14,8 +14,8 @@ from torch import Tensor
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.build import build
 from qfleet.config import Config
+from qfleet.core.errors import MemberSilent
 from qfleet.engines.serial import run_serial
-from qfleet.errors import MemberSilent
 from qfleet.parameter_server.client import TRIES, DirectLine, ServersLost
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.ledger import Ledger

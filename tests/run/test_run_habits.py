@@ -14,7 +14,7 @@ import qfleet
 from qfleet.build import build
 from qfleet.cli.main import main
 from qfleet.config import Config
-from qfleet.errors import ConfigError, RunBusyError
+from qfleet.core.errors import ConfigError, RunBusyError
 from qfleet.networks.torsos import NatureCNN
 from qfleet.run import Run, Sitting
 from qfleet.storage.rundir import RunLock
@@ -174,7 +174,7 @@ def test_frames_with_channels_are_stacked_into_an_image(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_compiling_switches_the_hand_written_shortcuts_off() -> None:
-    from qfleet.core import EnvSpec
+    from qfleet.core.types import EnvSpec
     from qfleet.makers import make_network
 
     spec = EnvSpec("x", (4,), "float32", 2)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import qfleet
-from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from support.configs import tiny_fields
@@ -245,7 +245,7 @@ def test_an_observation_of_another_shape_is_refused(trained: qfleet.Trained) -> 
 
 def test_a_policy_read_back_is_the_one_that_was_evaluated(trained: qfleet.Trained) -> None:
     """The best one, in envs of the run's own seeds, earns what the run says it earned."""
-    from qfleet.randomness import Seeds
+    from qfleet.core.seeding import Seeds
 
     policy = trained.policy("best")
     evaluation = policy.evaluate(2, Seeds.of(trained.config.seed).eval_envs)

@@ -13,7 +13,7 @@ import qfleet
 from qfleet import scaling
 from qfleet.cli.main import main
 from qfleet.config import Config
-from qfleet.errors import ConfigError, UserError
+from qfleet.core.errors import ConfigError, UserError
 from qfleet.storage.rundir import RunLock, is_locked
 from support.messages import says
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from qfleet.errors import CheckpointError, ConfigError
+from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.storage import files
 from qfleet.storage.checkpoint import (
     diff_meta,

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from qfleet.errors import CheckpointError
+from qfleet.core.errors import CheckpointError
 from qfleet.storage import files
 from qfleet.storage.checkpoint import (
     list_checkpoints,

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qfleet.errors import ConfigError, RunBusyError
+from qfleet.core.errors import ConfigError, RunBusyError
 from qfleet.storage import files
 from qfleet.storage.rundir import (
     RunLock,

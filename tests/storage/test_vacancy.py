@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.storage.vacancy import came_to_nothing, check_vacant, how_to_start_anew
 from support.messages import says
 

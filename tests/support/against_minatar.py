@@ -14,9 +14,9 @@ import torch
 from minatar import Environment
 from torch import Tensor
 
+from qfleet.core.counter_rng import draw_below, draw_uniform
 from qfleet.envs.device.minatar.game import STICKY_LANE, MinAtar
 from qfleet.envs.device.protocol import begin_episodes, step_episodes
-from qfleet.envs.device.random import draw_below, draw_uniform
 
 
 class Draws:

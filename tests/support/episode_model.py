@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from qfleet.core import FIRST, SKIP, TERMINATED, Block, EnvSpec
+from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, EnvSpec
 
 PLAIN, LIFE_LOST, FAULT = "plain", "life lost", "fault"
 GAMMA = 0.5

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from qfleet.config import Config
-from qfleet.core import FIRST, SKIP, Block, EnvSpec
-from qfleet.errors import ClusterError, MemberLost, ValueLost
+from qfleet.core.errors import ClusterError, MemberLost, ValueLost
+from qfleet.core.types import FIRST, SKIP, Block, EnvSpec
 from support.configs import tiny_config
 
 SPEC = EnvSpec("Test-v0", (2,), "float32", 3)

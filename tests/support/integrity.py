@@ -12,7 +12,7 @@ import torch
 
 from qfleet.build import build
 from qfleet.config import Config
-from qfleet.core import FIRST, SKIP
+from qfleet.core.types import FIRST, SKIP
 from qfleet.engines import ENGINES
 from qfleet.envs import make_envs
 from qfleet.memory import Ring

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
-from qfleet.core import BATCH_FIELDS, Batch
+from qfleet.core.types import BATCH_FIELDS, Batch
 from qfleet.memory import PrioritizedSampler, Ring, Sampler, UniformSampler
 from support.episode_model import (
     FAULT,

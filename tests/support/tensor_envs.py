@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qfleet.core import EnvSpec
+from qfleet.core.types import EnvSpec
 from qfleet.envs.device.protocol import Outcome, State, TensorEnv
 from qfleet.envs.seeding import env_seeds
 from qfleet.evaluation import Evaluation

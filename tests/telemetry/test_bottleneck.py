@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.telemetry.bottleneck import (
     OVERHEAD_BELOW,
     Diagnosis,

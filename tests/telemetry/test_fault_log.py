@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from qfleet.errors import FaultRateError
+from qfleet.core.errors import FaultRateError
 from qfleet.telemetry.faults import KEPT_MESSAGES, FaultLog
 
 

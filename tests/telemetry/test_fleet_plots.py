@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.telemetry.fleet_plots import TAIL, draw_fleet
 from qfleet.telemetry.timeline import KIND_COLOURS
 from qfleet.telemetry.timers import KINDS

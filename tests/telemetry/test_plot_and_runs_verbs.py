@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qfleet.cli import plot, runs
-from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.core.errors import ConfigError, UnknownNameError
 from support.messages import says
 from support.synthetic_runs import curve, write_run
 

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.telemetry.plots import learning_curve
 from qfleet.telemetry.runs import RunData, read_run
 from support.messages import says

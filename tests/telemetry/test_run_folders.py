@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qfleet.errors import ConfigError, UnknownNameError
+from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.telemetry.runs import find_runs, group_runs, read_run, resolve_run
 from support.messages import says
 from support.synthetic_runs import EVAL, curve, write_run

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.telemetry.trace import PID, Trace, merge_lanes, write_chrome_trace
 from support.messages import says
 from support.waiting import PHASE_S, deadline

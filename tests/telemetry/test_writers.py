@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qfleet.errors import ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.telemetry.writers import Writers
 from support.messages import says
 

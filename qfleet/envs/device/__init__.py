@@ -8,7 +8,7 @@ minatar    five games on a board of 10×10
 cartpole, acrobot, mountaincar, maze
 """
 
+from qfleet.core.counter_rng import draw_below, draw_uniform
 from qfleet.envs.device.protocol import Outcome, State, TensorEnv
-from qfleet.envs.device.random import draw_below, draw_uniform
 
 __all__ = ["Outcome", "State", "TensorEnv", "draw_below", "draw_uniform"]

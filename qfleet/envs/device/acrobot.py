@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from qfleet.core import EnvSpec
+from qfleet.core.counter_rng import draw_uniform
+from qfleet.core.types import EnvSpec
 from qfleet.envs.device.protocol import Outcome, State, TensorEnv
-from qfleet.envs.device.random import draw_uniform
 
 # Both links are alike; CENTRE is how far from its joint a link's mass is thought to sit.
 GRAVITY, MASS, LENGTH, CENTRE, INERTIA, TIME_STEP = 9.8, 1.0, 1.0, 0.5, 1.0, 0.2

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from qfleet.core import EnvSpec
+from qfleet.core.counter_rng import draw_uniform
+from qfleet.core.types import EnvSpec
 from qfleet.envs.device.protocol import Outcome, State, TensorEnv
-from qfleet.envs.device.random import draw_uniform
 
 GRAVITY, CART_MASS, POLE_MASS, HALF_LENGTH, FORCE, TIME_STEP = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02
 FARTHEST, STEEPEST = 2.4, 12 * math.pi / 180

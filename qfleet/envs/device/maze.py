@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qfleet.core import EnvSpec
+from qfleet.core.types import EnvSpec
 from qfleet.envs import grid as grids
 from qfleet.envs.device.protocol import Outcome, State, TensorEnv
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qfleet.core import EnvSpec
+from qfleet.core.counter_rng import draw_uniform
+from qfleet.core.types import EnvSpec
 from qfleet.envs.device.protocol import Outcome, State, TensorEnv
-from qfleet.envs.device.random import draw_uniform
 
 FORCE, GRAVITY, FASTEST = 0.001, 0.0025, 0.07
 LEFTMOST, RIGHTMOST, GOAL = -1.2, 0.6, 0.5

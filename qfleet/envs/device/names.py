@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from qfleet.config import Config
+from qfleet.core.errors import ConfigError, UnknownNameError
+from qfleet.core.plugins import load_object
 from qfleet.envs.device.acrobot import Acrobot
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.minatar.asterix import Asterix
@@ -20,8 +22,6 @@ from qfleet.envs.device.minatar.space_invaders import SpaceInvaders
 from qfleet.envs.device.mountaincar import MountainCar
 from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.guard import one_line
-from qfleet.errors import ConfigError, UnknownNameError
-from qfleet.plugins import load_object
 
 _RAMPING: dict[str, Callable[[bool], Game]] = {
     "Asterix": Asterix,

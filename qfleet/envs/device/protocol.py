@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from qfleet.core import EnvSpec
-from qfleet.envs.device.random import first_counters, next_counters
+from qfleet.core.counter_rng import first_counters, next_counters
+from qfleet.core.types import EnvSpec
 
 State: TypeAlias = dict[str, Tensor]
 """Whatever an environment needs to know of itself; every tensor is ``[N, …]``."""

@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qfleet.core.errors import ConfigError
 from qfleet.envs import grid
 from qfleet.envs.device.acrobot import Acrobot
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.maze import Maze
 from qfleet.envs.device.mountaincar import MountainCar
 from qfleet.envs.device.protocol import TensorEnv, begin_episodes, step_episodes
-from qfleet.errors import ConfigError
 
 Array = NDArray[Any]
 

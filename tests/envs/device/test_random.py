@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qfleet.envs.device.cartpole import CartPole
-from qfleet.envs.device.protocol import begin_episodes, step_episodes
-from qfleet.envs.device.random import (
+from qfleet.core.counter_rng import (
     draw_below,
     draw_bits,
     draw_uniform,
@@ -20,6 +18,8 @@ from qfleet.envs.device.random import (
     later_counters,
     next_counters,
 )
+from qfleet.envs.device.cartpole import CartPole
+from qfleet.envs.device.protocol import begin_episodes, step_episodes
 
 ALL = (1 << 64) - 1
 GOLDEN, LANE = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95

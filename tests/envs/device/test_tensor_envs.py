@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import qfleet
-from qfleet.core import EnvSpec
+from qfleet.core.errors import ConfigError, EnvironmentFault, UnknownNameError
+from qfleet.core.types import EnvSpec
 from qfleet.envs import make_envs
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.names import MINATAR_IDS, has_tensor_form, make_tensor_env
@@ -24,7 +25,6 @@ from qfleet.envs.device.protocol import (
     step_episodes,
 )
 from qfleet.envs.device.vector import TensorEnvs
-from qfleet.errors import ConfigError, EnvironmentFault, UnknownNameError
 from qfleet.makers import make_network
 from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qfleet.core.counter_rng import draw_below, draw_uniform
 from qfleet.envs.device.minatar.game import DOWN, LEFT, NOTHING, RIGHT, SIDE, UP, cells
 from qfleet.envs.device.protocol import Outcome, State
-from qfleet.envs.device.random import draw_below, draw_uniform
 
 SIDE_LANE, GOLD_LANE, ROW_LANE = 1, 2, 3
 LAST = SIDE - 1

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qfleet.core.counter_rng import draw_below
 from qfleet.envs.device.minatar.game import LEFT, NOTHING, RIGHT, SIDE, cells
 from qfleet.envs.device.protocol import Outcome, State
-from qfleet.envs.device.random import draw_below
 
 SIDE_LANE = 1
 LAST = SIDE - 1

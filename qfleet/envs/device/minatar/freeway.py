@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qfleet.core.counter_rng import draw_below
 from qfleet.envs.device.minatar.game import DOWN, NOTHING, SIDE, UP, cells
 from qfleet.envs.device.protocol import Outcome, State
-from qfleet.envs.device.random import draw_below
 
 SPEEDS_LANE, DIRECTIONS_LANE = 1, 2
 LAST = SIDE - 1

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qfleet.core import EnvSpec
+from qfleet.core.counter_rng import draw_uniform
+from qfleet.core.types import EnvSpec
 from qfleet.envs.device.protocol import Outcome, State, TensorEnv
-from qfleet.envs.device.random import draw_uniform
 
 SIDE = 10
 NOTHING, LEFT, UP, RIGHT, DOWN, FIRE = range(6)

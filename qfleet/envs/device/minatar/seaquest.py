@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qfleet.core.counter_rng import draw_below, draw_uniform
 from qfleet.envs.device.minatar.game import (
     DOWN,
     FIRE,
@@ -30,7 +31,6 @@ from qfleet.envs.device.minatar.game import (
     UP,
 )
 from qfleet.envs.device.protocol import Outcome, State
-from qfleet.envs.device.random import draw_below, draw_uniform
 
 ENEMY_SIDE_LANE, ENEMY_KIND_LANE, ENEMY_ROW_LANE, DIVER_SIDE_LANE, DIVER_ROW_LANE = range(1, 6)
 
