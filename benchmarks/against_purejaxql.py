@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.presets import resolve
+from qfleet.config.validation import validate
 from qfleet.examiner import Examiner
-from qfleet.presets import resolve
 from qfleet.run import Run, Sitting
 from qfleet.telemetry.aggregate import bootstrap_ci
-from qfleet.validation import validate
 
 NOT_STICKY = json.dumps({"sticky_action_prob": 0.0})
 

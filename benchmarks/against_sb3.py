@@ -30,8 +30,8 @@ from stable_baselines3.common.callbacks import EvalCallback, StopTrainingOnRewar
 from stable_baselines3.common.vec_env import VecEnv, VecMonitor, VecTransposeImage
 
 import qfleet
-from qfleet import presets
-from qfleet.config import Config
+from qfleet.config import presets
+from qfleet.config.config import Config
 
 UNTIMED = {"eval_freq": 0, "n_eval_episodes": 1, "checkpoint_freq": 10**9, "tensorboard": False}
 

@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qfleet.algorithms.table import ALGORITHMS
-from qfleet.presets import resolve
+from qfleet.config.algorithms import ALGORITHMS
+from qfleet.config.presets import resolve
+from qfleet.config.validation import validate
 from qfleet.telemetry.aggregate import bootstrap_ci, iqm
 from qfleet.telemetry.plots import learning_curve
 from qfleet.telemetry.runs import RunData
-from qfleet.validation import validate
 
 DATA = Path(__file__).parent / "data" / "curves.jsonl"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"

@@ -27,7 +27,7 @@ import torch
 import zstandard
 from numpy.typing import NDArray
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import UnknownNameError
 from qfleet.core.types import Block, EnvSpec
 from qfleet.envs import make_envs

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from qfleet.config import Config
-from qfleet.presets import resolve
+from qfleet.config.config import Config
+from qfleet.config.presets import resolve
+from qfleet.config.validation import validate
 from qfleet.run import Run, Sitting
 from qfleet.telemetry.aggregate import bootstrap_ci
-from qfleet.validation import validate
 
 GAMES = ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders")
 NOT_STICKY = json.dumps({"sticky_action_prob": 0.0})

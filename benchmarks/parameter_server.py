@@ -32,7 +32,7 @@ import torch
 import qfleet
 from qfleet.cli import lab_speedup
 from qfleet.cluster import Cluster, from_inside, open_cluster
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.evaluation import Evaluation
 from qfleet.parameter_server.client import RemoteLine, Servers
 from qfleet.parameter_server.server import RemoteServer, calls_at_once

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from qfleet import stages
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.presets import resolve
+from qfleet.config.validation import validate
 from qfleet.plan import settle
-from qfleet.presets import resolve
 from qfleet.run import Run, Sitting
-from qfleet.validation import validate
 
 UNTIMED = {"eval_freq": 0, "n_eval_episodes": 1, "checkpoint_freq": 10**9, "tensorboard": False}
 

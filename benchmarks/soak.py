@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from qfleet.presets import resolve
+from qfleet.config.presets import resolve
+from qfleet.config.validation import validate
 from qfleet.run import Run, Sitting
-from qfleet.validation import validate
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 

@@ -1,4 +1,4 @@
-"""Write docs/options.md from qfleet/config.py: every field, its default and its docstring.
+"""Write docs/options.md from qfleet/config/config.py: every field, its default and its docstring.
 
 In: the source of ``Config`` (a docstring only exists there) and its defaults. Out: one Markdown
 table per section. Run it after a change: ``python docs/generate_options.py``.
@@ -13,15 +13,15 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qfleet import config as config_module
-from qfleet.algorithms.table import ALGORITHMS
 from qfleet.cli.parsing import ALIASES
+from qfleet.config import config as config_module
+from qfleet.config.algorithms import ALGORITHMS
 
 TARGET = Path(__file__).with_name("options.md")
 
 HEAD = """# Every option of an experiment
 
-Made by `python docs/generate_options.py` from the docstrings in `qfleet/config.py`; do not edit.
+Made by `python docs/generate_options.py` from the docstrings in `qfleet/config/config.py`; do not edit.
 
 Each row is a field of `qfleet.Config`, a keyword argument of `qfleet.train` and, with dashes, an
 option of `qfleet train`: `learning_rate` is `--learning-rate`. The defaults are those of

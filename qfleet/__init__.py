@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         train,
         train_seeds,
     )
-    from qfleet.config import Config
+    from qfleet.config.config import Config
     from qfleet.policy import Policy
     from qfleet.result import Result
     from qfleet.run import Callback

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from qfleet import schedules
 from qfleet.acting import Inference
 from qfleet.algorithms.exploration import epsilon_ladder
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Episode, StateDict, Step, VectorEnv
 from qfleet.envs.state import as_dict
 from qfleet.telemetry.timers import Timers

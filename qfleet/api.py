@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qfleet import scaling
-from qfleet.config import Config, read_fields
+from qfleet.config.config import Config, read_fields
+from qfleet.config.presets import resolve
+from qfleet.config.trust import check_trust
+from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, RunBusyError
 from qfleet.evaluation import Evaluation
 from qfleet.policy import Policy, load_run_policy
-from qfleet.presets import resolve
 from qfleet.result import Result
 from qfleet.run import Callback, Run, Sitting
 from qfleet.storage.checkpoint import diff_meta, has_checkpoint, load_checkpoint
@@ -37,8 +39,6 @@ from qfleet.telemetry.runs import (
     resolve_run,
     seed_folders,
 )
-from qfleet.trust import check_trust
-from qfleet.validation import validate
 
 RUNS = Path("runs")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qfleet.apex.building import build_actors
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.one_process import build_one_process
 from qfleet.parameter_server.building import build_supervisor
 from qfleet.parts import Parts

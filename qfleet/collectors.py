@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.actor import Actor
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import Block, Clock, Episode, StateDict, WeightsChannel
 from qfleet.loop import next_rows

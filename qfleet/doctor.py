@@ -17,17 +17,17 @@ import torch
 
 from qfleet.accelerator.tuning import Tuning
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.presets import resolve
+from qfleet.config.validation import validate
 from qfleet.envs import ale_game, make_envs
 from qfleet.envs.device.names import is_tensor_env
 from qfleet.envs.registry import has_vector_entry_point
 from qfleet.memory import available_bytes, largest_capacity
 from qfleet.plan import settle
-from qfleet.presets import resolve
 from qfleet.remembered import cache_path
 from qfleet.telemetry.faults import FaultLog
 from qfleet.torch_settings import TorchSettings
-from qfleet.validation import validate
 
 LIBRARIES = [
     "torch",

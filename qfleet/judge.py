@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import StateDict
 
 

@@ -20,7 +20,7 @@ from qfleet.accelerator.fused_cnn import FusedCNN
 from qfleet.accelerator.graphs import record
 from qfleet.accelerator.streams import Beside
 from qfleet.algorithms.objective import Objective, Outlook, Samples
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.seeding import restore_generator
 from qfleet.core.types import Batch, Clock, Memory, StateDict, Updater
 from qfleet.gradients import Graded, make_gradient

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qfleet.accelerator.streams import has_streams
 from qfleet.algorithms.objective import Objective
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec, Updater, VectorEnv
 from qfleet.envs import make_envs

@@ -15,7 +15,7 @@ from qfleet.accelerator.tuning import Choice, apply_asked, apply_choice, may_com
 from qfleet.acting import HostInference
 from qfleet.actor import Actor
 from qfleet.collectors import Ahead, Inline
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, Memory, Updater
 from qfleet.envs import make_tensors

@@ -11,7 +11,7 @@ import torch
 
 from qfleet.accelerator.inference import Traffic
 from qfleet.accelerator.tuning import Tuning
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, Collector, EnvSpec, Memory, VectorEnv, WeightsChannel
 from qfleet.learner import Learner

@@ -17,7 +17,7 @@ import torch
 from qfleet.accelerator.inference import DeviceInference, Traffic
 from qfleet.accelerator.streams import has_streams
 from qfleet.acting import HostInference, Inference
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.memory import replay_bytes

@@ -14,7 +14,8 @@ import torch
 
 from qfleet.accelerator.streams import has_streams
 from qfleet.build import build
-from qfleet.config import FIELDS, Config
+from qfleet.config.config import FIELDS, Config
+from qfleet.config.validation import validate
 from qfleet.core.types import EnvSpec
 from qfleet.engines import ENGINES
 from qfleet.envs import ale_game, make_envs, steps_in_background
@@ -23,7 +24,6 @@ from qfleet.placement import learner_device, resolve_device
 from qfleet.remembered import recall, remember
 from qfleet.telemetry.faults import FaultLog
 from qfleet.torch_settings import TorchSettings
-from qfleet.validation import validate
 
 ENVS_PER_CORE = 8
 """With fewer, threads of ale-py's pool wait for the slowest of a step; with more, they gain little

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from qfleet.acting import make_greedy
 from qfleet.best import agent_folder, population_folder
-from qfleet.config import Config, read_fields
+from qfleet.config.config import Config, read_fields
+from qfleet.config.trust import check_trust
+from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec, StateDict
@@ -23,8 +25,6 @@ from qfleet.makers import make_network
 from qfleet.placement import resolve_device
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from qfleet.telemetry.faults import FaultLog
-from qfleet.trust import check_trust
-from qfleet.validation import validate
 from qfleet.weights import FlatWeights
 
 

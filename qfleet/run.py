@@ -19,7 +19,8 @@ from qfleet import scaling, tournament
 from qfleet.accounts import learning_scalars, make_result, pipeline_scalars
 from qfleet.best import save_best
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, EnvironmentFault, QfleetError
 from qfleet.core.signals import Signals
 from qfleet.core.types import StateDict
@@ -45,7 +46,6 @@ from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace, merge_lanes, write_chrome_trace
 from qfleet.telemetry.writers import Writers, drop_metrics_beyond
 from qfleet.torch_settings import TorchSettings
-from qfleet.validation import validate
 from qfleet.watch import Watch
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, QfleetError, UserError
 from qfleet.storage.checkpoint import has_checkpoint
 from qfleet.storage.rundir import atomic_write_text, is_locked

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.algorithms.exploration import epsilon_ladder, linear_epsilon
-from qfleet.config import Config
+from qfleet.config.config import Config
 
 
 def progress(config: Config, env_steps: int) -> float:

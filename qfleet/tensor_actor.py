@@ -19,7 +19,7 @@ from qfleet import schedules
 from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.graphs import record
 from qfleet.algorithms.exploration import epsilon_ladder, sample_actions
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.counter_rng import draw_below, draw_uniform, first_counters, later_counters
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.seeding import restore_generator

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.learner import Learner
 from qfleet.memory import Rollout
 from qfleet.parts import Parts

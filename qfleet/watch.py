@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import DivergedError
 from qfleet.core.types import StateDict
 from qfleet.learner import Health

@@ -17,7 +17,8 @@ from qfleet.acting import HostInference, make_greedy
 from qfleet.algorithms.exploration import sample_actions
 from qfleet.algorithms.losses import actor_critic, entropy
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import SKIP, TERMINATED, Batch, Block, Clock, EnvSpec, StateDict
 from qfleet.engines import ENGINES
@@ -32,7 +33,6 @@ from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.runs import read_run
 from qfleet.telemetry.timers import Timers
 from qfleet.tensor_actor import TensorActor
-from qfleet.validation import validate
 from qfleet.weights import FlatWeights, SameWeights
 from support.configs import tiny_config
 from support.messages import says

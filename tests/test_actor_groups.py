@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qfleet.actor import Actor
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, EnvSpec, Episode, StateDict, Step
 from qfleet.telemetry.timers import Timers
 

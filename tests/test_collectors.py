@@ -17,7 +17,7 @@ from torch import nn
 from qfleet import collectors
 from qfleet.actor import Actor
 from qfleet.collectors import Ahead, Inline
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import Block, Clock, Episode, Lag, StateDict
 from qfleet.telemetry.timers import Timers

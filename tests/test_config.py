@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-import qfleet.config
-from qfleet.algorithms.table import ALGORITHMS, ALIASES, algorithm_switches
-from qfleet.config import Config, read_fields
+import qfleet.config.config
+from qfleet.config.algorithms import ALGORITHMS, ALIASES, algorithm_switches
+from qfleet.config.config import Config, read_fields
+from qfleet.config.presets import PRESETS, preset_for, resolve
+from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError, UnknownNameError
-from qfleet.presets import PRESETS, preset_for, resolve
-from qfleet.validation import validate
 from support.messages import says
 
-CONFIG_FILE = Path(qfleet.config.__file__)
+CONFIG_FILE = Path(qfleet.config.config.__file__)
 FIELDS = [field.name for field in dataclasses.fields(Config)]
 SERVERS: dict[str, Any] = {"engine": "parameter-server"}
 

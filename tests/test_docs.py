@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 
-from qfleet.algorithms.table import ALGORITHMS, ALIASES
-from qfleet.config import FIELDS
-from qfleet.presets import PRESETS
+from qfleet.config.algorithms import ALGORITHMS, ALIASES
+from qfleet.config.config import FIELDS
+from qfleet.config.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -13,7 +13,8 @@ import qfleet
 from qfleet.accelerator.inference import DeviceInference
 from qfleet.accelerator.tuning import Choice, apply_choice, copy_state
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.presets import resolve
 from qfleet.core.counter_rng import draw_below, first_counters, next_counters
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
 from qfleet.engines.serial import run_serial
@@ -24,7 +25,6 @@ from qfleet.learner import Learner
 from qfleet.makers import make_memory, make_network, make_objective, make_updater
 from qfleet.memory import PrioritizedSampler, Ring
 from qfleet.placement import Placement
-from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.tensor_actor import TensorActor

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import Batch, EnvSpec
 from qfleet.gradients import AutogradGradient, DenseGradient, make_gradient
 from qfleet.makers import make_network, make_objective

@@ -15,19 +15,19 @@ import qfleet
 from qfleet.accelerator.fused_cnn import fuse
 from qfleet.accelerator.tuning import Choice, apply_choice
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.presets import resolve
+from qfleet.config.validation import validate
 from qfleet.core.types import Batch
 from qfleet.engines.device import run_device
 from qfleet.envs import make_tensors
 from qfleet.envs.device.names import MINATAR_IDS
 from qfleet.gradients import AutogradGradient, FusedGradient
 from qfleet.makers import make_networks, make_objective, make_updater
-from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
 from qfleet.torch_settings import TorchSettings
 from qfleet.updaters.local import LocalUpdater
 from qfleet.updaters.optimisers import make_optimiser
-from qfleet.validation import validate
 from qfleet.weights import FlatWeights
 
 pytestmark = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qfleet import placement
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.makers import make_network

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from qfleet import plan
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.presets import resolve
 from qfleet.plan import settle
-from qfleet.presets import resolve
 from qfleet.remembered import cache_path
 from support.messages import holds
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 import qfleet
 from qfleet.build import build
+from qfleet.config.presets import resolve
+from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError, DivergedError, FaultRateError, QfleetError
 from qfleet.core.types import Batch, Episode
 from qfleet.engines import ENGINES
@@ -22,12 +24,10 @@ from qfleet.memory import Rollout
 from qfleet.parts import Parts
 from qfleet.plan import settle
 from qfleet.population import draw_values
-from qfleet.presets import resolve
 from qfleet.run import Run, Sitting
 from qfleet.standings import EPISODE_WINDOW, Standings
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
-from qfleet.validation import validate
 from support.messages import holds, says
 from support.populations import FIELDS, configure, rows_of, train
 from support.tensor_envs import evaluate_on_device

@@ -11,7 +11,8 @@ from qfleet import placement
 from qfleet.accelerator.preparing import updates_at_once
 from qfleet.accelerator.tuning import copy_state
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec, StateDict
 from qfleet.engines import ENGINES
@@ -23,7 +24,6 @@ from qfleet.parts import Parts
 from qfleet.plan import settle, with_short_rollouts
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
-from qfleet.validation import validate
 from support.configs import tiny_config
 from support.messages import says
 

@@ -15,7 +15,8 @@ from qfleet import schedules, tensor_actor
 from qfleet.acting import HostInference
 from qfleet.actor import Actor
 from qfleet.algorithms.exploration import epsilon_ladder
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.presets import resolve
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, EnvSpec, Episode
 from qfleet.envs.device.cartpole import CartPole
@@ -24,7 +25,6 @@ from qfleet.envs.device.protocol import State, TensorEnv
 from qfleet.envs.device.vector import TensorEnvs
 from qfleet.envs.seeding import env_seeds
 from qfleet.makers import make_network
-from qfleet.presets import resolve
 from qfleet.telemetry.timers import Timers
 from qfleet.tensor_actor import EPISODES_KEPT, TensorActor, ring_places
 from qfleet.weights import SameWeights

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qfleet import evaluation, tensor_evaluation
+from qfleet.config.presets import resolve
 from qfleet.core.errors import EnvironmentFault
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.names import make_tensor_env
@@ -17,7 +18,6 @@ from qfleet.envs.device.vector import TensorEnvs
 from qfleet.evaluation import evaluate_policy
 from qfleet.makers import make_network
 from qfleet.networks import QNetwork
-from qfleet.presets import resolve
 from qfleet.tensor_evaluation import CHUNK, TensorEvaluator
 from support.messages import says
 from support.tensor_envs import Broken, Count, constant, evaluate_on_device, scripted

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.validation import validate
 from qfleet.engines import ENGINES
 from qfleet.memory import Rollout
 from qfleet.parts import Parts
@@ -22,7 +23,6 @@ from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog
 from qfleet.tensor_actor import TensorActor
 from qfleet.tournament import Move, better_half, choose_moves, exploit, narrowed, perturb, rank
-from qfleet.validation import validate
 from support.populations import configure, rows_of, train
 
 VARY = json.dumps(

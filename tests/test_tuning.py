@@ -21,7 +21,7 @@ from qfleet.accelerator.tuning import (
     tune,
     tuning_key,
 )
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import EnvSpec
 from qfleet.makers import make_network
 from qfleet.torch_settings import TorchSettings

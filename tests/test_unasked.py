@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.validation import validate
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
 from qfleet.learner import Learner
 from qfleet.makers import make_memory, make_network, make_objective, make_updater
 from qfleet.memory import Ring
 from qfleet.placement import Placement
 from qfleet.telemetry.timers import Timers
-from qfleet.validation import validate
 from support.configs import tiny_config
 
 CPU = torch.device("cpu")

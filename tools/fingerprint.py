@@ -31,7 +31,7 @@ import qfleet
 from qfleet.apex.letters import seal
 from qfleet.apex.messages import News
 from qfleet.apex.shard import ReplayShard
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import BATCH_FIELDS, FIRST, SKIP, TERMINATED, Block, EnvSpec
 from qfleet.memory import PrioritizedSampler, Ring, UniformSampler
 from qfleet.parameter_server.server import Server

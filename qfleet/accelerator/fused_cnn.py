@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.fused_radam import on, why_no_kernels
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import EnvSpec
 from qfleet.networks.heads import QHead
 from qfleet.networks.population import Population

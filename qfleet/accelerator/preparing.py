@@ -18,7 +18,7 @@ from qfleet.accelerator.tuning import (
     tune,
     tuning_key,
 )
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import Batch, Block, EnvSpec, Memory
 from qfleet.loop import rows_per_block
 from qfleet.parts import Parts

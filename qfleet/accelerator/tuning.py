@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable, switch
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.networks import QNetwork
 from qfleet.remembered import recall, remember
 

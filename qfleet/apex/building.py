@@ -23,7 +23,7 @@ from qfleet.cluster import (
     check_memory,
     open_cluster,
 )
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError, ConfigError
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, EnvSpec

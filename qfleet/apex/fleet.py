@@ -20,7 +20,7 @@ from qfleet.apex.broadcast import Broadcast
 from qfleet.apex.messages import Order, Report
 from qfleet.apex.replay import FarBlock
 from qfleet.cluster import RUN_AGAIN, TIMEOUT_S, Cluster
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError
 from qfleet.core.types import Clock, EnvSpec, Episode, StateDict
 from qfleet.crew import Crew

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.algorithms.objective import Objective, Samples
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import Block, EnvSpec
 from qfleet.memory import Ring, UniformSampler
 from qfleet.networks import QNetwork

@@ -20,7 +20,7 @@ from qfleet.actor import Actor
 from qfleet.apex.letters import Letter, seal
 from qfleet.apex.messages import Order, Report
 from qfleet.apex.priorities import FirstPriorities
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.signals import shrug_if_unheard
 from qfleet.envs import latency_of, make_envs

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from qfleet.apex.letters import Letter, unseal
 from qfleet.apex.messages import COLUMNS, Answer, Drawn, News, Tally
 from qfleet.apex.shares import Holding, ring_capacity
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import FIRST, EnvSpec, StateDict
 from qfleet.envs.seeding import mix_seeds

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 
 
 def ring_capacity(config: Config) -> int:

@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from qfleet.cli.parsing import parse
-from qfleet.config import FIELDS, check_fields
+from qfleet.config.config import FIELDS, check_fields
+from qfleet.config.presets import resolve
+from qfleet.config.validation import means_nothing, validate
 from qfleet.core.errors import ConfigError
 from qfleet.lab.speedup import (
     HEADER,
@@ -31,8 +33,6 @@ from qfleet.lab.speedup import (
     write_csv,
 )
 from qfleet.lab.speedup_plot import draw_speedup
-from qfleet.presets import resolve
-from qfleet.validation import means_nothing, validate
 
 DESCRIPTION = """Train with more and more workers, and see what each of them brings.
 

@@ -19,7 +19,7 @@ import tyro
 from qfleet.cli.parsing import parse
 from qfleet.cli.sitting import quiet_stdout, timeline_path, trace_path
 from qfleet.cli.train import read_start
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.telemetry.formatting import format_duration
 

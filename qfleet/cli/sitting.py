@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qfleet.cli.parsing import parse_duration
+from qfleet.config.trust import needs_trust
 from qfleet.core.errors import UserError
-from qfleet.trust import needs_trust
 
 if TYPE_CHECKING:
     from qfleet.api import Trained

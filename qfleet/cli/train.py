@@ -11,11 +11,11 @@ import tyro
 
 from qfleet.cli.parsing import parse, spell
 from qfleet.cli.sitting import SittingOptions, finish, show
-from qfleet.config import Config, read_fields
+from qfleet.config.config import Config, read_fields
+from qfleet.config.presets import PRESETS, resolve
+from qfleet.config.trust import check_trust
+from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError, UserError
-from qfleet.presets import PRESETS, resolve
-from qfleet.trust import check_trust
-from qfleet.validation import validate
 
 HELP = "train an agent: qfleet train CartPole-v1"
 

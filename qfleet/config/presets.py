@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qfleet.algorithms.table import ALIASES, algorithm_switches
-from qfleet.config import Config, check_fields
+from qfleet.config import recipes
+from qfleet.config.algorithms import ALIASES, algorithm_switches
+from qfleet.config.config import Config, check_fields
 from qfleet.core.errors import UnknownNameError
-from qfleet.presets import recipes
 
 PRESETS: dict[str, Callable[[], Config]] = {
     "cartpole": recipes.cartpole,

@@ -6,8 +6,8 @@ largest discounted return, and the number of quantiles is one that suits a small
 
 from __future__ import annotations
 
-from qfleet.algorithms.table import ALGORITHMS
-from qfleet.config import Config
+from qfleet.config.algorithms import ALGORITHMS
+from qfleet.config.config import Config
 
 
 def cartpole() -> Config:

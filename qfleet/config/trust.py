@@ -9,7 +9,7 @@ that the user gives on the command line or as an argument needs none.
 
 from __future__ import annotations
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 
 OUTWARD = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from qfleet.address import check_address
-from qfleet.config import FIELDS, Config, check_fields
+from qfleet.config.config import FIELDS, Config, check_fields
 from qfleet.core.errors import ConfigError
 
 _IN_POPULATIONS = (

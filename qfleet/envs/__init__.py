@@ -16,7 +16,7 @@ state      the exact state of an environment, for resumes
 
 from __future__ import annotations
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import VectorEnv
 from qfleet.envs.device.names import is_tensor_env, make_tensor_env

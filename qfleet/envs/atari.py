@@ -14,7 +14,7 @@ import numpy as np
 from ale_py.vector_env import AtariVectorEnv
 from numpy.typing import NDArray
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, ConfigError, UnknownNameError
 from qfleet.core.types import EnvSpec, StateDict, Step
 from qfleet.envs.guard import one_line

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import StateDict, Step, VectorEnv
 
 

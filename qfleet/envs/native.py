@@ -14,7 +14,7 @@ from gymnasium.spaces import Discrete
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, EnvironmentFault, UnknownNameError
 from qfleet.core.types import EnvSpec, StateDict, Step
 from qfleet.envs.guard import all_finite, one_line

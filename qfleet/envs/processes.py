@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, EnvironmentFault
 from qfleet.core.types import EnvSpec, StateDict, Step
 from qfleet.envs.guard import OnFault, one_line

@@ -20,7 +20,7 @@ import gymnasium
 from gymnasium.spaces import Discrete
 from gymnasium.wrappers import FrameStackObservation, TimeLimit
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, EnvironmentFault, UnknownNameError
 from qfleet.core.plugins import load_object
 from qfleet.core.types import EnvSpec

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import EnvSpec, StateDict, Step
 from qfleet.envs.guard import GuardedEnv, OnFault

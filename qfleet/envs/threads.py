@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 
 SHARE = 1.5
 """Threads per core over all groups: enough that a group whose actions are being chosen leaves no

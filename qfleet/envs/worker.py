@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, QfleetError
 from qfleet.core.types import EnvSpec
 from qfleet.envs.guard import GuardedEnv, one_line

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec
 from qfleet.envs.seeding import env_seeds

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qfleet.acting import make_greedy
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec
 from qfleet.envs.seeding import env_seeds

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.counter_rng import draw_bits, first_counters, next_counters
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qfleet.config import Config, Head
+from qfleet.config.config import Config, Head
 from qfleet.networks.fused import Dense
 from qfleet.networks.heads import (
     ActorCriticHead,

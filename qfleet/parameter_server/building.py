@@ -12,7 +12,7 @@ import torch
 
 from qfleet.accelerator.compiling import Compilable
 from qfleet.cluster import LEAST_BYTES_WITH_TORCH, check_memory
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Batch, Block, Clock, EnvSpec, StateDict
 from qfleet.envs import make_envs

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qfleet import scaling
 from qfleet.cluster import STORE_BYTES, Cluster, open_cluster
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import Block, Clock, Episode, StateDict
 from qfleet.parameter_server.servers import LOOK_S, ServerRow

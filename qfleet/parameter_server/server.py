@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import GivenUp
 from qfleet.core.types import StateDict
 from qfleet.parameter_server.admission import (

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qfleet.cluster import TIMEOUT_S, Cluster
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError, MemberLost, QfleetError
 from qfleet.core.types import StateDict
 from qfleet.parameter_server.compression import decode

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qfleet.cluster import Cluster
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError
 from qfleet.parameter_server.server import make_shard_optimiser
 

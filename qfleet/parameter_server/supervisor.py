@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qfleet.cluster import RUN_AGAIN, TIMEOUT_S, Cluster
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError
 from qfleet.core.types import Episode
 from qfleet.crew import Crew

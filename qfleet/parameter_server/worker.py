@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from qfleet.cluster import TIMEOUT_S, from_inside
 from qfleet.collectors import Inline
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import GivenUp
 from qfleet.core.signals import shrug_if_unheard
 from qfleet.engines.serial import run_serial

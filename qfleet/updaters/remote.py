@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import StateDict
 from qfleet.parameter_server.client import Servers
 from qfleet.parameter_server.clipping import clip

@@ -19,7 +19,7 @@ from qfleet.apex.account import Account
 from qfleet.apex.broadcast import INTERVAL_S, Broadcast
 from qfleet.apex.replay import ShardedReplay
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, ClusterError, ConfigError
 from qfleet.core.types import Clock, StateDict
 from qfleet.engines import ENGINES

@@ -9,7 +9,7 @@ import torch
 from qfleet.apex.letters import Letter, seal, unseal
 from qfleet.apex.messages import News
 from qfleet.apex.shard import ReplayShard
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import SKIP, Block, EnvSpec
 from qfleet.memory import Ring, UniformSampler
 from support.in_process_cluster import FRAMES, SPEC, random_block, small

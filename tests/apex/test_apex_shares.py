@@ -13,7 +13,7 @@ from qfleet.apex.letters import seal
 from qfleet.apex.replay import FarBlock, ShardedReplay
 from qfleet.apex.shard import ReplayShard
 from qfleet.apex.shares import Holding, allot, relative_rarity, shares_of
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import SKIP
 from qfleet.memory import PrioritizedSampler, Ring
 from qfleet.telemetry.faults import FaultLog

@@ -15,7 +15,7 @@ from qfleet import api, doctor
 from qfleet.accelerator.tuning import Choice, Tuning
 from qfleet.cli.main import main
 from qfleet.cli.profile import ENDLESS, stages_from_timers
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.remembered import cache_path
 from qfleet.result import Result
 from qfleet.run import Run, Sitting

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from qfleet.cli import lab, lab_speedup
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.presets import resolve
+from qfleet.config.validation import validate
 from qfleet.core.errors import ClusterError, ConfigError, UnknownNameError
-from qfleet.presets import resolve
-from qfleet.validation import validate
 from support.messages import says
 
 

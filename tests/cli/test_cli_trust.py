@@ -17,10 +17,10 @@ import qfleet
 from qfleet import api
 from qfleet import cluster as clusters
 from qfleet.cli.main import main
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.trust import check_trust, needs_trust
 from qfleet.core.errors import ConfigError
 from qfleet.storage.checkpoint import load_checkpoint
-from qfleet.trust import check_trust, needs_trust
 
 WORDS = (
     "--preset none --steps 400 --learning-starts 50 --net-arch 8 --batch-size 8 --buffer-size 500 "

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from qfleet.cli.main import VERBS, main
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.result import Result
 from support.messages import holds
 from support.waiting import PHASE_S, deadline
@@ -273,7 +273,7 @@ def test_progress_goes_to_stderr_and_the_report_to_stdout(shell: Shell) -> None:
 
 
 def test_presets_are_listed(shell: Shell) -> None:
-    from qfleet.presets import PRESETS
+    from qfleet.config.presets import PRESETS
 
     assert shell("train", "--preset", "list") == 0
     assert [line.split()[0] for line in shell.out.splitlines()] == list(PRESETS)

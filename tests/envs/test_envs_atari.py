@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import VectorEnv
 from qfleet.envs import make_envs
 from support.scripted_envs import Faults

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, ConfigError, UnknownNameError
 from qfleet.core.types import Step, VectorEnv
 from qfleet.envs.atari import AtariEnvs

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import VectorEnv
 from qfleet.engines import ENGINES
 from qfleet.envs import latency_of, make_envs

@@ -10,7 +10,7 @@ import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv, CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, EnvironmentFault
 from qfleet.envs.native import NativeEnvs
 from support.messages import says

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, EnvironmentFault
 from qfleet.core.types import Step, VectorEnv
 from qfleet.envs import make_envs, make_single, processes

@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 import pytest
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, QfleetError, UnknownNameError, UnsupportedEnvError
 from qfleet.envs import ale_game, close_names, make_envs, make_single
 from support.messages import says

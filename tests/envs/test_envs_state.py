@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import VectorEnv
 from qfleet.envs import make_envs, make_single

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import Step
 from qfleet.envs import make_envs

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from support.runs import assert_equal, assert_same_run, configure, final_state, resume, rows, train
 
 GAME = "MinAtar/Breakout-v1"

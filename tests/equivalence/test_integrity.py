@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from qfleet.presets import resolve
+from qfleet.config.presets import resolve
 from support.integrity import assert_rows_tell_the_truth, run, share_of_actions_explained
 from support.runs import configure
 

@@ -16,7 +16,8 @@ import torch
 import qfleet
 from qfleet import placement, stages
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import FIRST, SKIP
 from qfleet.engines import ENGINES
@@ -25,7 +26,6 @@ from qfleet.parts import Parts
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
-from qfleet.validation import validate
 from support.messages import says
 from support.runs import assert_equal, configure, final_state, leaves, resume, train
 

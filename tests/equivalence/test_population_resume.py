@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from support.runs import assert_same_run, configure, leaves, resume, train
 from support.waiting import PHASE_S, deadline

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import Episode
 from qfleet.engines.serial import run_serial
 from qfleet.lab.reference_dqn import train_reference

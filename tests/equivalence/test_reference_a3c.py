@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from qfleet.build import build
+from qfleet.config.presets import resolve
+from qfleet.config.validation import validate
 from qfleet.engines.serial import run_serial
 from qfleet.lab.reference_a3c import train_reference
-from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
-from qfleet.validation import validate
 
 FIELDS: dict[str, Any] = {
     "steps": 1000,

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.presets import resolve
+from qfleet.config.validation import validate
 from qfleet.engines.serial import run_serial
 from qfleet.lab.reference_pqn import train_reference
-from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
-from qfleet.validation import validate
 
 FIELDS: dict[str, Any] = {
     "steps": 768,

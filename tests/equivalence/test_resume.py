@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import qfleet
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.types import FIRST, SKIP
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint

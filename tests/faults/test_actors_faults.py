@@ -13,7 +13,7 @@ import pytest
 from qfleet.apex import building
 from qfleet.build import build
 from qfleet.cluster import open_cluster
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError
 from qfleet.storage.checkpoint import list_checkpoints
 from qfleet.telemetry.faults import FaultLog

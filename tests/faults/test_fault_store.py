@@ -18,7 +18,7 @@ import torch
 
 import qfleet
 from qfleet.cluster import open_cluster
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError, StoreFullError
 from qfleet.parameter_server import fleet
 from qfleet.parameter_server.server import Server

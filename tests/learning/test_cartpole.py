@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qfleet.presets import PRESETS
+from qfleet.config.presets import PRESETS
 from qfleet.run import Run, Sitting
 
 

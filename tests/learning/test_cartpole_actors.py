@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qfleet.presets import resolve
+from qfleet.config.presets import resolve
 from qfleet.run import Run, Sitting
 from support.clusters import needs_ray
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from qfleet.presets import resolve
+from qfleet.config.presets import resolve
+from qfleet.config.validation import validate
 from qfleet.run import Run, Sitting
-from qfleet.validation import validate
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import qfleet
-from qfleet.algorithms.table import ALGORITHMS
 from qfleet.build import build
-from qfleet.presets import resolve
+from qfleet.config.algorithms import ALGORITHMS
+from qfleet.config.presets import resolve
 from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog

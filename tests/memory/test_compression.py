@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import FIRST, Block, EnvSpec
 from qfleet.envs import make_envs

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn, tensor
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.core.plugins import load_object
 from qfleet.core.types import EnvSpec

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import tensor
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.networks import build_network

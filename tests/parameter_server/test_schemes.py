@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.validation import validate
 from qfleet.core.types import StateDict
 from qfleet.parameter_server.client import DirectLine, Servers
 from qfleet.parameter_server.layout import cut
@@ -23,7 +24,6 @@ from qfleet.parameter_server.schemes import Nesterov
 from qfleet.parameter_server.server import Server
 from qfleet.telemetry.timers import Timers
 from qfleet.updaters.remote import make_remote_updater
-from qfleet.validation import validate
 from qfleet.weights import FlatWeights
 from support.server_cases import noise
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.validation import validate
 from qfleet.core.errors import GivenUp
 from qfleet.parameter_server.compression import Cast, TopK, decode
 from qfleet.parameter_server.layout import cut
@@ -22,7 +23,6 @@ from qfleet.parameter_server.server import (
 )
 from qfleet.parameter_server.shard import Exchange, Push, Receipt, Stamp, Welcome
 from qfleet.parameter_server.wire import from_wire, plain, to_wire
-from qfleet.validation import validate
 from support.messages import says
 
 NOBODY: Any = None

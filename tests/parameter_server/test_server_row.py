@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError, MemberLost
 from qfleet.parameter_server import servers
 from qfleet.parameter_server.server import Server

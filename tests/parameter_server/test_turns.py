@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import MemberLost
 from qfleet.parameter_server.admission import BoundedStaleness, Sync
 from qfleet.parameter_server.client import DirectLine, Servers, ServersLost

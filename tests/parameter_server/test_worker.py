@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import MemberSilent
 from qfleet.engines.serial import run_serial
 from qfleet.parameter_server.client import TRIES, DirectLine, ServersLost

@@ -13,7 +13,7 @@ import torch
 import qfleet
 from qfleet.build import build
 from qfleet.cli.main import main
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, RunBusyError
 from qfleet.networks.torsos import NatureCNN
 from qfleet.run import Run, Sitting

@@ -12,7 +12,7 @@ import pytest
 import qfleet
 from qfleet import scaling
 from qfleet.cli.main import main
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UserError
 from qfleet.storage.rundir import RunLock, is_locked
 from support.messages import says

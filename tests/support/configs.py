@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from qfleet.config import Config
-from qfleet.presets import resolve
+from qfleet.config.config import Config
+from qfleet.config.presets import resolve
 
 TINY: dict[str, Any] = {
     "net_arch": (16,),

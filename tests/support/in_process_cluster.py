@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError, MemberLost, ValueLost
 from qfleet.core.types import FIRST, SKIP, Block, EnvSpec
 from support.configs import tiny_config

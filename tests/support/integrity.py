@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.validation import validate
 from qfleet.core.types import FIRST, SKIP
 from qfleet.engines import ENGINES
 from qfleet.envs import make_envs
 from qfleet.memory import Ring
 from qfleet.parts import Parts
 from qfleet.telemetry.faults import FaultLog
-from qfleet.validation import validate
 
 
 def run(config: Config, balanced: bool = False) -> Parts:

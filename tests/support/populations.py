@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import qfleet
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.run import Run, Sitting
 from support.configs import tiny_config
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from qfleet.storage.segments import Segments

@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 
 
 class Faults(list[tuple[str, str]]):

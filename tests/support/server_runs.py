@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from qfleet.build import build
-from qfleet.config import Config
+from qfleet.config.config import Config
+from qfleet.config.validation import validate
 from qfleet.telemetry.faults import FaultLog
-from qfleet.validation import validate
 from support.configs import tiny_config
 
 STEPS = 800

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from qfleet.config import Config
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.core.plugins import load_object
 from qfleet.envs.device.acrobot import Acrobot

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import qfleet
+from qfleet.config.presets import resolve
+from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError, EnvironmentFault, UnknownNameError
 from qfleet.core.types import EnvSpec
 from qfleet.envs import make_envs
@@ -26,9 +28,7 @@ from qfleet.envs.device.protocol import (
 )
 from qfleet.envs.device.vector import TensorEnvs
 from qfleet.makers import make_network
-from qfleet.presets import resolve
 from qfleet.telemetry.faults import FaultLog
-from qfleet.validation import validate
 from support.messages import says
 
 QUICK: dict[str, Any] = {
