@@ -31,8 +31,9 @@ from qfleet.config.config import Config
 from qfleet.core.errors import UnknownNameError
 from qfleet.core.types import Block, EnvSpec
 from qfleet.envs import make_envs
-from qfleet.memory import Ring, UniformSampler
 from qfleet.memory.compression import Compression
+from qfleet.memory.ring import Ring
+from qfleet.memory.samplers import UniformSampler
 
 NUM_ENVS = 4
 FRAME_BYTES = 84 * 84

@@ -23,7 +23,7 @@ from qfleet.config.validation import validate
 from qfleet.envs import ale_game, make_envs
 from qfleet.envs.device.names import is_tensor_env
 from qfleet.envs.registry import has_vector_entry_point
-from qfleet.memory import available_bytes, largest_capacity
+from qfleet.memory.sizing import available_bytes, largest_capacity
 from qfleet.plan import settle
 from qfleet.remembered import cache_path
 from qfleet.telemetry.faults import FaultLog

@@ -15,7 +15,10 @@ from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec, Updater, VectorEnv
 from qfleet.envs import make_envs
 from qfleet.envs.seeding import mix_seeds
-from qfleet.memory import PrioritizedSampler, Ring, Rollout, Sampler, UniformSampler, check_fits
+from qfleet.memory.ring import Ring
+from qfleet.memory.rollout import Rollout
+from qfleet.memory.samplers import PrioritizedSampler, Sampler, UniformSampler
+from qfleet.memory.sizing import check_fits
 from qfleet.networks import QNetwork, build_network
 from qfleet.networks.population import Population
 from qfleet.placement import Placement, free_device_bytes

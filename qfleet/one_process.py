@@ -33,7 +33,7 @@ from qfleet.makers import (
     make_rollout,
     make_updater,
 )
-from qfleet.memory import Rollout
+from qfleet.memory.rollout import Rollout
 from qfleet.networks import QNetwork
 from qfleet.parts import Parts
 from qfleet.placement import Placement, inference_rate, place_inference

@@ -20,8 +20,7 @@ from qfleet.acting import HostInference, Inference
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
-from qfleet.memory import replay_bytes
-from qfleet.memory.sizing import USABLE_PERCENT
+from qfleet.memory.sizing import USABLE_PERCENT, replay_bytes
 from qfleet.networks import QNetwork
 from qfleet.networks.torsos import image_layout
 from qfleet.weights import DeviceMailbox, FlatWeights, Mailbox

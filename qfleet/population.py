@@ -20,7 +20,7 @@ from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, UnknownNameError
 from qfleet.core.types import StateDict
 from qfleet.learner import Learner
-from qfleet.memory import Rollout
+from qfleet.memory.rollout import Rollout
 from qfleet.tensor_actor import TensorActor
 
 VARIED = ("learning_rate", "gamma", "td_lambda", "exploration_final_eps")

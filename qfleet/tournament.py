@@ -17,7 +17,7 @@ import numpy as np
 from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.learner import Learner
-from qfleet.memory import Rollout
+from qfleet.memory.rollout import Rollout
 from qfleet.parts import Parts
 from qfleet.population import Agents
 from qfleet.standings import Standings

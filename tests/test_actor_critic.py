@@ -26,7 +26,7 @@ from qfleet.envs.device.cartpole import CartPole
 from qfleet.gradients import AutogradGradient, make_gradient
 from qfleet.learner import Learner
 from qfleet.makers import make_network, make_objective, make_updater
-from qfleet.memory import Rollout
+from qfleet.memory.rollout import Rollout
 from qfleet.networks import QNetwork, build_network
 from qfleet.parts import Parts
 from qfleet.telemetry.faults import FaultLog

@@ -23,7 +23,8 @@ from qfleet.envs.device.names import MINATAR_IDS, make_tensor_env
 from qfleet.envs.device.protocol import begin_episodes, step_episodes
 from qfleet.learner import Learner
 from qfleet.makers import make_memory, make_network, make_objective, make_updater
-from qfleet.memory import PrioritizedSampler, Ring
+from qfleet.memory.ring import Ring
+from qfleet.memory.samplers import PrioritizedSampler
 from qfleet.placement import Placement
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers

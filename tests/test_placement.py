@@ -12,8 +12,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.makers import make_network
-from qfleet.memory import replay_bytes
-from qfleet.memory.sizing import USABLE_PERCENT
+from qfleet.memory.sizing import USABLE_PERCENT, replay_bytes
 from qfleet.networks import QNetwork
 from qfleet.placement import RESERVED_BYTES, Acting, Placement, place_inference, resolve_device
 from qfleet.weights import FlatWeights, Mailbox

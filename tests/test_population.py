@@ -20,7 +20,7 @@ from qfleet.core.types import Batch, Episode
 from qfleet.engines import ENGINES
 from qfleet.envs import make_tensors
 from qfleet.evaluation import Evaluation
-from qfleet.memory import Rollout
+from qfleet.memory.rollout import Rollout
 from qfleet.parts import Parts
 from qfleet.plan import settle
 from qfleet.population import draw_values

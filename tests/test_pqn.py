@@ -19,7 +19,7 @@ from qfleet.engines import ENGINES
 from qfleet.learner import Learner
 from qfleet.loop import rows_per_block
 from qfleet.makers import make_network, make_objective, make_updater
-from qfleet.memory import Rollout
+from qfleet.memory.rollout import Rollout
 from qfleet.parts import Parts
 from qfleet.plan import settle, with_short_rollouts
 from qfleet.telemetry.faults import FaultLog

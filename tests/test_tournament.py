@@ -15,7 +15,7 @@ from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.engines import ENGINES
-from qfleet.memory import Rollout
+from qfleet.memory.rollout import Rollout
 from qfleet.parts import Parts
 from qfleet.run import Run, Sitting
 from qfleet.standings import Standings

@@ -12,7 +12,7 @@ from qfleet.config.validation import validate
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
 from qfleet.learner import Learner
 from qfleet.makers import make_memory, make_network, make_objective, make_updater
-from qfleet.memory import Ring
+from qfleet.memory.ring import Ring
 from qfleet.placement import Placement
 from qfleet.telemetry.timers import Timers
 from support.configs import tiny_config

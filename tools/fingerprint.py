@@ -33,7 +33,8 @@ from qfleet.apex.messages import News
 from qfleet.apex.shard import ReplayShard
 from qfleet.config.config import Config
 from qfleet.core.types import BATCH_FIELDS, FIRST, SKIP, TERMINATED, Block, EnvSpec
-from qfleet.memory import PrioritizedSampler, Ring, UniformSampler
+from qfleet.memory.ring import Ring
+from qfleet.memory.samplers import PrioritizedSampler, UniformSampler
 from qfleet.parameter_server.server import Server
 from qfleet.parameter_server.shard import Exchange, Push, Stamp
 from qfleet.parameter_server.wire import plain, to_wire

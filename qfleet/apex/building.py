@@ -32,7 +32,7 @@ from qfleet.envs.seeding import env_seeds
 from qfleet.learner import Learner
 from qfleet.loop import RateLimiter, rows_per_block
 from qfleet.makers import make_network, make_objective, make_updater
-from qfleet.memory import check_fits
+from qfleet.memory.sizing import check_fits
 from qfleet.parts import Parts
 from qfleet.placement import Placement
 from qfleet.telemetry.faults import FaultLog

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from qfleet.algorithms.objective import Objective, Samples
 from qfleet.config.config import Config
 from qfleet.core.types import Block, EnvSpec
-from qfleet.memory import Ring, UniformSampler
+from qfleet.memory.ring import Ring
+from qfleet.memory.samplers import UniformSampler
 from qfleet.networks import QNetwork
 
 AT_ONCE = 1024

@@ -19,7 +19,7 @@ from qfleet.envs import make_envs
 from qfleet.learner import Learner
 from qfleet.loop import RateLimiter
 from qfleet.makers import make_network, make_objective, make_updater
-from qfleet.memory import check_fits
+from qfleet.memory.sizing import check_fits
 from qfleet.parameter_server.fleet import Fleet
 from qfleet.parts import Parts
 from qfleet.placement import Placement

@@ -11,7 +11,8 @@ from qfleet.apex.messages import News
 from qfleet.apex.shard import ReplayShard
 from qfleet.config.config import Config
 from qfleet.core.types import SKIP, Block, EnvSpec
-from qfleet.memory import Ring, UniformSampler
+from qfleet.memory.ring import Ring
+from qfleet.memory.samplers import UniformSampler
 from support.in_process_cluster import FRAMES, SPEC, random_block, small
 
 HOST = torch.device("cpu")

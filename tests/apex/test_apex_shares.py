@@ -15,7 +15,8 @@ from qfleet.apex.shard import ReplayShard
 from qfleet.apex.shares import Holding, allot, relative_rarity, shares_of
 from qfleet.config.config import Config
 from qfleet.core.types import SKIP
-from qfleet.memory import PrioritizedSampler, Ring
+from qfleet.memory.ring import Ring
+from qfleet.memory.samplers import PrioritizedSampler
 from qfleet.telemetry.faults import FaultLog
 from support.in_process_cluster import SPEC, OneProcess, pinned, random_block, small
 

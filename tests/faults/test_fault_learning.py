@@ -12,7 +12,7 @@ import torch
 import qfleet
 from qfleet.core.errors import DivergedError, FaultRateError
 from qfleet.core.types import Batch
-from qfleet.memory import Ring
+from qfleet.memory.ring import Ring
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from support.faulty_envs import TINY, faulty, result_of

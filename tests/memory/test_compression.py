@@ -18,8 +18,10 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import FIRST, Block, EnvSpec
 from qfleet.envs import make_envs
-from qfleet.memory import Ring, Sampler, replay_bytes
 from qfleet.memory.compression import Compression
+from qfleet.memory.ring import Ring
+from qfleet.memory.samplers import Sampler
+from qfleet.memory.sizing import replay_bytes
 from qfleet.storage.checkpoint import load_checkpoint, save_checkpoint
 from support.episode_model import as_block
 from support.messages import says

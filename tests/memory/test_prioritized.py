@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qfleet.core.types import FIRST, SKIP
-from qfleet.memory import PrioritizedSampler
-from qfleet.memory.samplers import BLOCK, Window
+from qfleet.memory.samplers import BLOCK, PrioritizedSampler, Window
 
 CPU = torch.device("cpu")
 

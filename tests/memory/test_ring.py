@@ -10,7 +10,7 @@ import torch
 
 from qfleet.core.errors import CheckpointError, ConfigError, MemoryRefusedError, RunBusyError
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, Memory
-from qfleet.memory import Ring
+from qfleet.memory.ring import Ring
 from qfleet.storage.segments import Segments
 from support.episode_model import FAULT, LIFE_LOST, PLAIN, Plan, lay_out
 from support.messages import says

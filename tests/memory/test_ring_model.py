@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qfleet.core.types import Batch
-from qfleet.memory import Ring, Sampler
+from qfleet.memory.ring import Ring
+from qfleet.memory.samplers import Sampler
 from support.episode_model import transition
 from support.ring_cases import Case, assert_equal, cases, prioritized, uniform
 

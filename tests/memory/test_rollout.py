@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import FIRST, SKIP, Batch, Block
-from qfleet.memory import Rollout
+from qfleet.memory.rollout import Rollout
 from support.episode_model import (
     FAULT,
     LIFE_LOST,

@@ -11,15 +11,9 @@ import torch
 
 from qfleet.core.errors import MemoryRefusedError
 from qfleet.core.types import EnvSpec
-from qfleet.memory import (
-    PrioritizedSampler,
-    Ring,
-    UniformSampler,
-    available_bytes,
-    check_fits,
-    largest_capacity,
-    replay_bytes,
-)
+from qfleet.memory.ring import Ring
+from qfleet.memory.samplers import PrioritizedSampler, UniformSampler
+from qfleet.memory.sizing import available_bytes, check_fits, largest_capacity, replay_bytes
 from support.messages import says
 
 CPU = torch.device("cpu")

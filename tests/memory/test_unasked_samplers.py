@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from qfleet.core.types import FIRST, SKIP
-from qfleet.memory import PrioritizedSampler, UniformSampler
-from qfleet.memory.samplers import BLOCK, Window
+from qfleet.memory.samplers import BLOCK, PrioritizedSampler, UniformSampler, Window
 from support.listener import Listener
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from qfleet.config.validation import validate
 from qfleet.core.types import FIRST, SKIP
 from qfleet.engines import ENGINES
 from qfleet.envs import make_envs
-from qfleet.memory import Ring
+from qfleet.memory.ring import Ring
 from qfleet.parts import Parts
 from qfleet.telemetry.faults import FaultLog
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from qfleet.core.types import BATCH_FIELDS, Batch
-from qfleet.memory import PrioritizedSampler, Ring, Sampler, UniformSampler
+from qfleet.memory.ring import Ring
+from qfleet.memory.samplers import PrioritizedSampler, Sampler, UniformSampler
 from support.episode_model import (
     FAULT,
     GAMMA,
