@@ -1,0 +1,104 @@
+"""Networks: an environment's spec and a configuration in, a QNetwork out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from qfleet.config.config import Config
+from qfleet.core.errors import ConfigError, UnknownNameError
+from qfleet.core.plugins import load_object
+from qfleet.core.types import EnvSpec
+from qfleet.networks.qnetwork import QNetwork
+from qfleet.networks.torsos import MLP, ImpalaResNet, MinAtarCNN, NatureCNN, is_nature_image
+
+__all__ = ["QNetwork", "build_network"]
+
+_NAMES = ("auto", "mlp", "nature", "impala", "minatar")
+_CONVOLUTIONAL: dict[str, tuple[type[NatureCNN | ImpalaResNet | MinAtarCNN], int]] = {
+    "nature": (NatureCNN, 512),
+    "impala": (ImpalaResNet, 256),
+    "minatar": (MinAtarCNN, 128),
+}
+"""Name → class and width of its dense layer."""
+
+
+def build_network(spec: EnvSpec, config: Config) -> QNetwork:
+    """The network that ``config`` asks for; random weights come from torch's global generator.
+
+    Which hidden layers are shared and which belong to the head's streams:
+
+    - The dense layer of a convolutional torso is the head's. Dueling splits it, noise reaches it,
+      and quantile embeddings multiply the convolutions' own features, all as in the papers.
+    - The layers of an MLP are shared, so dueling, noise and embeddings start at the last of them.
+      Where a head has only one plain stream, there is nobody to share with, and they are the
+      head's too: layers and output are then one autograd node.
+    - With layer normalisation all hidden layers are shared, those of convolutional torsos too.
+    - A user's torso is shared whole.
+    """
+    name = config.network
+    if name == "auto":
+        name = "nature" if is_nature_image(spec.obs_shape) else "mlp"
+    if ":" in name:
+        torso = _user_torso(name, spec)
+        return QNetwork(torso, _features(torso, name, spec), spec.num_actions, config)
+    if name == "mlp":
+        shared = config.dueling or config.noisy or config.head == "iqn" or config.layer_norm
+        mlp = MLP(spec, config.net_arch if shared else (), config.layer_norm)
+        hidden = () if shared else config.net_arch
+        return QNetwork(mlp, mlp.features, spec.num_actions, config, hidden)
+    if name not in _CONVOLUTIONAL:
+        raise UnknownNameError("network", name, _NAMES)
+    kind, dense = _CONVOLUTIONAL[name]
+    if config.layer_norm:
+        if issubclass(kind, ImpalaResNet):
+            raise ConfigError(
+                f"network '{name}' has no layer normalisation; use --no-layer-norm or nature"
+            )
+        normal = kind(spec, dense, layer_norm=True)
+        return QNetwork(normal, normal.features, spec.num_actions, config)
+    conv = kind(spec, dense=0)
+    return QNetwork(conv, conv.features, spec.num_actions, config, (dense,))
+
+
+def _user_torso(path: str, spec: EnvSpec) -> nn.Module:
+    kind = load_object(path, "network")
+    try:
+        torso = kind(spec.obs_shape)
+    except Exception as error:
+        raise ConfigError(
+            f"network '{path}' cannot be built: {_line(error)}; it is called with the "
+            f"observation's shape {spec.obs_shape}"
+        ) from error
+    if not isinstance(torso, nn.Module):
+        raise ConfigError(
+            f"network '{path}' made a {type(torso).__name__}; it must make a torch.nn.Module"
+        )
+    return torso
+
+
+def _features(torso: nn.Module, path: str, spec: EnvSpec) -> int:
+    """How many features a user's torso gives: what it says, or what comes out."""
+    declared = getattr(torso, "features", None)
+    if isinstance(declared, int):
+        return declared
+    training = torso.training
+    torso.eval()  # batch normalisation cannot train on a batch of one
+    try:
+        with torch.no_grad():
+            output = torso(torch.zeros((1, *spec.obs_shape), dtype=spec.torch_dtype))
+    except Exception as error:
+        raise ConfigError(
+            f"network '{path}' fails on a {spec.obs_dtype} observation of shape "
+            f"{(1, *spec.obs_shape)}: {_line(error)}; it must map raw batches to features [B, F]"
+        ) from error
+    finally:
+        torso.train(training)
+    if not isinstance(output, Tensor) or output.dim() != 2:
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ConfigError(f"network '{path}' gave {got}; it must give features of shape [B, F]")
+    return output.shape[1]
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
