@@ -20,7 +20,7 @@ from qfleet.accelerator.graphs import record, why_no_graphs
 from qfleet.algorithms.exploration import sample_actions
 from qfleet.core.seeding import restore_generator
 from qfleet.core.types import Block
-from qfleet.networks import QNetwork
+from qfleet.networks.qnetwork import QNetwork
 
 Greedy: TypeAlias = Callable[[NDArray[Any]], NDArray[np.int64]]
 

@@ -10,7 +10,7 @@ import torch
 
 from qfleet.acting import make_greedy
 from qfleet.core.types import VectorEnv
-from qfleet.networks import QNetwork
+from qfleet.networks.qnetwork import QNetwork
 
 # An env without a time limit and a policy that never fails would otherwise play for ever.
 # Atari's own limit at the usual frame skip: 108,000 frames.

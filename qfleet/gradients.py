@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
-from qfleet.accelerator.fused_cnn import FusedCNN
 from qfleet.algorithms import losses
 from qfleet.algorithms.objective import Objective, Prediction
 from qfleet.core.types import Batch
-from qfleet.networks import QNetwork
 from qfleet.networks.fused import dense_backward, dense_forward
+from qfleet.networks.fused_cnn import FusedCNN
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.weights import FlatWeights, join
 
 
@@ -147,7 +147,7 @@ class DenseGradient:
 
 
 class FusedGradient:
-    """MinAtar's small network by kernels of our own (``qfleet/accelerator/fused_cnn.py``)."""
+    """MinAtar's small network by kernels of our own (``qfleet/networks/fused_cnn.py``)."""
 
     def __init__(self, fused: FusedCNN, objective: Objective, weights: FlatWeights) -> None:
         self._fused, self._weights = fused, weights

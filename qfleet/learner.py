@@ -16,7 +16,6 @@ from torch import Tensor
 
 from qfleet import schedules
 from qfleet.accelerator.compiling import Compilable, switch
-from qfleet.accelerator.fused_cnn import FusedCNN
 from qfleet.accelerator.graphs import record
 from qfleet.accelerator.streams import Beside
 from qfleet.algorithms.objective import Objective, Outlook, Samples
@@ -24,7 +23,8 @@ from qfleet.config.config import Config
 from qfleet.core.seeding import restore_generator
 from qfleet.core.types import Batch, Clock, Memory, StateDict, Updater
 from qfleet.gradients import Graded, make_gradient
-from qfleet.networks import QNetwork
+from qfleet.networks.fused_cnn import FusedCNN
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.timers import Timers
 from qfleet.weights import FlatWeights
 

@@ -19,8 +19,9 @@ from qfleet.memory.ring import Ring
 from qfleet.memory.rollout import Rollout
 from qfleet.memory.samplers import PrioritizedSampler, Sampler, UniformSampler
 from qfleet.memory.sizing import check_fits
-from qfleet.networks import QNetwork, build_network
+from qfleet.networks.factory import build_network
 from qfleet.networks.population import Population
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.placement import Placement, free_device_bytes
 from qfleet.population import agent_seeds
 from qfleet.telemetry.faults import FaultLog

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from qfleet.accelerator.fused_cnn import fuse
 from qfleet.accelerator.graphs import why_no_graphs
 from qfleet.accelerator.preparing import prepare_learner
 from qfleet.accelerator.tuning import Choice, apply_asked, apply_choice, may_compile
@@ -34,7 +33,8 @@ from qfleet.makers import (
     make_updater,
 )
 from qfleet.memory.rollout import Rollout
-from qfleet.networks import QNetwork
+from qfleet.networks.fused_cnn import fuse
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.parts import Parts
 from qfleet.placement import Placement, inference_rate, place_inference
 from qfleet.population import Agents, agent_seeds

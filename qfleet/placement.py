@@ -21,7 +21,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.memory.sizing import USABLE_PERCENT, replay_bytes
-from qfleet.networks import QNetwork
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import image_layout
 from qfleet.weights import DeviceMailbox, FlatWeights, Mailbox
 

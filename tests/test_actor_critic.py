@@ -27,7 +27,8 @@ from qfleet.gradients import AutogradGradient, make_gradient
 from qfleet.learner import Learner
 from qfleet.makers import make_network, make_objective, make_updater
 from qfleet.memory.rollout import Rollout
-from qfleet.networks import QNetwork, build_network
+from qfleet.networks.factory import build_network
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.parts import Parts
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.runs import read_run

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import qfleet
-from qfleet.accelerator.fused_cnn import fuse
 from qfleet.accelerator.tuning import Choice, apply_choice
 from qfleet.build import build
 from qfleet.config.config import Config
@@ -24,6 +23,7 @@ from qfleet.envs import make_tensors
 from qfleet.envs.device.names import MINATAR_IDS
 from qfleet.gradients import AutogradGradient, FusedGradient
 from qfleet.makers import make_networks, make_objective, make_updater
+from qfleet.networks.fused_cnn import fuse
 from qfleet.telemetry.faults import FaultLog
 from qfleet.torch_settings import TorchSettings
 from qfleet.updaters.local import LocalUpdater

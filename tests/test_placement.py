@@ -13,7 +13,7 @@ from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.makers import make_network
 from qfleet.memory.sizing import USABLE_PERCENT, replay_bytes
-from qfleet.networks import QNetwork
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.placement import RESERVED_BYTES, Acting, Placement, place_inference, resolve_device
 from qfleet.weights import FlatWeights, Mailbox
 from support.messages import holds, says

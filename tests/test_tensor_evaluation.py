@@ -17,7 +17,7 @@ from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.device.vector import TensorEnvs
 from qfleet.evaluation import evaluate_policy
 from qfleet.makers import make_network
-from qfleet.networks import QNetwork
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.tensor_evaluation import CHUNK, TensorEvaluator
 from support.messages import says
 from support.tensor_envs import Broken, Count, constant, evaluate_on_device, scripted

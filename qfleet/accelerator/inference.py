@@ -23,7 +23,7 @@ from qfleet.accelerator.streams import stream_of
 from qfleet.algorithms.exploration import sample_actions
 from qfleet.core.seeding import restore_generator
 from qfleet.core.types import Block, EnvSpec
-from qfleet.networks import QNetwork
+from qfleet.networks.qnetwork import QNetwork
 
 PACKED_BYTES = 8 + 4 + 1
 """Of a row's action, reward and flags."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable, switch
 from qfleet.config.config import Config
-from qfleet.networks import QNetwork
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.remembered import recall, remember
 
 Precision = Literal["fp32", "tf32", "bf16"]

@@ -17,7 +17,7 @@ from qfleet.config.config import Config
 from qfleet.core.types import Block, EnvSpec
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import UniformSampler
-from qfleet.networks import QNetwork
+from qfleet.networks.qnetwork import QNetwork
 
 AT_ONCE = 1024
 """Most transitions in one pass of the network."""

@@ -21,7 +21,7 @@ from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec
 from qfleet.envs.seeding import env_seeds
 from qfleet.lab.reference_pqn import Row
-from qfleet.networks import build_network
+from qfleet.networks.factory import build_network
 
 
 def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:

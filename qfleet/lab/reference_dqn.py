@@ -21,7 +21,7 @@ from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec
 from qfleet.envs.seeding import env_seeds
-from qfleet.networks import build_network
+from qfleet.networks.factory import build_network
 from qfleet.updaters.optimisers import VECTOR_FLOATS
 
 

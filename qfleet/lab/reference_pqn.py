@@ -22,7 +22,7 @@ from qfleet.core.counter_rng import draw_bits, first_counters, next_counters
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec
 from qfleet.envs.seeding import env_seeds
-from qfleet.networks import build_network
+from qfleet.networks.factory import build_network
 
 
 @dataclass

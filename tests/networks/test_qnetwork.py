@@ -16,8 +16,9 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.core.plugins import load_object
 from qfleet.core.types import EnvSpec
-from qfleet.networks import QNetwork, build_network
+from qfleet.networks.factory import build_network
 from qfleet.networks.heads import ImplicitQuantileHead, QHead, Style, combine_streams
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import MLP, NatureCNN
 from support.messages import says
 

@@ -9,7 +9,7 @@ from torch import tensor
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
-from qfleet.networks import build_network
+from qfleet.networks.factory import build_network
 from qfleet.networks.torsos import MLP, NORM_EPS, ImpalaResNet, MinAtarCNN, NatureCNN
 from support.messages import says
 
