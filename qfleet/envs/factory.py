@@ -1,0 +1,130 @@
+"""Environments: ``make_envs`` turns a configuration into N of them behind ``core.VectorEnv``.
+
+registry   what a name means: Atari, a Gymnasium id, a class of the user's
+spaces     which spaces are supported, and their canonical form
+guard      one environment whose faults stay inside
+sync       N guarded ones, one after another
+processes  N guarded ones, in processes that are replaced when they die or hang
+worker     what runs inside such a process
+native     Gymnasium's own vector environments
+atari      ale-py's C++ pool
+latency    any of these, slowed down
+device     environments as tensors: MinAtar's games, some classics, the user's own
+seeding    one seed to many
+state      the exact state of an environment, for resumes
+"""
+
+from __future__ import annotations
+
+from qfleet.config.config import Config
+from qfleet.core.errors import ConfigError
+from qfleet.core.types import VectorEnv
+from qfleet.envs.device.names import is_tensor_env, make_tensor_env
+from qfleet.envs.device.protocol import TensorEnv
+from qfleet.envs.device.vector import TensorEnvs
+from qfleet.envs.guard import OnFault
+from qfleet.envs.latency import DelayedEnvs, latency_of
+from qfleet.envs.registry import ale_game, close_names, env_kwargs, import_modules, make_single
+from qfleet.envs.registry import has_vector_entry_point as _has_vector_entry_point
+
+__all__ = [
+    "OnFault",
+    "ale_game",
+    "close_names",
+    "latency_of",
+    "make_envs",
+    "make_single",
+    "make_tensors",
+    "steps_in_background",
+]
+
+_NATIVE_MIN_ENVS = 8
+"""With few envs numpy's cost per call makes a vectorised CartPole slower than plain ones: with one,
+five times; they break even between four and eight."""
+
+
+def make_envs(
+    config: Config, num_envs: int, seed: int, *, training: bool, on_fault: OnFault
+) -> VectorEnv:
+    """``num_envs`` environments as ``config`` describes them.
+
+    ``training`` False (evaluation) leaves episodic life and latency out. ``on_fault`` hears of
+    every fault that was survived; those that cannot be are an EnvironmentFault.
+    """
+    envs = _make_quick(config, num_envs, seed, training, on_fault)
+    if training and config.step_latency_s > 0:
+        return DelayedEnvs(envs, config.step_latency_s)
+    return envs
+
+
+def _make_quick(
+    config: Config, num_envs: int, seed: int, training: bool, on_fault: OnFault
+) -> VectorEnv:
+    import_modules(config)
+    if is_tensor_env(config.env):
+        return TensorEnvs(make_tensors(config), num_envs, seed)
+    game = ale_game(config.env)
+    if game is None:
+        _refuse_atari_fields(config)
+    else:
+        if config.vectorize in ("sync", "async"):
+            raise ConfigError(
+                f"vectorize {config.vectorize!r} does not work with Atari game '{config.env}', "
+                "which has a pool of its own; use auto"
+            )
+        if config.vectorize == "envpool":
+            from qfleet.envs.envpool import EnvPoolEnvs
+
+            return EnvPoolEnvs(config, game, num_envs, seed, training=training)
+        # Imported when needed: ale-py takes a fifth of a second that others need not pay.
+        from qfleet.envs.atari import AtariEnvs
+
+        return AtariEnvs(config, game, num_envs, seed, training=training)
+    if config.vectorize == "envpool":
+        raise ConfigError(f"vectorize 'envpool' is for Atari games, not for '{config.env}'")
+    mode = _choose(config, num_envs) if config.vectorize == "auto" else config.vectorize
+    if mode == "native":
+        from qfleet.envs.native import NativeEnvs
+
+        return NativeEnvs(config, num_envs, seed)
+    if mode == "async":
+        from qfleet.envs.processes import ProcessEnvs
+
+        return ProcessEnvs(config, num_envs, seed, on_fault)
+    from qfleet.envs.sync import SyncEnvs
+
+    return SyncEnvs(config, num_envs, seed, on_fault)
+
+
+def make_tensors(config: Config) -> TensorEnv:
+    """The environment as tensors, or a refusal of what such ones do not have."""
+    import_modules(config)
+    env = make_tensor_env(config)
+    _refuse_atari_fields(config)
+    if config.vectorize != "auto" or config.frame_stack > 1:
+        raise ConfigError(
+            f"'{config.env}' is a stack of tensors already, without frame stacks; leave "
+            "vectorize and frame_stack alone"
+        )
+    return env
+
+
+def steps_in_background(config: Config) -> bool:
+    """Whether these envs step, or wait, outside this process's Python."""
+    is_elsewhere = ale_game(config.env) is not None or config.vectorize == "async"
+    return is_elsewhere or config.step_latency_s > 0
+
+
+def _refuse_atari_fields(config: Config) -> None:
+    """A field that would do nothing is a mistake somebody wants to hear of."""
+    plain = Config()
+    for name in ("sticky_actions", "episodic_life", "full_action_space", "frame_skip", "noop_max"):
+        if getattr(config, name) != getattr(plain, name):
+            raise ConfigError(f"{name} is for Atari games and does nothing for '{config.env}'")
+
+
+def _choose(config: Config, num_envs: int) -> str:
+    is_plain = not env_kwargs(config) and config.frame_stack <= 1
+    if num_envs >= _NATIVE_MIN_ENVS and is_plain and _has_vector_entry_point(config.env):
+        return "native"
+    return "sync"
