@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from qfleet.config.config import Config
 from qfleet.core.errors import UnknownNameError
 from qfleet.core.types import Block, EnvSpec
-from qfleet.envs import make_envs
+from qfleet.envs.factory import make_envs
 from qfleet.memory.compression import Compression
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import UniformSampler

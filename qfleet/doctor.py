@@ -20,9 +20,9 @@ from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
-from qfleet.envs import ale_game, make_envs
 from qfleet.envs.device.names import is_tensor_env
-from qfleet.envs.registry import has_vector_entry_point
+from qfleet.envs.factory import make_envs
+from qfleet.envs.registry import ale_game, has_vector_entry_point
 from qfleet.memory.sizing import available_bytes, largest_capacity
 from qfleet.plan import settle
 from qfleet.remembered import cache_path

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qfleet.core.types import VectorEnv
-from qfleet.envs import make_envs
+from qfleet.envs.factory import make_envs
 from qfleet.evaluation import Evaluation, evaluate_policy
 from qfleet.parts import Parts
 from qfleet.tensor_evaluation import as_evaluation

@@ -13,7 +13,7 @@ from qfleet.algorithms.objective import Objective
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec, Updater, VectorEnv
-from qfleet.envs import make_envs
+from qfleet.envs.factory import make_envs
 from qfleet.envs.seeding import mix_seeds
 from qfleet.memory.ring import Ring
 from qfleet.memory.rollout import Rollout

@@ -17,9 +17,9 @@ from qfleet.collectors import Ahead, Inline
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, Memory, Updater
-from qfleet.envs import make_tensors
 from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.device.vector import check_tensor_env
+from qfleet.envs.factory import make_tensors
 from qfleet.envs.seeding import env_seeds, mix_seeds
 from qfleet.learner import Learner
 from qfleet.loop import RateLimiter, rows_per_block

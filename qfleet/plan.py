@@ -18,8 +18,9 @@ from qfleet.config.config import FIELDS, Config
 from qfleet.config.validation import validate
 from qfleet.core.types import EnvSpec
 from qfleet.engines import ENGINES
-from qfleet.envs import ale_game, make_envs, steps_in_background
 from qfleet.envs.device.names import is_tensor_env
+from qfleet.envs.factory import make_envs, steps_in_background
+from qfleet.envs.registry import ale_game
 from qfleet.placement import learner_device, resolve_device
 from qfleet.remembered import recall, remember
 from qfleet.telemetry.faults import FaultLog

@@ -19,7 +19,7 @@ from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec, StateDict
-from qfleet.envs import make_envs
+from qfleet.envs.factory import make_envs
 from qfleet.evaluation import Evaluation, evaluate_policy
 from qfleet.makers import make_network
 from qfleet.placement import resolve_device

@@ -18,9 +18,9 @@ from qfleet.config.presets import resolve
 from qfleet.core.counter_rng import draw_below, first_counters, next_counters
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
 from qfleet.engines.serial import run_serial
-from qfleet.envs import make_envs
 from qfleet.envs.device.names import MINATAR_IDS, make_tensor_env
 from qfleet.envs.device.protocol import begin_episodes, step_episodes
+from qfleet.envs.factory import make_envs
 from qfleet.learner import Learner
 from qfleet.makers import make_memory, make_network, make_objective, make_updater
 from qfleet.memory.ring import Ring

@@ -19,8 +19,8 @@ from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.core.types import Batch
 from qfleet.engines.device import run_device
-from qfleet.envs import make_tensors
 from qfleet.envs.device.names import MINATAR_IDS
+from qfleet.envs.factory import make_tensors
 from qfleet.gradients import AutogradGradient, FusedGradient
 from qfleet.makers import make_networks, make_objective, make_updater
 from qfleet.networks.fused_cnn import fuse

@@ -18,7 +18,7 @@ from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError, DivergedError, FaultRateError, QfleetError
 from qfleet.core.types import Batch, Episode
 from qfleet.engines import ENGINES
-from qfleet.envs import make_tensors
+from qfleet.envs.factory import make_tensors
 from qfleet.evaluation import Evaluation
 from qfleet.memory.rollout import Rollout
 from qfleet.parts import Parts

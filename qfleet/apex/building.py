@@ -27,7 +27,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError, ConfigError
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, EnvSpec
-from qfleet.envs import make_envs
+from qfleet.envs.factory import make_envs
 from qfleet.envs.seeding import env_seeds
 from qfleet.learner import Learner
 from qfleet.loop import RateLimiter, rows_per_block

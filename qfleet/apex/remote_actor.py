@@ -23,7 +23,8 @@ from qfleet.apex.priorities import FirstPriorities
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.signals import shrug_if_unheard
-from qfleet.envs import latency_of, make_envs
+from qfleet.envs.factory import make_envs
+from qfleet.envs.latency import latency_of
 from qfleet.envs.seeding import mix_seeds
 from qfleet.loop import rows_per_block
 from qfleet.makers import make_network, make_objective

@@ -15,7 +15,7 @@ from qfleet.cluster import LEAST_BYTES_WITH_TORCH, check_memory
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Batch, Block, Clock, EnvSpec, StateDict
-from qfleet.envs import make_envs
+from qfleet.envs.factory import make_envs
 from qfleet.learner import Learner
 from qfleet.loop import RateLimiter
 from qfleet.makers import make_network, make_objective, make_updater

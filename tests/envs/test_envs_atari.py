@@ -9,7 +9,7 @@ import pytest
 
 from qfleet.config.config import Config
 from qfleet.core.types import VectorEnv
-from qfleet.envs import make_envs
+from qfleet.envs.factory import make_envs
 from support.scripted_envs import Faults
 
 

@@ -11,8 +11,8 @@ from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.core.types import VectorEnv
 from qfleet.engines import ENGINES
-from qfleet.envs import latency_of, make_envs
-from qfleet.envs.latency import DelayedEnvs
+from qfleet.envs.factory import make_envs
+from qfleet.envs.latency import DelayedEnvs, latency_of
 from qfleet.envs.sync import SyncEnvs
 from qfleet.telemetry.faults import FaultLog
 from qfleet.torch_settings import TorchSettings

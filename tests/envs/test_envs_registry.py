@@ -9,7 +9,8 @@ import pytest
 
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, QfleetError, UnknownNameError, UnsupportedEnvError
-from qfleet.envs import ale_game, close_names, make_envs, make_single
+from qfleet.envs.factory import make_envs
+from qfleet.envs.registry import ale_game, close_names, make_single
 from support.messages import says
 from support.scripted_envs import Faults, scripted
 

@@ -13,7 +13,8 @@ import torch
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import VectorEnv
-from qfleet.envs import make_envs, make_single
+from qfleet.envs.factory import make_envs
+from qfleet.envs.registry import make_single
 from qfleet.envs.state import load_env, save_env
 from support.scripted_envs import Faults, scripted
 

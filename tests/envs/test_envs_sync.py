@@ -12,7 +12,7 @@ import pytest
 from qfleet.config.config import Config
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import Step
-from qfleet.envs import make_envs
+from qfleet.envs.factory import make_envs
 from qfleet.envs.native import NativeEnvs
 from qfleet.envs.seeding import env_seeds, rebuilt_seed
 from qfleet.envs.sync import SyncEnvs

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import FIRST, Block, EnvSpec
-from qfleet.envs import make_envs
+from qfleet.envs.factory import make_envs
 from qfleet.memory.compression import Compression
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import Sampler

@@ -15,7 +15,7 @@ from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.types import FIRST, SKIP
 from qfleet.engines import ENGINES
-from qfleet.envs import make_envs
+from qfleet.envs.factory import make_envs
 from qfleet.memory.ring import Ring
 from qfleet.parts import Parts
 from qfleet.telemetry.faults import FaultLog

@@ -7,8 +7,3 @@ vector     one behind ``core.VectorEnv``
 minatar    five games on a board of 10×10
 cartpole, acrobot, mountaincar, maze
 """
-
-from qfleet.core.counter_rng import draw_below, draw_uniform
-from qfleet.envs.device.protocol import Outcome, State, TensorEnv
-
-__all__ = ["Outcome", "State", "TensorEnv", "draw_below", "draw_uniform"]
