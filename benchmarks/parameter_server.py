@@ -30,10 +30,10 @@ import numpy as np
 import torch
 
 import qfleet
+from qfleet.agent.evaluation import Evaluation
 from qfleet.cli import lab_speedup
 from qfleet.cluster import Cluster, from_inside, open_cluster
 from qfleet.config.config import Config
-from qfleet.evaluation import Evaluation
 from qfleet.parameter_server.client import RemoteLine, Servers
 from qfleet.parameter_server.server import RemoteServer, calls_at_once
 from qfleet.parameter_server.wire import INLINE_VECTOR_BYTES
@@ -65,7 +65,7 @@ class Stepping(Bare):
     """The same, and the optimiser's step, which is the work that a server is there for."""
 
     def __init__(self, size: int) -> None:
-        from qfleet.updaters.optimisers import make_optimiser
+        from qfleet.agent.updaters.optimisers import make_optimiser
 
         super().__init__(size)
         self._weights = torch.zeros(size)

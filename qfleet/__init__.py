@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qfleet.agent.policy import Policy
     from qfleet.api import (
         Scaled,
         Trained,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         train_seeds,
     )
     from qfleet.config.config import Config
-    from qfleet.policy import Policy
     from qfleet.result import Result
     from qfleet.run import Callback
 

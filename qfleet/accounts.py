@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qfleet import schedules
-from qfleet.evaluation import Evaluation
+from qfleet.agent import schedules
+from qfleet.agent.evaluation import Evaluation
 from qfleet.parts import Parts
 from qfleet.result import Result, peak_device_bytes, peak_rss_bytes
 from qfleet.standings import Standings

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qfleet import scaling
+from qfleet.agent.evaluation import Evaluation
+from qfleet.agent.policy import Policy, load_run_policy
 from qfleet.config.config import Config, read_fields
 from qfleet.config.presets import resolve
 from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, RunBusyError
-from qfleet.evaluation import Evaluation
-from qfleet.policy import Policy, load_run_policy
 from qfleet.result import Result
 from qfleet.run import Callback, Run, Sitting
 from qfleet.storage.checkpoint import diff_meta, has_checkpoint, load_checkpoint

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from qfleet.agent.device_evaluation import as_evaluation
+from qfleet.agent.evaluation import Evaluation, evaluate_policy
 from qfleet.core.types import VectorEnv
 from qfleet.envs.factory import make_envs
-from qfleet.evaluation import Evaluation, evaluate_policy
 from qfleet.parts import Parts
-from qfleet.tensor_evaluation import as_evaluation
 
 MOST_ENVS = 16
 """Environments on the host that play an evaluation side by side."""

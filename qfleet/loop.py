@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from qfleet.agent.learner import Learner
 from qfleet.config.config import Config
 from qfleet.core.types import Clock, Collector, Memory, WeightsChannel
-from qfleet.learner import Learner
 from qfleet.telemetry.timers import Timers
 
 

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.streams import has_streams
+from qfleet.agent.population import agent_seeds
+from qfleet.agent.updaters.fused import FusedUpdater, has_kernels
+from qfleet.agent.updaters.local import LocalUpdater
+from qfleet.agent.updaters.optimisers import make_optimiser
+from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.objective import Objective
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
@@ -23,12 +28,7 @@ from qfleet.networks.factory import build_network
 from qfleet.networks.population import Population
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.placement import Placement, free_device_bytes
-from qfleet.population import agent_seeds
 from qfleet.telemetry.faults import FaultLog
-from qfleet.updaters.fused import FusedUpdater, has_kernels
-from qfleet.updaters.local import LocalUpdater
-from qfleet.updaters.optimisers import make_optimiser
-from qfleet.weights import FlatWeights
 
 ModelTransform = Callable[[QNetwork], QNetwork]
 

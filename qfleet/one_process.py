@@ -11,9 +11,14 @@ import torch
 from qfleet.accelerator.graphs import why_no_graphs
 from qfleet.accelerator.preparing import prepare_learner
 from qfleet.accelerator.tuning import Choice, apply_asked, apply_choice, may_compile
-from qfleet.acting import HostInference
-from qfleet.actor import Actor
-from qfleet.collectors import Ahead, Inline
+from qfleet.agent.actor import Actor
+from qfleet.agent.collectors import Ahead, Inline
+from qfleet.agent.device_actor import TensorActor
+from qfleet.agent.device_evaluation import TensorEvaluator
+from qfleet.agent.inference import HostInference
+from qfleet.agent.learner import Learner
+from qfleet.agent.population import Agents, agent_seeds
+from qfleet.agent.weights import FlatWeights, SameWeights
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, Memory, Updater
@@ -21,7 +26,6 @@ from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.device.vector import check_tensor_env
 from qfleet.envs.factory import make_tensors
 from qfleet.envs.seeding import env_seeds, mix_seeds
-from qfleet.learner import Learner
 from qfleet.loop import RateLimiter, rows_per_block
 from qfleet.makers import (
     make_groups,
@@ -37,14 +41,10 @@ from qfleet.networks.fused_cnn import fuse
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.parts import Parts
 from qfleet.placement import Placement, inference_rate, place_inference
-from qfleet.population import Agents, agent_seeds
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
-from qfleet.tensor_actor import TensorActor
-from qfleet.tensor_evaluation import TensorEvaluator
 from qfleet.torch_settings import set_threads
-from qfleet.weights import FlatWeights, SameWeights
 
 BLOCKS_AHEAD = 4
 """Blocks an actor in a thread fills in turn: one under way, the others on their way to the ring."""

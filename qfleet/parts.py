@@ -9,18 +9,18 @@ from typing import Any, Protocol
 
 import torch
 
-from qfleet.accelerator.inference import Traffic
 from qfleet.accelerator.tuning import Tuning
+from qfleet.agent.device_evaluation import TensorEvaluator
+from qfleet.agent.device_inference import Traffic
+from qfleet.agent.learner import Learner
+from qfleet.agent.population import Agents
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, Collector, EnvSpec, Memory, VectorEnv, WeightsChannel
-from qfleet.learner import Learner
 from qfleet.loop import RateLimiter
-from qfleet.population import Agents
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import Processes
 from qfleet.telemetry.timers import Timers
-from qfleet.tensor_evaluation import TensorEvaluator
 
 
 class WorkerFleet(Processes, Protocol):

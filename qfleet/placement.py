@@ -14,16 +14,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from qfleet.accelerator.inference import DeviceInference, Traffic
 from qfleet.accelerator.streams import has_streams
-from qfleet.acting import HostInference, Inference
+from qfleet.agent.device_inference import DeviceInference, Traffic
+from qfleet.agent.inference import HostInference, Inference
+from qfleet.agent.weights import DeviceMailbox, FlatWeights, Mailbox
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.memory.sizing import USABLE_PERCENT, replay_bytes
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import image_layout
-from qfleet.weights import DeviceMailbox, FlatWeights, Mailbox
 
 RESERVED_BYTES = 2 * 2**30
 """Device memory left to networks, bursts and recorded graphs when replay moves in."""

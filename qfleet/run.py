@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from qfleet import scaling, tournament
 from qfleet.accounts import learning_scalars, make_result, pipeline_scalars
+from qfleet.agent.evaluation import Evaluation
 from qfleet.best import save_best
 from qfleet.build import build
 from qfleet.config.config import Config
@@ -25,7 +26,6 @@ from qfleet.core.errors import CheckpointError, EnvironmentFault, QfleetError
 from qfleet.core.signals import Signals
 from qfleet.core.types import StateDict
 from qfleet.engines import ENGINES
-from qfleet.evaluation import Evaluation
 from qfleet.examiner import Examiner
 from qfleet.judge import Judge
 from qfleet.parts import Parts

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from qfleet.agent.evaluation import Evaluation
 from qfleet.core.types import Episode, StateDict
-from qfleet.evaluation import Evaluation
 
 EPISODE_WINDOW = 100
 

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qfleet.agent.device_actor import TensorActor
+from qfleet.agent.learner import Learner
+from qfleet.agent.population import Agents
 from qfleet.build import build
 from qfleet.config.config import Config
-from qfleet.learner import Learner
 from qfleet.memory.rollout import Rollout
 from qfleet.parts import Parts
-from qfleet.population import Agents
 from qfleet.standings import Standings
 from qfleet.telemetry.trace import Trace
-from qfleet.tensor_actor import TensorActor
 
 POPULATION_FILE = "population.jsonl"
 FROM_ONE = ("gamma", "td_lambda")

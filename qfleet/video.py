@@ -15,12 +15,12 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from qfleet.agent.policy import Policy
 from qfleet.core.errors import ConfigError
 from qfleet.envs.atari import AtariEnvs
 from qfleet.envs.device.names import is_tensor_env, make_tensor_env
 from qfleet.envs.device.vector import TensorEnvs
 from qfleet.envs.registry import ale_game, make_single
-from qfleet.policy import Policy
 
 Frame = NDArray[np.uint8]
 SUFFIXES = (".gif", ".mp4")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from qfleet.agent.learner import Health
 from qfleet.config.config import Config
 from qfleet.core.errors import DivergedError
 from qfleet.core.types import StateDict
-from qfleet.learner import Health
 from qfleet.parts import Parts
 from qfleet.storage.checkpoint import list_checkpoints
 from qfleet.telemetry.faults import MIN_FAULTS_TO_STOP, FaultLog

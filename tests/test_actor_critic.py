@@ -12,8 +12,13 @@ import torch
 from torch import Tensor, tensor
 
 import qfleet
-from qfleet import placement, schedules
-from qfleet.acting import HostInference, make_greedy
+from qfleet import placement
+from qfleet.agent import schedules
+from qfleet.agent.device_actor import TensorActor
+from qfleet.agent.gradients import AutogradGradient, make_gradient
+from qfleet.agent.inference import HostInference, make_greedy
+from qfleet.agent.learner import Learner
+from qfleet.agent.weights import FlatWeights, SameWeights
 from qfleet.algorithms.exploration import sample_actions
 from qfleet.algorithms.losses import actor_critic, entropy
 from qfleet.build import build
@@ -23,8 +28,6 @@ from qfleet.core.errors import ConfigError
 from qfleet.core.types import SKIP, TERMINATED, Batch, Block, Clock, EnvSpec, StateDict
 from qfleet.engines import ENGINES
 from qfleet.envs.device.cartpole import CartPole
-from qfleet.gradients import AutogradGradient, make_gradient
-from qfleet.learner import Learner
 from qfleet.makers import make_network, make_objective, make_updater
 from qfleet.memory.rollout import Rollout
 from qfleet.networks.factory import build_network
@@ -33,8 +36,6 @@ from qfleet.parts import Parts
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.runs import read_run
 from qfleet.telemetry.timers import Timers
-from qfleet.tensor_actor import TensorActor
-from qfleet.weights import FlatWeights, SameWeights
 from support.configs import tiny_config
 from support.messages import says
 

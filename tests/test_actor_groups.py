@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qfleet.actor import Actor
+from qfleet.agent.actor import Actor
 from qfleet.config.config import Config
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, EnvSpec, Episode, StateDict, Step
 from qfleet.telemetry.timers import Timers

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from qfleet import collectors
-from qfleet.actor import Actor
-from qfleet.collectors import Ahead, Inline
+from qfleet.agent import collectors
+from qfleet.agent.actor import Actor
+from qfleet.agent.collectors import Ahead, Inline
+from qfleet.agent.weights import FlatWeights, Mailbox, SameWeights
 from qfleet.config.config import Config
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import Block, Clock, Episode, Lag, StateDict
 from qfleet.telemetry.timers import Timers
-from qfleet.weights import FlatWeights, Mailbox, SameWeights
 from support.waiting import PHASE_S, deadline
 
 CONFIG = Config(env="Toy-v0", envs=2, steps=26, train_freq=8, learning_starts=0, engine="pipeline")

@@ -10,8 +10,14 @@ import pytest
 import torch
 
 import qfleet
-from qfleet.accelerator.inference import DeviceInference
 from qfleet.accelerator.tuning import Choice, apply_choice, copy_state
+from qfleet.agent.device_actor import TensorActor
+from qfleet.agent.device_evaluation import TensorEvaluator
+from qfleet.agent.device_inference import DeviceInference
+from qfleet.agent.learner import Learner
+from qfleet.agent.updaters.local import LocalUpdater
+from qfleet.agent.updaters.optimisers import make_optimiser
+from qfleet.agent.weights import FlatWeights, SameWeights
 from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
@@ -21,19 +27,13 @@ from qfleet.engines.serial import run_serial
 from qfleet.envs.device.names import MINATAR_IDS, make_tensor_env
 from qfleet.envs.device.protocol import begin_episodes, step_episodes
 from qfleet.envs.factory import make_envs
-from qfleet.learner import Learner
 from qfleet.makers import make_memory, make_network, make_objective, make_updater
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import PrioritizedSampler
 from qfleet.placement import Placement
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
-from qfleet.tensor_actor import TensorActor
-from qfleet.tensor_evaluation import TensorEvaluator
 from qfleet.torch_settings import TorchSettings
-from qfleet.updaters.local import LocalUpdater
-from qfleet.updaters.optimisers import make_optimiser
-from qfleet.weights import FlatWeights, SameWeights
 from support.integrity import assert_rows_tell_the_truth, run, share_of_actions_explained
 
 pytestmark = [

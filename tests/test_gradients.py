@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from qfleet.agent.gradients import AutogradGradient, DenseGradient, make_gradient
+from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.types import Batch, EnvSpec
-from qfleet.gradients import AutogradGradient, DenseGradient, make_gradient
 from qfleet.makers import make_network, make_objective
-from qfleet.weights import FlatWeights
 
 CPU = torch.device("cpu")
 ACTIONS = 3

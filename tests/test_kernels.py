@@ -13,6 +13,10 @@ from torch import Tensor
 
 import qfleet
 from qfleet.accelerator.tuning import Choice, apply_choice
+from qfleet.agent.gradients import AutogradGradient, FusedGradient
+from qfleet.agent.updaters.local import LocalUpdater
+from qfleet.agent.updaters.optimisers import make_optimiser
+from qfleet.agent.weights import FlatWeights
 from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
@@ -21,14 +25,10 @@ from qfleet.core.types import Batch
 from qfleet.engines.device import run_device
 from qfleet.envs.device.names import MINATAR_IDS
 from qfleet.envs.factory import make_tensors
-from qfleet.gradients import AutogradGradient, FusedGradient
 from qfleet.makers import make_networks, make_objective, make_updater
 from qfleet.networks.fused_cnn import fuse
 from qfleet.telemetry.faults import FaultLog
 from qfleet.torch_settings import TorchSettings
-from qfleet.updaters.local import LocalUpdater
-from qfleet.updaters.optimisers import make_optimiser
-from qfleet.weights import FlatWeights
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qfleet import placement
+from qfleet.agent.weights import FlatWeights, Mailbox
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
@@ -15,7 +16,6 @@ from qfleet.makers import make_network
 from qfleet.memory.sizing import USABLE_PERCENT, replay_bytes
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.placement import RESERVED_BYTES, Acting, Placement, place_inference, resolve_device
-from qfleet.weights import FlatWeights, Mailbox
 from support.messages import holds, says
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

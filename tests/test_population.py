@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import qfleet
+from qfleet.agent.evaluation import Evaluation
+from qfleet.agent.population import draw_values
 from qfleet.build import build
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
@@ -19,11 +21,9 @@ from qfleet.core.errors import ConfigError, DivergedError, FaultRateError, Qflee
 from qfleet.core.types import Batch, Episode
 from qfleet.engines import ENGINES
 from qfleet.envs.factory import make_tensors
-from qfleet.evaluation import Evaluation
 from qfleet.memory.rollout import Rollout
 from qfleet.parts import Parts
 from qfleet.plan import settle
-from qfleet.population import draw_values
 from qfleet.run import Run, Sitting
 from qfleet.standings import EPISODE_WINDOW, Standings
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint

@@ -10,13 +10,13 @@ import torch
 from qfleet import placement
 from qfleet.accelerator.preparing import updates_at_once
 from qfleet.accelerator.tuning import copy_state
+from qfleet.agent.learner import Learner
 from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec, StateDict
 from qfleet.engines import ENGINES
-from qfleet.learner import Learner
 from qfleet.loop import rows_per_block
 from qfleet.makers import make_network, make_objective, make_updater
 from qfleet.memory.rollout import Rollout

@@ -11,9 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qfleet import schedules, tensor_actor
-from qfleet.acting import HostInference
-from qfleet.actor import Actor
+from qfleet.agent import device_actor, schedules
+from qfleet.agent.actor import Actor
+from qfleet.agent.device_actor import EPISODES_KEPT, TensorActor, ring_places
+from qfleet.agent.inference import HostInference
+from qfleet.agent.weights import SameWeights
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
@@ -26,8 +28,6 @@ from qfleet.envs.device.vector import TensorEnvs
 from qfleet.envs.seeding import env_seeds
 from qfleet.makers import make_network
 from qfleet.telemetry.timers import Timers
-from qfleet.tensor_actor import EPISODES_KEPT, TensorActor, ring_places
-from qfleet.weights import SameWeights
 from support.messages import says
 from support.tensor_envs import Broken, Count, QValues, constant, scripted
 
@@ -137,7 +137,7 @@ def test_every_flag_is_met() -> None:
 
 
 def test_episodes_that_do_not_fit_leave_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_actor, "EPISODES_KEPT", 8)
+    monkeypatch.setattr(device_actor, "EPISODES_KEPT", 8)
     ours = tensor_actor_of(Count(), 6, scripted(3), 20)
     theirs = host_actor_of(Count(), 6, scripted(3), 20)
     for blocks, rows in ((1, 20), (3, 5), (1, 2), (2, 20), (1, 0)):
@@ -287,7 +287,7 @@ def test_recording_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         return function
 
     plain = tensor_actor_of(Count(), 8, scripted(3), 9, flat(0.5))
-    monkeypatch.setattr(tensor_actor, "record", record)
+    monkeypatch.setattr(device_actor, "record", record)
     recorded = tensor_actor_of(Count(), 8, scripted(3), 9, flat(0.5))
     for rows in (9, 4, 9):
         assert_same_block(plain.collect(rows), recorded.collect(rows))
@@ -295,5 +295,5 @@ def test_recording_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_collecting_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_actor, "MEASURE_S", 0.01)
+    monkeypatch.setattr(device_actor, "MEASURE_S", 0.01)
     assert tensor_actor_of(Count(), 4, constant(0), 2).rate() > 0

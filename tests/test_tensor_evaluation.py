@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from qfleet import evaluation, tensor_evaluation
+from qfleet.agent import device_evaluation, evaluation
+from qfleet.agent.device_evaluation import CHUNK, TensorEvaluator
+from qfleet.agent.evaluation import evaluate_policy
 from qfleet.config.presets import resolve
 from qfleet.core.errors import EnvironmentFault
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.names import make_tensor_env
 from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.device.vector import TensorEnvs
-from qfleet.evaluation import evaluate_policy
 from qfleet.makers import make_network
 from qfleet.networks.qnetwork import QNetwork
-from qfleet.tensor_evaluation import CHUNK, TensorEvaluator
 from support.messages import says
 from support.tensor_envs import Broken, Count, constant, evaluate_on_device, scripted
 
@@ -102,7 +102,7 @@ def balancing() -> Callable[[Tensor], Tensor]:
 
 
 def test_an_endless_episode_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_evaluation, "LONGEST_EPISODE", 100)
+    monkeypatch.setattr(device_evaluation, "LONGEST_EPISODE", 100)
     monkeypatch.setattr(evaluation, "LONGEST_EPISODE", 100)
     env = CartPole()
     env.max_episode_steps = 0

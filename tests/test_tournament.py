@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from qfleet.agent.device_actor import TensorActor
 from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
@@ -21,7 +22,6 @@ from qfleet.run import Run, Sitting
 from qfleet.standings import Standings
 from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog
-from qfleet.tensor_actor import TensorActor
 from qfleet.tournament import Move, better_half, choose_moves, exploit, narrowed, perturb, rank
 from support.populations import configure, rows_of, train
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from qfleet.agent.learner import Learner
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
-from qfleet.learner import Learner
 from qfleet.makers import make_memory, make_network, make_objective, make_updater
 from qfleet.memory.ring import Ring
 from qfleet.placement import Placement

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qfleet.updaters.local import LocalUpdater
-from qfleet.updaters.optimisers import (
+from qfleet.agent.updaters.local import LocalUpdater
+from qfleet.agent.updaters.optimisers import (
     SGD,
     Adam,
     FlatOptimiser,
@@ -19,7 +19,7 @@ from qfleet.updaters.optimisers import (
     RMSProp,
     make_optimiser,
 )
-from qfleet.weights import FlatWeights
+from qfleet.agent.weights import FlatWeights
 
 SIZE = 257
 STEPS = 50

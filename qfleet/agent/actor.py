@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qfleet import schedules
-from qfleet.acting import Inference
+from qfleet.agent import schedules
+from qfleet.agent.inference import Inference
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.config.config import Config
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Episode, StateDict, Step, VectorEnv

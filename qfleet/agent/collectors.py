@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qfleet.actor import Actor
+from qfleet.agent.actor import Actor
 from qfleet.config.config import Config
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import Block, Clock, Episode, StateDict, WeightsChannel

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qfleet import schedules
 from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.graphs import record
+from qfleet.agent import schedules
 from qfleet.algorithms.exploration import epsilon_ladder, sample_actions
 from qfleet.config.config import Config
 from qfleet.core.counter_rng import draw_below, draw_uniform, first_counters, later_counters

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.graphs import record
+from qfleet.agent.device_actor import draw_exploration, explorer_counters
+from qfleet.agent.evaluation import LONGEST_EPISODE, Evaluation
 from qfleet.core.counter_rng import later_counters
 from qfleet.core.errors import EnvironmentFault
 from qfleet.envs.device.protocol import (
@@ -22,8 +24,6 @@ from qfleet.envs.device.protocol import (
     hold_episodes,
     step_episodes,
 )
-from qfleet.evaluation import LONGEST_EPISODE, Evaluation
-from qfleet.tensor_actor import draw_exploration, explorer_counters
 
 CHUNK = 64
 """Steps between two looks of the host: enough to hide a launch, few enough to end soon."""

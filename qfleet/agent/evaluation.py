@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from qfleet.acting import make_greedy
+from qfleet.agent.inference import make_greedy
 from qfleet.core.types import VectorEnv
 from qfleet.networks.qnetwork import QNetwork
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
+from qfleet.agent.weights import FlatWeights, join
 from qfleet.algorithms import losses
 from qfleet.algorithms.objective import Objective, Prediction
 from qfleet.core.types import Batch
 from qfleet.networks.fused import dense_backward, dense_forward
 from qfleet.networks.fused_cnn import FusedCNN
 from qfleet.networks.qnetwork import QNetwork
-from qfleet.weights import FlatWeights, join
 
 
 class Graded(NamedTuple):

@@ -2,7 +2,7 @@
 
 Everyone who acts — actors, evaluation, policies read back from disk — comes through here, so all of
 them see the same Q-values to the last bit. An ``Inference`` is how an actor asks; the one here
-takes whole observations, the one in ``qfleet/accelerator/inference.py`` keeps the stacks on the
+takes whole observations, the one in ``qfleet/agent/device_inference.py`` keeps the stacks on the
 device and is sent only the newest frames.
 """
 

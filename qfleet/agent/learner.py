@@ -14,19 +14,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qfleet import schedules
 from qfleet.accelerator.compiling import Compilable, switch
 from qfleet.accelerator.graphs import record
 from qfleet.accelerator.streams import Beside
+from qfleet.agent import schedules
+from qfleet.agent.gradients import Graded, make_gradient
+from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.objective import Objective, Outlook, Samples
 from qfleet.config.config import Config
 from qfleet.core.seeding import restore_generator
 from qfleet.core.types import Batch, Clock, Memory, StateDict, Updater
-from qfleet.gradients import Graded, make_gradient
 from qfleet.networks.fused_cnn import FusedCNN
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.timers import Timers
-from qfleet.weights import FlatWeights
 
 # Samples drawn at once for a burst: enough to hide per-draw overhead, little enough for the cache.
 BURST_SAMPLES = 8192

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qfleet.acting import make_greedy
+from qfleet.agent.evaluation import Evaluation, evaluate_policy
+from qfleet.agent.inference import make_greedy
+from qfleet.agent.weights import FlatWeights
 from qfleet.best import agent_folder, population_folder
 from qfleet.config.config import Config, read_fields
 from qfleet.config.trust import check_trust
@@ -20,12 +22,10 @@ from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec, StateDict
 from qfleet.envs.factory import make_envs
-from qfleet.evaluation import Evaluation, evaluate_policy
 from qfleet.makers import make_network
 from qfleet.placement import resolve_device
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from qfleet.telemetry.faults import FaultLog
-from qfleet.weights import FlatWeights
 
 
 class Policy:

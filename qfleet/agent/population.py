@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qfleet.agent.device_actor import TensorActor
+from qfleet.agent.learner import Learner
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, UnknownNameError
 from qfleet.core.types import StateDict
-from qfleet.learner import Learner
 from qfleet.memory.rollout import Rollout
-from qfleet.tensor_actor import TensorActor
 
 VARIED = ("learning_rate", "gamma", "td_lambda", "exploration_final_eps")
 """Fields of which every agent can have a value of its own."""

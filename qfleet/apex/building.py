@@ -9,6 +9,7 @@ import os
 import torch
 
 from qfleet.accelerator.tuning import apply_asked
+from qfleet.agent.learner import Learner
 from qfleet.apex.account import Account
 from qfleet.apex.broadcast import Broadcast
 from qfleet.apex.fleet import ActorFleet
@@ -29,7 +30,6 @@ from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, EnvSpec
 from qfleet.envs.factory import make_envs
 from qfleet.envs.seeding import env_seeds
-from qfleet.learner import Learner
 from qfleet.loop import RateLimiter, rows_per_block
 from qfleet.makers import make_network, make_objective, make_updater
 from qfleet.memory.sizing import check_fits

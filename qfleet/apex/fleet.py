@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from qfleet import schedules
+from qfleet.agent import schedules
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.apex.account import Account
 from qfleet.apex.broadcast import Broadcast

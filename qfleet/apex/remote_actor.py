@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qfleet.acting import HostInference
-from qfleet.actor import Actor
+from qfleet.agent.actor import Actor
+from qfleet.agent.inference import HostInference
+from qfleet.agent.schedules import own_ladder
+from qfleet.agent.weights import FlatWeights
 from qfleet.apex.letters import Letter, seal
 from qfleet.apex.messages import Order, Report
 from qfleet.apex.priorities import FirstPriorities
@@ -28,11 +30,9 @@ from qfleet.envs.latency import latency_of
 from qfleet.envs.seeding import mix_seeds
 from qfleet.loop import rows_per_block
 from qfleet.makers import make_network, make_objective
-from qfleet.schedules import own_ladder
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
 from qfleet.torch_settings import set_threads
-from qfleet.weights import FlatWeights
 
 HOST = torch.device("cpu")
 

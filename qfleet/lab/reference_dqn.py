@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qfleet.acting import make_greedy
+from qfleet.agent.inference import make_greedy
+from qfleet.agent.updaters.optimisers import VECTOR_FLOATS
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec
 from qfleet.envs.seeding import env_seeds
 from qfleet.networks.factory import build_network
-from qfleet.updaters.optimisers import VECTOR_FLOATS
 
 
 @dataclass

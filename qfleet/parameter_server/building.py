@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 
 from qfleet.accelerator.compiling import Compilable
+from qfleet.agent.learner import Learner
+from qfleet.agent.weights import SameWeights
 from qfleet.cluster import LEAST_BYTES_WITH_TORCH, check_memory
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Batch, Block, Clock, EnvSpec, StateDict
 from qfleet.envs.factory import make_envs
-from qfleet.learner import Learner
 from qfleet.loop import RateLimiter
 from qfleet.makers import make_network, make_objective, make_updater
 from qfleet.memory.sizing import check_fits
@@ -28,7 +29,6 @@ from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
 from qfleet.torch_settings import set_threads
-from qfleet.weights import SameWeights
 
 
 class Elsewhere:

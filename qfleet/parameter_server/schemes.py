@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qfleet.agent.updaters.optimisers import Rate
 from qfleet.core.types import StateDict
-from qfleet.updaters.optimisers import Rate
 
 
 def elastic_difference(weights: Tensor, centre: Tensor, alpha: float) -> Tensor:

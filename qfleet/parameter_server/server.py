@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qfleet.agent.updaters.optimisers import SGD, FlatOptimiser, make_optimiser
 from qfleet.config.config import Config
 from qfleet.core.errors import GivenUp
 from qfleet.core.types import StateDict
@@ -36,7 +37,6 @@ from qfleet.parameter_server.shard import Exchange, Push, Receipt, Shard, Stamp,
 from qfleet.parameter_server.wire import Wire, from_wire, plain, to_wire, wire_from_plain
 from qfleet.scaling import MOST_GROWTH
 from qfleet.states import as_arrays, as_tensors
-from qfleet.updaters.optimisers import SGD, FlatOptimiser, make_optimiser
 
 TICK_S = 0.02
 """How often a waiting call looks at the clock, for time windows."""

@@ -27,12 +27,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qfleet.agent.updaters.optimisers import FlatOptimiser
 from qfleet.core.errors import CheckpointError, ProtocolError
 from qfleet.core.types import StateDict
 from qfleet.parameter_server.admission import Admission, Arrival, Decision, Moment
 from qfleet.parameter_server.compression import Codec, Sent, bytes_of, decode
 from qfleet.parameter_server.schemes import elastic_difference
-from qfleet.updaters.optimisers import FlatOptimiser
 
 NOT_FINITE = "not-finite"
 OTHER_EPOCH = "other-epoch"

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from qfleet.agent.collectors import Inline
+from qfleet.agent.schedules import own_ladder
 from qfleet.cluster import TIMEOUT_S, from_inside
-from qfleet.collectors import Inline
 from qfleet.config.config import Config
 from qfleet.core.errors import GivenUp
 from qfleet.core.signals import shrug_if_unheard
@@ -23,7 +24,6 @@ from qfleet.envs.seeding import mix_seeds
 from qfleet.one_process import build_one_process
 from qfleet.parameter_server.client import Line, RemoteLine, Servers, ServersLost
 from qfleet.parts import Parts
-from qfleet.schedules import own_ladder
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import SpanRecord, Trace
 from qfleet.updaters.remote import RemoteUpdater, make_codec, make_remote_updater

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
+from qfleet.agent.updaters.local import LocalUpdater
+from qfleet.agent.updaters.optimisers import make_optimiser
+from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.types import StateDict
 from qfleet.parameter_server.client import Servers
 from qfleet.parameter_server.clipping import clip
 from qfleet.parameter_server.compression import Cast, Codec, TopK
 from qfleet.parameter_server.server import CASTS
-from qfleet.updaters.local import LocalUpdater
-from qfleet.updaters.optimisers import make_optimiser
-from qfleet.weights import FlatWeights
 
 Metrics = Mapping[str, Tensor | float]
 Loss = Callable[[], Tensor]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import qfleet
+from qfleet.agent.weights import FlatWeights
 from qfleet.apex import broadcast, building
 from qfleet.apex.account import Account
 from qfleet.apex.broadcast import INTERVAL_S, Broadcast
@@ -32,7 +33,6 @@ from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint, save_ch
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import FleetAccount
 from qfleet.telemetry.fleet_table import fleet_lines
-from qfleet.weights import FlatWeights
 from support.in_process_cluster import Handle, OneProcess, small
 from support.messages import says
 

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from qfleet.agent.schedules import own_ladder
+from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.algorithms.objective import Samples
 from qfleet.apex.letters import unseal
@@ -13,8 +15,6 @@ from qfleet.apex.messages import Order
 from qfleet.apex.remote_actor import RemoteActor, actor_seed
 from qfleet.apex.shard import ReplayShard
 from qfleet.makers import make_network, make_objective
-from qfleet.schedules import own_ladder
-from qfleet.weights import FlatWeights
 from support.in_process_cluster import small
 
 HOST = torch.device("cpu")

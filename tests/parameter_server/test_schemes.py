@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.types import StateDict
@@ -24,7 +25,6 @@ from qfleet.parameter_server.schemes import Nesterov
 from qfleet.parameter_server.server import Server
 from qfleet.telemetry.timers import Timers
 from qfleet.updaters.remote import make_remote_updater
-from qfleet.weights import FlatWeights
 from support.server_cases import noise
 
 SIZE = 6

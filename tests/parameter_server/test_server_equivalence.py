@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qfleet.agent.updaters.local import LocalUpdater
+from qfleet.agent.updaters.optimisers import make_optimiser
+from qfleet.agent.weights import FlatWeights
 from qfleet.parameter_server.admission import Async, Sync
 from qfleet.parameter_server.clipping import clip
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.shard import Shard
-from qfleet.updaters.local import LocalUpdater
-from qfleet.updaters.optimisers import make_optimiser
-from qfleet.weights import FlatWeights
 from support.server_cases import EPS, NAMES, Client, make_shard, noise, weights_of
 
 STEPS = 30

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.core.errors import CheckpointError, ProtocolError
 from qfleet.core.types import StateDict
 from qfleet.parameter_server.admission import (
@@ -24,7 +25,6 @@ from qfleet.parameter_server.admission import (
 from qfleet.parameter_server.compression import Cast, TopK, decode
 from qfleet.parameter_server.shard import Exchange, Receipt, Shard, Stamp
 from qfleet.storage.snapshot import read_snapshot, write_snapshot
-from qfleet.updaters.optimisers import make_optimiser
 from support.messages import says
 from support.server_cases import (
     EPS,

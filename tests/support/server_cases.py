@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.parameter_server.admission import Admission
 from qfleet.parameter_server.compression import decode
 from qfleet.parameter_server.shard import Push, Receipt, Shard, Stamp
-from qfleet.updaters.optimisers import make_optimiser
 
 EPS = 1e-8
 NAMES = ["adam", "radam", "rmsprop", "sgd"]

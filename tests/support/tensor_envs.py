@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from qfleet.agent.device_evaluation import TensorEvaluator, as_evaluation
+from qfleet.agent.evaluation import Evaluation
 from qfleet.core.types import EnvSpec
 from qfleet.envs.device.protocol import Outcome, State, TensorEnv
 from qfleet.envs.seeding import env_seeds
-from qfleet.evaluation import Evaluation
-from qfleet.tensor_evaluation import TensorEvaluator, as_evaluation
 
 QValues = Callable[[Tensor], Tensor]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.fused_radam import FusedRAdam, why_no_kernels
+from qfleet.agent.updaters.optimisers import RAdam
+from qfleet.agent.weights import FlatWeights
 from qfleet.core.types import StateDict
-from qfleet.updaters.optimisers import RAdam
-from qfleet.weights import FlatWeights
 
 
 def has_kernels(optimizer: str, device: torch.device) -> bool:

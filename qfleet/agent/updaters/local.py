@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
+from qfleet.agent.updaters.optimisers import FlatOptimiser
+from qfleet.agent.weights import FlatWeights
 from qfleet.core.types import StateDict
-from qfleet.updaters.optimisers import FlatOptimiser
-from qfleet.weights import FlatWeights
 
 
 class LocalUpdater:
