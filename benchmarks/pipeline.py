@@ -26,7 +26,7 @@ from qfleet import stages
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
-from qfleet.plan import settle
+from qfleet.engines.auto import settle
 from qfleet.run import Run, Sitting
 
 UNTIMED = {"eval_freq": 0, "n_eval_episodes": 1, "checkpoint_freq": 10**9, "tensorboard": False}

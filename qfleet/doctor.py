@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from qfleet.accelerator.tuning import Tuning
-from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
+from qfleet.engines.auto import settle
+from qfleet.engines.measured_cache import cache_path
+from qfleet.engines.registry import build
+from qfleet.engines.torch_settings import TorchSettings
+from qfleet.engines.tuning import Tuning
 from qfleet.envs.device.names import is_tensor_env
 from qfleet.envs.factory import make_envs
 from qfleet.envs.registry import ale_game, has_vector_entry_point
 from qfleet.memory.sizing import available_bytes, largest_capacity
-from qfleet.plan import settle
-from qfleet.remembered import cache_path
 from qfleet.telemetry.faults import FaultLog
-from qfleet.torch_settings import TorchSettings
 
 LIBRARIES = [
     "torch",

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from qfleet.agent.device_evaluation import as_evaluation
 from qfleet.agent.evaluation import Evaluation, evaluate_policy
 from qfleet.core.types import VectorEnv
+from qfleet.engines.parts import Parts
 from qfleet.envs.factory import make_envs
-from qfleet.parts import Parts
 
 MOST_ENVS = 16
 """Environments on the host that play an evaluation side by side."""

@@ -19,17 +19,18 @@ from qfleet import scaling, tournament
 from qfleet.accounts import learning_scalars, make_result, pipeline_scalars
 from qfleet.agent.evaluation import Evaluation
 from qfleet.best import save_best
-from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, EnvironmentFault, QfleetError
 from qfleet.core.signals import Signals
 from qfleet.core.types import StateDict
 from qfleet.engines import ENGINES
+from qfleet.engines.auto import settle
+from qfleet.engines.parts import Parts
+from qfleet.engines.registry import build
+from qfleet.engines.torch_settings import TorchSettings
 from qfleet.examiner import Examiner
 from qfleet.judge import Judge
-from qfleet.parts import Parts
-from qfleet.plan import settle
 from qfleet.result import Result
 from qfleet.stages import Stages, measure_stages
 from qfleet.standings import Standings
@@ -45,7 +46,6 @@ from qfleet.telemetry.timeline import draw_timeline, draw_workers
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace, merge_lanes, write_chrome_trace
 from qfleet.telemetry.writers import Writers, drop_metrics_beyond
-from qfleet.torch_settings import TorchSettings
 from qfleet.watch import Watch
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qfleet.parts import Parts
+from qfleet.engines.parts import Parts
 from qfleet.telemetry.bottleneck import Diagnosis, StageRates, diagnose, rates_table
 
 MEASURE_S = 1.0

@@ -17,10 +17,10 @@ import numpy as np
 from qfleet.agent.device_actor import TensorActor
 from qfleet.agent.learner import Learner
 from qfleet.agent.population import Agents
-from qfleet.build import build
 from qfleet.config.config import Config
+from qfleet.engines.parts import Parts
+from qfleet.engines.registry import build
 from qfleet.memory.rollout import Rollout
-from qfleet.parts import Parts
 from qfleet.standings import Standings
 from qfleet.telemetry.trace import Trace
 

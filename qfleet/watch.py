@@ -13,7 +13,7 @@ from qfleet.agent.learner import Health
 from qfleet.config.config import Config
 from qfleet.core.errors import DivergedError
 from qfleet.core.types import StateDict
-from qfleet.parts import Parts
+from qfleet.engines.parts import Parts
 from qfleet.storage.checkpoint import list_checkpoints
 from qfleet.telemetry.faults import MIN_FAULTS_TO_STOP, FaultLog
 

@@ -31,7 +31,7 @@ def support_in_children() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def torch_settings() -> Iterator[None]:
     """Parts built without a run change torch's settings; no test may depend on the one before."""
-    from qfleet.torch_settings import TorchSettings
+    from qfleet.engines.torch_settings import TorchSettings
 
     settings = TorchSettings()
     yield

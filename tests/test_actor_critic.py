@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, tensor
 
 import qfleet
-from qfleet import placement
 from qfleet.agent import schedules
 from qfleet.agent.device_actor import TensorActor
 from qfleet.agent.gradients import AutogradGradient, make_gradient
@@ -21,18 +20,18 @@ from qfleet.agent.learner import Learner
 from qfleet.agent.weights import FlatWeights, SameWeights
 from qfleet.algorithms.exploration import sample_actions
 from qfleet.algorithms.losses import actor_critic, entropy
-from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import SKIP, TERMINATED, Batch, Block, Clock, EnvSpec, StateDict
-from qfleet.engines import ENGINES
+from qfleet.engines import ENGINES, placement
+from qfleet.engines.factories import make_network, make_objective, make_updater
+from qfleet.engines.parts import Parts
+from qfleet.engines.registry import build
 from qfleet.envs.device.cartpole import CartPole
-from qfleet.makers import make_network, make_objective, make_updater
 from qfleet.memory.rollout import Rollout
 from qfleet.networks.factory import build_network
 from qfleet.networks.qnetwork import QNetwork
-from qfleet.parts import Parts
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.runs import read_run
 from qfleet.telemetry.timers import Timers

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from qfleet import cluster as clusters
 from qfleet.cli import main
-from qfleet.cluster import open_cluster
 from qfleet.core import signals
 from qfleet.core.errors import ClusterError, UserError
+from qfleet.engines.cluster import ray_cluster as clusters
+from qfleet.engines.cluster.ray_cluster import open_cluster
 from support.clusters import needs_ray
 from support.messages import says
 from support.processes import count_lines, is_alive, needs_proc, python, start

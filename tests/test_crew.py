@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from qfleet.core.errors import MemberLost
-from qfleet.crew import PING_S, Came, Crew
+from qfleet.engines.cluster.member_pool import PING_S, Came, Crew
 
 
 class FakeCluster:

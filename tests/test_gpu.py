@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import qfleet
-from qfleet.accelerator.tuning import Choice, apply_choice, copy_state
 from qfleet.agent.device_actor import TensorActor
 from qfleet.agent.device_evaluation import TensorEvaluator
 from qfleet.agent.device_inference import DeviceInference
@@ -18,22 +17,23 @@ from qfleet.agent.learner import Learner
 from qfleet.agent.updaters.local import LocalUpdater
 from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.agent.weights import FlatWeights, SameWeights
-from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.core.counter_rng import draw_below, first_counters, next_counters
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
+from qfleet.engines.factories import make_memory, make_network, make_objective, make_updater
+from qfleet.engines.placement import Placement
+from qfleet.engines.registry import build
 from qfleet.engines.serial import run_serial
+from qfleet.engines.torch_settings import TorchSettings
+from qfleet.engines.tuning import Choice, apply_choice, copy_state
 from qfleet.envs.device.names import MINATAR_IDS, make_tensor_env
 from qfleet.envs.device.protocol import begin_episodes, step_episodes
 from qfleet.envs.factory import make_envs
-from qfleet.makers import make_memory, make_network, make_objective, make_updater
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import PrioritizedSampler
-from qfleet.placement import Placement
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
-from qfleet.torch_settings import TorchSettings
 from support.integrity import assert_rows_tell_the_truth, run, share_of_actions_explained
 
 pytestmark = [
@@ -359,7 +359,7 @@ def test_replay_on_the_host_feeds_recorded_updates(tmp_path: Path) -> None:
 
 
 def test_device_auto_takes_the_accelerator_for_images_only() -> None:
-    from qfleet.placement import resolve_device
+    from qfleet.engines.placement import resolve_device
 
     assert resolve_device("auto", EnvSpec("x", (4, 84, 84), "uint8", 2)).type == "cuda"
     assert resolve_device("auto", EnvSpec("x", (4,), "float32", 2)).type == "cpu"

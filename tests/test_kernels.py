@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 import qfleet
-from qfleet.accelerator.tuning import Choice, apply_choice
 from qfleet.agent.gradients import AutogradGradient, FusedGradient
 from qfleet.agent.updaters.local import LocalUpdater
 from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.agent.weights import FlatWeights
-from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.core.types import Batch
 from qfleet.engines.device import run_device
+from qfleet.engines.factories import make_networks, make_objective, make_updater
+from qfleet.engines.registry import build
+from qfleet.engines.torch_settings import TorchSettings
+from qfleet.engines.tuning import Choice, apply_choice
 from qfleet.envs.device.names import MINATAR_IDS
 from qfleet.envs.factory import make_tensors
-from qfleet.makers import make_networks, make_objective, make_updater
 from qfleet.networks.fused_cnn import fuse
 from qfleet.telemetry.faults import FaultLog
-from qfleet.torch_settings import TorchSettings
 
 pytestmark = [
     pytest.mark.gpu,

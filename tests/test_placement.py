@@ -7,15 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from qfleet import placement
 from qfleet.agent.weights import FlatWeights, Mailbox
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
-from qfleet.makers import make_network
+from qfleet.engines import placement
+from qfleet.engines.factories import make_network
+from qfleet.engines.placement import (
+    RESERVED_BYTES,
+    Acting,
+    Placement,
+    place_inference,
+    resolve_device,
+)
 from qfleet.memory.sizing import USABLE_PERCENT, replay_bytes
 from qfleet.networks.qnetwork import QNetwork
-from qfleet.placement import RESERVED_BYTES, Acting, Placement, place_inference, resolve_device
 from support.messages import holds, says
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from qfleet import plan
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
-from qfleet.plan import settle
-from qfleet.remembered import cache_path
+from qfleet.engines import auto
+from qfleet.engines.auto import settle
+from qfleet.engines.measured_cache import cache_path
 from support.messages import holds
 
 CUDA = torch.device("cuda")
@@ -42,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.device("cpu") if config.device == "cpu" else CUDA
 
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(plan, "_learner_device", learner_device)
+    monkeypatch.setattr(auto, "_learner_device", learner_device)
     monkeypatch.setattr(torch, "get_device_module", lambda _: Module)
 
 
@@ -52,7 +52,7 @@ class Trial:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, serial: float, pipeline: float) -> None:
         self._rates = {"serial": serial, "pipeline": pipeline}
         self.tried: list[str] = []
-        monkeypatch.setattr(plan, "_trial_rate", self)
+        monkeypatch.setattr(auto, "_trial_rate", self)
 
     def __call__(self, config: Config) -> float:
         self.tried.append(config.engine)
@@ -172,16 +172,16 @@ def test_atari_steps_in_the_background_too(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_real_trial_finds_two_rates_and_gives_torchs_settings_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plan, "TRIAL_S", 0.05)
-    monkeypatch.setattr("qfleet.placement.MEASURE_S", 0.01)
+    monkeypatch.setattr(auto, "TRIAL_S", 0.05)
+    monkeypatch.setattr("qfleet.engines.placement.MEASURE_S", 0.01)
     tried: dict[str, float] = {}
-    real = plan._trial_rate
+    real = auto._trial_rate
 
     def watched(config: Config) -> float:
         tried[config.engine] = real(config)
         return tried[config.engine]
 
-    monkeypatch.setattr(plan, "_trial_rate", watched)
+    monkeypatch.setattr(auto, "_trial_rate", watched)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     config, sentence = settle(ASYNC.replace(envs=2, threads=1))
@@ -190,7 +190,7 @@ def test_a_real_trial_finds_two_rates_and_gives_torchs_settings_back(
     assert set(tried) == {"serial", "pipeline"}
     assert min(tried.values()) > 0
     gain = tried["pipeline"] / tried["serial"]
-    assert config.engine == ("pipeline" if gain > plan.WORTHWHILE else "serial")
+    assert config.engine == ("pipeline" if gain > auto.WORTHWHILE else "serial")
     assert sentence is not None
     assert f"{gain:.2f}×" in sentence
 
@@ -227,7 +227,7 @@ def test_an_accelerator_learns_while_the_cores_step(
 
 
 def test_a_device_without_streams_stays_on_serial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_learner_device", lambda _: torch.device("mps"))
+    monkeypatch.setattr(auto, "_learner_device", lambda _: torch.device("mps"))
     trial = Trial(monkeypatch, 1, 100)
     config, sentence = settle(resolve("ALE/Pong-v5", fields={"envs": 4})[0])
     assert shape(config) == ("serial", 4, 1, 0)
@@ -268,7 +268,7 @@ def test_where_a_run_would_learn(
     env: str, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: CUDA)
-    assert plan._learner_device(Config(env=env, device=device)).type == expected
+    assert auto._learner_device(Config(env=env, device=device)).type == expected
 
 
 # --- the device engine ------------------------------------------------------------------------

@@ -14,16 +14,16 @@ from torch import Tensor
 import qfleet
 from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.population import draw_values
-from qfleet.build import build
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError, DivergedError, FaultRateError, QfleetError
 from qfleet.core.types import Batch, Episode
 from qfleet.engines import ENGINES
+from qfleet.engines.auto import settle
+from qfleet.engines.parts import Parts
+from qfleet.engines.registry import build
 from qfleet.envs.factory import make_tensors
 from qfleet.memory.rollout import Rollout
-from qfleet.parts import Parts
-from qfleet.plan import settle
 from qfleet.run import Run, Sitting
 from qfleet.standings import EPISODE_WINDOW, Standings
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint

@@ -7,21 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from qfleet import placement
-from qfleet.accelerator.preparing import updates_at_once
-from qfleet.accelerator.tuning import copy_state
 from qfleet.agent.learner import Learner
-from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec, StateDict
-from qfleet.engines import ENGINES
-from qfleet.loop import rows_per_block
-from qfleet.makers import make_network, make_objective, make_updater
+from qfleet.engines import ENGINES, placement
+from qfleet.engines.auto import settle, with_short_rollouts
+from qfleet.engines.factories import make_network, make_objective, make_updater
+from qfleet.engines.loop import rows_per_block
+from qfleet.engines.parts import Parts
+from qfleet.engines.recording import updates_at_once
+from qfleet.engines.registry import build
+from qfleet.engines.tuning import copy_state
 from qfleet.memory.rollout import Rollout
-from qfleet.parts import Parts
-from qfleet.plan import settle, with_short_rollouts
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from support.configs import tiny_config

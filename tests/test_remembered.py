@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qfleet.remembered import cache_path, recall, remember
+from qfleet.engines.measured_cache import cache_path, recall, remember
 
 KEY = {"env": "Toy-v0", "net_arch": (64, 64), "envs": 8}
 

@@ -11,8 +11,8 @@ import pytest
 
 import qfleet
 from qfleet.api import Trained
-from qfleet.build import build
 from qfleet.engines import ENGINES
+from qfleet.engines.registry import build
 from qfleet.stages import measure_stages
 from qfleet.telemetry.faults import FaultLog
 from support.configs import tiny_config
@@ -34,7 +34,7 @@ STAGES = ("env_only", "inference_only", "learner_only", "end_to_end")
 def briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("qfleet.stages.MEASURE_S", 0.02)
-    monkeypatch.setattr("qfleet.placement.MEASURE_S", 0.02)
+    monkeypatch.setattr("qfleet.engines.placement.MEASURE_S", 0.02)
 
 
 def train(folder: Path, **fields: Any) -> tuple[Trained, dict[str, Any]]:

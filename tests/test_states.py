@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import torch
 
-from qfleet.states import as_arrays, as_tensors
+from qfleet.engines.cluster.state_arrays import as_arrays, as_tensors
 
 STATE = {
     "weights": torch.arange(3.0),

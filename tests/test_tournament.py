@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from qfleet.agent.device_actor import TensorActor
-from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.engines import ENGINES
+from qfleet.engines.parts import Parts
+from qfleet.engines.registry import build
 from qfleet.memory.rollout import Rollout
-from qfleet.parts import Parts
 from qfleet.run import Run, Sitting
 from qfleet.standings import Standings
 from qfleet.storage.checkpoint import load_checkpoint

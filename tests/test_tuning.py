@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import PLAINER, Compilable, switch
-from qfleet.accelerator.tuning import (
+from qfleet.config.config import Config
+from qfleet.core.types import EnvSpec
+from qfleet.engines.factories import make_network
+from qfleet.engines.torch_settings import TorchSettings
+from qfleet.engines.tuning import (
     Choice,
     apply_asked,
     apply_choice,
@@ -21,10 +25,6 @@ from qfleet.accelerator.tuning import (
     tune,
     tuning_key,
 )
-from qfleet.config.config import Config
-from qfleet.core.types import EnvSpec
-from qfleet.makers import make_network
-from qfleet.torch_settings import TorchSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FP32, TF32, BF16 = (Choice(p, compiled=False) for p in ("fp32", "tf32", "bf16"))

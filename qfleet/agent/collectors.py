@@ -25,7 +25,7 @@ from qfleet.agent.actor import Actor
 from qfleet.config.config import Config
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import Block, Clock, Episode, StateDict, WeightsChannel
-from qfleet.loop import next_rows
+from qfleet.engines.loop import next_rows
 from qfleet.telemetry.timers import Timers
 
 

@@ -21,9 +21,9 @@ from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec, StateDict
+from qfleet.engines.factories import make_network
+from qfleet.engines.placement import resolve_device
 from qfleet.envs.factory import make_envs
-from qfleet.makers import make_network
-from qfleet.placement import resolve_device
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from qfleet.telemetry.faults import FaultLog
 

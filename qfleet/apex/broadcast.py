@@ -10,8 +10,8 @@ import numpy as np
 
 from qfleet.agent.weights import FlatWeights
 from qfleet.apex.account import Account
-from qfleet.cluster import Cluster
 from qfleet.core.types import Lag
+from qfleet.engines.cluster.ray_cluster import Cluster
 
 INTERVAL_S = 0.2
 """Least time between two versions: actors take over a new one once per block, at most."""

@@ -8,7 +8,6 @@ import os
 
 import torch
 
-from qfleet.accelerator.tuning import apply_asked
 from qfleet.agent.learner import Learner
 from qfleet.apex.account import Account
 from qfleet.apex.broadcast import Broadcast
@@ -17,28 +16,29 @@ from qfleet.apex.remote_actor import RemoteActor, actor_seed
 from qfleet.apex.replay import LETTERS_PER_ACTOR, PREFETCHED, ShardedReplay
 from qfleet.apex.shard import ReplayShard
 from qfleet.apex.shares import ring_capacity
-from qfleet.cluster import (
+from qfleet.config.config import Config
+from qfleet.core.errors import ClusterError, ConfigError
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import Clock, EnvSpec
+from qfleet.engines.cluster.ray_cluster import (
     LEAST_BYTES_WITH_TORCH,
     STORE_BYTES,
     Cluster,
     check_memory,
     open_cluster,
 )
-from qfleet.config.config import Config
-from qfleet.core.errors import ClusterError, ConfigError
-from qfleet.core.seeding import Seeds
-from qfleet.core.types import Clock, EnvSpec
+from qfleet.engines.factories import make_network, make_objective, make_updater
+from qfleet.engines.loop import RateLimiter, rows_per_block
+from qfleet.engines.parts import Parts
+from qfleet.engines.placement import Placement
+from qfleet.engines.torch_settings import set_threads
+from qfleet.engines.tuning import apply_asked
 from qfleet.envs.factory import make_envs
 from qfleet.envs.seeding import env_seeds
-from qfleet.loop import RateLimiter, rows_per_block
-from qfleet.makers import make_network, make_objective, make_updater
 from qfleet.memory.sizing import check_fits
-from qfleet.parts import Parts
-from qfleet.placement import Placement
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
-from qfleet.torch_settings import set_threads
 
 VERSIONS = 4
 """Versions of the weights that the object store holds: the newest, and those still being read."""

@@ -19,12 +19,12 @@ from qfleet.apex.account import Account
 from qfleet.apex.broadcast import Broadcast
 from qfleet.apex.messages import Order, Report
 from qfleet.apex.replay import FarBlock
-from qfleet.cluster import RUN_AGAIN, TIMEOUT_S, Cluster
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError
 from qfleet.core.types import Clock, EnvSpec, Episode, StateDict
-from qfleet.crew import Crew
-from qfleet.loop import rows_per_block
+from qfleet.engines.cluster.member_pool import Crew
+from qfleet.engines.cluster.ray_cluster import RUN_AGAIN, TIMEOUT_S, Cluster
+from qfleet.engines.loop import rows_per_block
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 

@@ -25,14 +25,14 @@ from qfleet.apex.priorities import FirstPriorities
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.signals import shrug_if_unheard
+from qfleet.engines.factories import make_network, make_objective
+from qfleet.engines.loop import rows_per_block
+from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.factory import make_envs
 from qfleet.envs.latency import latency_of
 from qfleet.envs.seeding import mix_seeds
-from qfleet.loop import rows_per_block
-from qfleet.makers import make_network, make_objective
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
-from qfleet.torch_settings import set_threads
 
 HOST = torch.device("cpu")
 

@@ -21,11 +21,11 @@ from qfleet.accelerator.compiling import Compilable
 from qfleet.apex.account import Account
 from qfleet.apex.messages import COLUMNS, Drawn, News
 from qfleet.apex.shares import Holding, allot, relative_rarity, ring_slots, shares_of
-from qfleet.cluster import RUN_AGAIN, TIMEOUT_S, Cluster
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, ClusterError, MemberLost, QfleetError, ValueLost
 from qfleet.core.types import Batch, Block, EnvSpec, StateDict
-from qfleet.states import as_arrays, as_tensors
+from qfleet.engines.cluster.ray_cluster import RUN_AGAIN, TIMEOUT_S, Cluster
+from qfleet.engines.cluster.state_arrays import as_arrays, as_tensors
 from qfleet.storage.segments import Segments
 from qfleet.telemetry.faults import FaultLog
 

@@ -21,12 +21,12 @@ from qfleet.apex.shares import Holding, ring_capacity
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import FIRST, EnvSpec, StateDict
+from qfleet.engines.cluster.state_arrays import as_arrays, as_tensors
+from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.seeding import mix_seeds
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import PrioritizedSampler, UniformSampler
-from qfleet.states import as_arrays, as_tensors
 from qfleet.storage.segments import Segments
-from qfleet.torch_settings import set_threads
 
 
 class _Kept:

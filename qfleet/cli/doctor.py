@@ -94,7 +94,7 @@ def _tune(env: str, json: bool) -> int:
 
 
 def _tuning_lines(env: str, report: TuningReport) -> list[str]:
-    from qfleet.remembered import cache_path
+    from qfleet.engines.measured_cache import cache_path
 
     tuning = report.tuning
     assert tuning is not None, "a report without a tuning says why"

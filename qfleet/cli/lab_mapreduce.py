@@ -11,8 +11,8 @@ import tyro
 
 from qfleet.address import check_address
 from qfleet.cli.parsing import parse
-from qfleet.cluster import STORE_BYTES, TIMEOUT_S, open_cluster
 from qfleet.core.errors import ConfigError
+from qfleet.engines.cluster.ray_cluster import STORE_BYTES, TIMEOUT_S, open_cluster
 from qfleet.lab.mapreduce import (
     Problem,
     Slowness,

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 
 from qfleet.apex.replay import NothingToSample
+from qfleet.engines.parts import Parts
 from qfleet.engines.serial import run_serial
-from qfleet.parts import Parts
 
 
 def run_actors(parts: Parts, keep_going: Callable[[], bool]) -> None:

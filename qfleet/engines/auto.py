@@ -13,18 +13,18 @@ import time
 import torch
 
 from qfleet.accelerator.streams import has_streams
-from qfleet.build import build
 from qfleet.config.config import FIELDS, Config
 from qfleet.config.validation import validate
 from qfleet.core.types import EnvSpec
 from qfleet.engines import ENGINES
+from qfleet.engines.measured_cache import recall, remember
+from qfleet.engines.placement import learner_device, resolve_device
+from qfleet.engines.registry import build
+from qfleet.engines.torch_settings import TorchSettings
 from qfleet.envs.device.names import is_tensor_env
 from qfleet.envs.factory import make_envs, steps_in_background
 from qfleet.envs.registry import ale_game
-from qfleet.placement import learner_device, resolve_device
-from qfleet.remembered import recall, remember
 from qfleet.telemetry.faults import FaultLog
-from qfleet.torch_settings import TorchSettings
 
 ENVS_PER_CORE = 8
 """With fewer, threads of ale-py's pool wait for the slowest of a step; with more, they gain little

@@ -1,6 +1,6 @@
 """The device engine: environments, acting, replay and learning on one device.
 
-The serial loop with its parts placed otherwise (``qfleet/one_process.py``): the actor steps tensor
+The serial loop with its parts placed otherwise (``qfleet/engines/one_process.py``): the actor steps tensor
 environments where the learner is, and the memory lies there too. Everything is queued in the order
 of ``serial``. On an accelerator the host only launches, and waits for it where something is read:
 logs, evaluations, checkpoints, and here at the end.
@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from qfleet.engines.parts import Parts
 from qfleet.engines.serial import run_serial
-from qfleet.parts import Parts
 
 
 def run_device(parts: Parts, keep_going: Callable[[], bool]) -> None:

@@ -18,6 +18,7 @@ from qfleet.algorithms.objective import Objective
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec, Updater, VectorEnv
+from qfleet.engines.placement import Placement, free_device_bytes
 from qfleet.envs.factory import make_envs
 from qfleet.envs.seeding import mix_seeds
 from qfleet.memory.ring import Ring
@@ -27,7 +28,6 @@ from qfleet.memory.sizing import check_fits
 from qfleet.networks.factory import build_network
 from qfleet.networks.population import Population
 from qfleet.networks.qnetwork import QNetwork
-from qfleet.placement import Placement, free_device_bytes
 from qfleet.telemetry.faults import FaultLog
 
 ModelTransform = Callable[[QNetwork], QNetwork]

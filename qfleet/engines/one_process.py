@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from qfleet.accelerator.graphs import why_no_graphs
-from qfleet.accelerator.preparing import prepare_learner
-from qfleet.accelerator.tuning import Choice, apply_asked, apply_choice, may_compile
 from qfleet.agent.actor import Actor
 from qfleet.agent.collectors import Ahead, Inline
 from qfleet.agent.device_actor import TensorActor
@@ -22,12 +20,7 @@ from qfleet.agent.weights import FlatWeights, SameWeights
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, Memory, Updater
-from qfleet.envs.device.protocol import TensorEnv
-from qfleet.envs.device.vector import check_tensor_env
-from qfleet.envs.factory import make_tensors
-from qfleet.envs.seeding import env_seeds, mix_seeds
-from qfleet.loop import RateLimiter, rows_per_block
-from qfleet.makers import (
+from qfleet.engines.factories import (
     make_groups,
     make_memory,
     make_network,
@@ -36,15 +29,22 @@ from qfleet.makers import (
     make_rollout,
     make_updater,
 )
+from qfleet.engines.loop import RateLimiter, rows_per_block
+from qfleet.engines.parts import Parts
+from qfleet.engines.placement import Placement, inference_rate, place_inference
+from qfleet.engines.recording import prepare_learner
+from qfleet.engines.torch_settings import set_threads
+from qfleet.engines.tuning import Choice, apply_asked, apply_choice, may_compile
+from qfleet.envs.device.protocol import TensorEnv
+from qfleet.envs.device.vector import check_tensor_env
+from qfleet.envs.factory import make_tensors
+from qfleet.envs.seeding import env_seeds, mix_seeds
 from qfleet.memory.rollout import Rollout
 from qfleet.networks.fused_cnn import fuse
 from qfleet.networks.qnetwork import QNetwork
-from qfleet.parts import Parts
-from qfleet.placement import Placement, inference_rate, place_inference
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
-from qfleet.torch_settings import set_threads
 
 BLOCKS_AHEAD = 4
 """Blocks an actor in a thread fills in turn: one under way, the others on their way to the ring."""

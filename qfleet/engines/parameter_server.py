@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qfleet.parts import Parts
+from qfleet.engines.parts import Parts
 
 
 def run_parameter_server(parts: Parts, keep_going: Callable[[], bool]) -> None:

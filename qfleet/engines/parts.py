@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-from qfleet.accelerator.tuning import Tuning
 from qfleet.agent.device_evaluation import TensorEvaluator
 from qfleet.agent.device_inference import Traffic
 from qfleet.agent.learner import Learner
@@ -17,7 +16,8 @@ from qfleet.agent.population import Agents
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, Collector, EnvSpec, Memory, VectorEnv, WeightsChannel
-from qfleet.loop import RateLimiter
+from qfleet.engines.loop import RateLimiter
+from qfleet.engines.tuning import Tuning
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import Processes
 from qfleet.telemetry.timers import Timers

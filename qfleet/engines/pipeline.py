@@ -1,6 +1,6 @@
 """The pipeline engine: collecting goes on in a thread while the learner learns.
 
-The serial loop with its parts placed otherwise (``qfleet/one_process.py``): the actor works one
+The serial loop with its parts placed otherwise (``qfleet/engines/one_process.py``): the actor works one
 block ahead in a thread with a network of its own, environments step in their own threads or
 processes, inference runs where it is quickest, and on an accelerator the updates of a block are one
 launch that nobody waits for. The order in which blocks enter the memory and updates are made is
@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
+from qfleet.engines.parts import Parts
 from qfleet.engines.serial import run_serial
-from qfleet.parts import Parts
 
 
 def run_pipeline(parts: Parts, keep_going: Callable[[], bool]) -> None:

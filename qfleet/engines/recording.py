@@ -8,7 +8,11 @@ import time
 import torch
 
 from qfleet.accelerator.graphs import seconds_per_call, why_no_graphs
-from qfleet.accelerator.tuning import (
+from qfleet.config.config import Config
+from qfleet.core.types import Batch, Block, EnvSpec, Memory
+from qfleet.engines.loop import rows_per_block
+from qfleet.engines.parts import Parts
+from qfleet.engines.tuning import (
     TIMED_CALLS,
     Choice,
     apply_choice,
@@ -18,10 +22,6 @@ from qfleet.accelerator.tuning import (
     tune,
     tuning_key,
 )
-from qfleet.config.config import Config
-from qfleet.core.types import Batch, Block, EnvSpec, Memory
-from qfleet.loop import rows_per_block
-from qfleet.parts import Parts
 
 RECORDED_UPDATES = 32
 """Most updates in one launch: enough to hide the launch, few enough to record in a second."""

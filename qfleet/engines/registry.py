@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from qfleet.apex.building import build_actors
 from qfleet.config.config import Config
-from qfleet.one_process import build_one_process
+from qfleet.engines.one_process import build_one_process
+from qfleet.engines.parts import Parts
 from qfleet.parameter_server.building import build_supervisor
-from qfleet.parts import Parts
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import Trace
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qfleet.loop import collect, learn
-from qfleet.parts import Parts
+from qfleet.engines.loop import collect, learn
+from qfleet.engines.parts import Parts
 
 
 def run_serial(parts: Parts, keep_going: Callable[[], bool]) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
-from qfleet.placement import is_image
+from qfleet.engines.placement import is_image
 
 
 class TorchSettings:

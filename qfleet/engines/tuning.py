@@ -18,8 +18,8 @@ from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable, switch
 from qfleet.config.config import Config
+from qfleet.engines.measured_cache import recall, remember
 from qfleet.networks.qnetwork import QNetwork
-from qfleet.remembered import recall, remember
 
 Precision = Literal["fp32", "tf32", "bf16"]
 TIMED_CALLS = 10

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from qfleet.cluster import Cluster
 from qfleet.core.errors import DivergedError
+from qfleet.engines.cluster.ray_cluster import Cluster
 from qfleet.lab.mapreduce import (
     Floats,
     Problem,

@@ -13,22 +13,22 @@ import torch
 from qfleet.accelerator.compiling import Compilable
 from qfleet.agent.learner import Learner
 from qfleet.agent.weights import SameWeights
-from qfleet.cluster import LEAST_BYTES_WITH_TORCH, check_memory
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Batch, Block, Clock, EnvSpec, StateDict
+from qfleet.engines.cluster.ray_cluster import LEAST_BYTES_WITH_TORCH, check_memory
+from qfleet.engines.factories import make_network, make_objective, make_updater
+from qfleet.engines.loop import RateLimiter
+from qfleet.engines.parts import Parts
+from qfleet.engines.placement import Placement
+from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.factory import make_envs
-from qfleet.loop import RateLimiter
-from qfleet.makers import make_network, make_objective, make_updater
 from qfleet.memory.sizing import check_fits
 from qfleet.parameter_server.fleet import Fleet
-from qfleet.parts import Parts
-from qfleet.placement import Placement
 from qfleet.scaling import several
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
-from qfleet.torch_settings import set_threads
 
 
 class Elsewhere:

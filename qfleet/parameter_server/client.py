@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from qfleet.cluster import Cluster
 from qfleet.core.errors import MemberLost, MemberSilent
+from qfleet.engines.cluster.ray_cluster import Cluster
 from qfleet.parameter_server.compression import Codec, decode
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.server import Answer, answer_from_plain

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from qfleet import scaling
-from qfleet.cluster import STORE_BYTES, Cluster, open_cluster
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import Block, Clock, Episode, StateDict
+from qfleet.engines.cluster.ray_cluster import STORE_BYTES, Cluster, open_cluster
 from qfleet.parameter_server.servers import LOOK_S, ServerRow
 from qfleet.parameter_server.store import check_store, store_bytes
 from qfleet.parameter_server.supervisor import Supervisor

@@ -22,6 +22,7 @@ from qfleet.agent.updaters.optimisers import SGD, FlatOptimiser, make_optimiser
 from qfleet.config.config import Config
 from qfleet.core.errors import GivenUp
 from qfleet.core.types import StateDict
+from qfleet.engines.cluster.state_arrays import as_arrays, as_tensors
 from qfleet.parameter_server.admission import (
     Admission,
     AgeLimit,
@@ -36,7 +37,6 @@ from qfleet.parameter_server.schemes import Nesterov
 from qfleet.parameter_server.shard import Exchange, Push, Receipt, Shard, Stamp, Welcome
 from qfleet.parameter_server.wire import Wire, from_wire, plain, to_wire, wire_from_plain
 from qfleet.scaling import MOST_GROWTH
-from qfleet.states import as_arrays, as_tensors
 
 TICK_S = 0.02
 """How often a waiting call looks at the clock, for time windows."""

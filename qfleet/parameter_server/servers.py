@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qfleet.cluster import TIMEOUT_S, Cluster
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError, MemberLost, QfleetError
 from qfleet.core.types import StateDict
+from qfleet.engines.cluster.ray_cluster import TIMEOUT_S, Cluster
 from qfleet.parameter_server.compression import decode
 from qfleet.parameter_server.layout import cut
 from qfleet.parameter_server.ledger import Ledger

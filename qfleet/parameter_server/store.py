@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qfleet.cluster import Cluster
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError
+from qfleet.engines.cluster.ray_cluster import Cluster
 from qfleet.parameter_server.server import make_shard_optimiser
 
 SNAPSHOTS = 3

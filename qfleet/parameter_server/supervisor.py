@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from qfleet.cluster import RUN_AGAIN, TIMEOUT_S, Cluster
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError
 from qfleet.core.types import Episode
-from qfleet.crew import Crew
+from qfleet.engines.cluster.member_pool import Crew
+from qfleet.engines.cluster.ray_cluster import RUN_AGAIN, TIMEOUT_S, Cluster
 from qfleet.parameter_server.servers import LOOK_S, MOST_LOSSES, ServerRow
 from qfleet.parameter_server.worker import RemoteWorker, Report, Told
 from qfleet.telemetry.faults import FaultLog

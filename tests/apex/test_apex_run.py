@@ -19,15 +19,15 @@ from qfleet.apex import broadcast, building
 from qfleet.apex.account import Account
 from qfleet.apex.broadcast import INTERVAL_S, Broadcast
 from qfleet.apex.replay import ShardedReplay
-from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, ClusterError, ConfigError
 from qfleet.core.types import Clock, StateDict
 from qfleet.engines import ENGINES
-from qfleet.loop import RateLimiter
+from qfleet.engines.loop import RateLimiter
+from qfleet.engines.parts import Parts
+from qfleet.engines.placement import Placement
+from qfleet.engines.registry import build
 from qfleet.memory import ring
-from qfleet.parts import Parts
-from qfleet.placement import Placement
 from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from qfleet.telemetry.faults import FaultLog

@@ -14,7 +14,7 @@ from qfleet.apex.letters import unseal
 from qfleet.apex.messages import Order
 from qfleet.apex.remote_actor import RemoteActor, actor_seed
 from qfleet.apex.shard import ReplayShard
-from qfleet.makers import make_network, make_objective
+from qfleet.engines.factories import make_network, make_objective
 from support.in_process_cluster import small
 
 HOST = torch.device("cpu")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from qfleet.cli import lab, lab_mapreduce
-from qfleet.cluster import Cluster, open_cluster
 from qfleet.core.errors import ClusterError, ConfigError
+from qfleet.engines.cluster.ray_cluster import Cluster, open_cluster
 from qfleet.telemetry.timers import KINDS
 from support.clusters import needs_ray
 from support.messages import holds, says

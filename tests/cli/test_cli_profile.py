@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from qfleet import api, doctor
-from qfleet.accelerator.tuning import Choice, Tuning
 from qfleet.cli.main import main
 from qfleet.cli.profile import ENDLESS, stages_from_timers
 from qfleet.config.config import Config
-from qfleet.remembered import cache_path
+from qfleet.engines.measured_cache import cache_path
+from qfleet.engines.tuning import Choice, Tuning
 from qfleet.result import Result
 from qfleet.run import Run, Sitting
 from support.messages import holds
@@ -61,7 +61,7 @@ def shell(
 def briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("qfleet.stages.MEASURE_S", 0.02)
-    monkeypatch.setattr("qfleet.placement.MEASURE_S", 0.02)
+    monkeypatch.setattr("qfleet.engines.placement.MEASURE_S", 0.02)
 
 
 @pytest.fixture

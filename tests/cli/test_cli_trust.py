@@ -15,11 +15,11 @@ import pytest
 
 import qfleet
 from qfleet import api
-from qfleet import cluster as clusters
 from qfleet.cli.main import main
 from qfleet.config.config import Config
 from qfleet.config.trust import check_trust, needs_trust
 from qfleet.core.errors import ConfigError
+from qfleet.engines.cluster import ray_cluster as clusters
 from qfleet.storage.checkpoint import load_checkpoint
 
 WORDS = (

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.core.types import VectorEnv
 from qfleet.engines import ENGINES
+from qfleet.engines.registry import build
+from qfleet.engines.torch_settings import TorchSettings
 from qfleet.envs.factory import make_envs
 from qfleet.envs.latency import DelayedEnvs, latency_of
 from qfleet.envs.sync import SyncEnvs
 from qfleet.telemetry.faults import FaultLog
-from qfleet.torch_settings import TorchSettings
 from support.configs import tiny_config
 from support.scripted_envs import Faults
 

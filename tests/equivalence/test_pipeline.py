@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import qfleet
-from qfleet import placement, stages
+from qfleet import stages
 from qfleet.agent.learner import Learner
-from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import FIRST, SKIP
-from qfleet.engines import ENGINES
-from qfleet.parts import Parts
+from qfleet.engines import ENGINES, placement
+from qfleet.engines.parts import Parts
+from qfleet.engines.registry import build
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog

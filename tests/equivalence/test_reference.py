@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.core.types import Episode
+from qfleet.engines.registry import build
 from qfleet.engines.serial import run_serial
 from qfleet.lab.reference_dqn import train_reference
 from qfleet.telemetry.faults import FaultLog

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from qfleet.build import build
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
+from qfleet.engines.registry import build
 from qfleet.engines.serial import run_serial
 from qfleet.lab.reference_a3c import train_reference
 from qfleet.telemetry.faults import FaultLog

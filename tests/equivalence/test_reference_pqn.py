@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
+from qfleet.engines.registry import build
 from qfleet.engines.serial import run_serial
 from qfleet.lab.reference_pqn import train_reference
 from qfleet.telemetry.faults import FaultLog

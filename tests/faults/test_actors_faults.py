@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from qfleet.apex import building
-from qfleet.build import build
-from qfleet.cluster import open_cluster
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError
+from qfleet.engines.cluster.ray_cluster import open_cluster
+from qfleet.engines.registry import build
 from qfleet.storage.checkpoint import list_checkpoints
 from qfleet.telemetry.faults import FaultLog
 from support.clusters import RAY_MARKS

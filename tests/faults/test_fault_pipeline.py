@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 import qfleet
-from qfleet import placement
 from qfleet.core.errors import EnvironmentFault, FaultRateError
 from qfleet.core.types import FIRST, SKIP
+from qfleet.engines import placement
 from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from support.faulty_envs import TINY, FaultyEnv, faulty, result_of

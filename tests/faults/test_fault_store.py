@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import qfleet
-from qfleet.cluster import open_cluster
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError, StoreFullError
+from qfleet.engines.cluster.ray_cluster import open_cluster
 from qfleet.parameter_server import fleet
 from qfleet.parameter_server.server import Server
 from qfleet.parameter_server.shard import Exchange, Push

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qfleet.cluster import Cluster, open_cluster
 from qfleet.core.errors import ClusterError, ConfigError, DivergedError
+from qfleet.engines.cluster.ray_cluster import Cluster, open_cluster
 from qfleet.lab.mapreduce import (
     Slowness,
     broadcast_bytes,

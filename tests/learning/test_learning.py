@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import qfleet
-from qfleet.build import build
 from qfleet.config.algorithms import ALGORITHMS
 from qfleet.config.presets import resolve
+from qfleet.engines.registry import build
 from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog

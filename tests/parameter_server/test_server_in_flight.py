@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qfleet.cluster import Cluster, open_cluster
 from qfleet.config.config import Config
+from qfleet.engines.cluster.ray_cluster import Cluster, open_cluster
 from qfleet.parameter_server.server import RemoteServer, answer_from_plain, calls_at_once
 from qfleet.parameter_server.shard import Push, Stamp
 from qfleet.parameter_server.wire import INLINE_VECTOR_BYTES, plain

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from qfleet.build import build
 from qfleet.core.errors import ConfigError, MemoryRefusedError, QfleetError, UserError
+from qfleet.engines.registry import build
 from qfleet.parameter_server.supervisor import Supervisor, WorkerState
 from qfleet.parameter_server.worker import Report
 from qfleet.telemetry.faults import FaultLog

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from qfleet.algorithms.exploration import epsilon_ladder
-from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.core.errors import MemberSilent
+from qfleet.engines.registry import build
 from qfleet.engines.serial import run_serial
 from qfleet.parameter_server.client import TRIES, DirectLine, ServersLost
 from qfleet.parameter_server.layout import cut

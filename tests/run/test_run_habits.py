@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import qfleet
-from qfleet.build import build
 from qfleet.cli.main import main
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, RunBusyError
+from qfleet.engines.registry import build
 from qfleet.networks.torsos import NatureCNN
 from qfleet.run import Run, Sitting
 from qfleet.storage.rundir import RunLock
@@ -175,7 +175,7 @@ def test_frames_with_channels_are_stacked_into_an_image(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_compiling_switches_the_hand_written_shortcuts_off() -> None:
     from qfleet.core.types import EnvSpec
-    from qfleet.makers import make_network
+    from qfleet.engines.factories import make_network
 
     spec = EnvSpec("x", (4,), "float32", 2)
     for compiled in (False, True):

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.types import FIRST, SKIP
 from qfleet.engines import ENGINES
+from qfleet.engines.parts import Parts
+from qfleet.engines.registry import build
 from qfleet.envs.factory import make_envs
 from qfleet.memory.ring import Ring
-from qfleet.parts import Parts
 from qfleet.telemetry.faults import FaultLog
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from qfleet.build import build
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
+from qfleet.engines.registry import build
 from qfleet.telemetry.faults import FaultLog
 from support.configs import tiny_config
 

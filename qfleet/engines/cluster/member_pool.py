@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from qfleet.cluster import Cluster
 from qfleet.core.errors import MemberLost
+from qfleet.engines.cluster.ray_cluster import Cluster
 
 
 class Came(NamedTuple):
