@@ -34,9 +34,9 @@ from qfleet.agent.evaluation import Evaluation
 from qfleet.cli import lab_speedup
 from qfleet.config.config import Config
 from qfleet.engines.cluster.ray_cluster import Cluster, from_inside, open_cluster
-from qfleet.parameter_server.client import RemoteLine, Servers
-from qfleet.parameter_server.server import RemoteServer, calls_at_once
-from qfleet.parameter_server.wire import INLINE_VECTOR_BYTES
+from qfleet.engines.parameter_server.client import RemoteLine, Servers
+from qfleet.engines.parameter_server.server import RemoteServer, calls_at_once
+from qfleet.engines.parameter_server.wire import INLINE_VECTOR_BYTES
 from qfleet.run import Callback, Run
 from qfleet.telemetry.timers import Timers
 

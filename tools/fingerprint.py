@@ -33,11 +33,11 @@ from qfleet.apex.messages import News
 from qfleet.apex.shard import ReplayShard
 from qfleet.config.config import Config
 from qfleet.core.types import BATCH_FIELDS, FIRST, SKIP, TERMINATED, Block, EnvSpec
+from qfleet.engines.parameter_server.server import Server
+from qfleet.engines.parameter_server.shard import Exchange, Push, Stamp
+from qfleet.engines.parameter_server.wire import plain, to_wire
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import PrioritizedSampler, UniformSampler
-from qfleet.parameter_server.server import Server
-from qfleet.parameter_server.shard import Exchange, Push, Stamp
-from qfleet.parameter_server.wire import plain, to_wire
 
 MASKED = ("wall_s", "timers", "sha256", "qfleet_version", "files")
 """Manifest keys that hold times, or hashes and sizes of what is hashed here anyway."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from qfleet.apex.building import build_actors
 from qfleet.config.config import Config
 from qfleet.engines.one_process import build_one_process
+from qfleet.engines.parameter_server.building import build_supervisor
 from qfleet.engines.parts import Parts
-from qfleet.parameter_server.building import build_supervisor
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import Trace
 

@@ -20,10 +20,10 @@ import qfleet
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError, StoreFullError
 from qfleet.engines.cluster.ray_cluster import open_cluster
-from qfleet.parameter_server import fleet
-from qfleet.parameter_server.server import Server
-from qfleet.parameter_server.shard import Exchange, Push
-from qfleet.parameter_server.store import snapshot_bytes, store_bytes
+from qfleet.engines.parameter_server import fleet
+from qfleet.engines.parameter_server.server import Server
+from qfleet.engines.parameter_server.shard import Exchange, Push
+from qfleet.engines.parameter_server.store import snapshot_bytes, store_bytes
 from support.clusters import needs_ray
 from support.configs import tiny_fields
 from support.messages import holds

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from qfleet.core.errors import ConfigError
-from qfleet.parameter_server.admission import (
+from qfleet.engines.parameter_server.admission import (
     Admission,
     AgeLimit,
     Async,
@@ -19,7 +19,7 @@ from qfleet.parameter_server.admission import (
     Outliers,
     Sync,
 )
-from qfleet.parameter_server.shard import Receipt, Shard, Stamp
+from qfleet.engines.parameter_server.shard import Receipt, Shard, Stamp
 from support.server_cases import (
     Client,
     assert_states_equal,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from qfleet.core.errors import ConfigError
-from qfleet.parameter_server.clipping import clip
-from qfleet.parameter_server.layout import cut
+from qfleet.engines.parameter_server.clipping import clip
+from qfleet.engines.parameter_server.layout import cut
 from support.messages import says
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qfleet.parameter_server.ledger import Ledger
+from qfleet.engines.parameter_server.ledger import Ledger
 
 
 def test_what_was_sent_after_the_snapshot_is_lost() -> None:

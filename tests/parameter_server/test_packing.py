@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qfleet.core.errors import ConfigError
-from qfleet.parameter_server.admission import Async
-from qfleet.parameter_server.compression import Cast, Codec, TopK, bytes_of, decode
+from qfleet.engines.parameter_server.admission import Async
+from qfleet.engines.parameter_server.compression import Cast, Codec, TopK, bytes_of, decode
 from support.messages import says
 from support.server_cases import make_push, make_shard, noise, weights_of
 

@@ -19,12 +19,12 @@ from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.types import StateDict
-from qfleet.parameter_server.client import DirectLine, Servers
-from qfleet.parameter_server.layout import cut
-from qfleet.parameter_server.schemes import Nesterov
-from qfleet.parameter_server.server import Server
+from qfleet.engines.parameter_server.client import DirectLine, Servers
+from qfleet.engines.parameter_server.layout import cut
+from qfleet.engines.parameter_server.schemes import Nesterov
+from qfleet.engines.parameter_server.server import Server
+from qfleet.engines.parameter_server.updaters import make_remote_updater
 from qfleet.telemetry.timers import Timers
-from qfleet.updaters.remote import make_remote_updater
 from support.server_cases import noise
 
 SIZE = 6

@@ -12,17 +12,17 @@ import torch
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import GivenUp
-from qfleet.parameter_server.compression import Cast, TopK, decode
-from qfleet.parameter_server.layout import cut
-from qfleet.parameter_server.server import (
+from qfleet.engines.parameter_server.compression import Cast, TopK, decode
+from qfleet.engines.parameter_server.layout import cut
+from qfleet.engines.parameter_server.server import (
     RemoteServer,
     Server,
     answer_from_plain,
     cut_state,
     join_states,
 )
-from qfleet.parameter_server.shard import Exchange, Push, Receipt, Stamp, Welcome
-from qfleet.parameter_server.wire import from_wire, plain, to_wire
+from qfleet.engines.parameter_server.shard import Exchange, Push, Receipt, Stamp, Welcome
+from qfleet.engines.parameter_server.wire import from_wire, plain, to_wire
 from support.messages import says
 
 NOBODY: Any = None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from qfleet.parameter_server.admission import (
+from qfleet.engines.parameter_server.admission import (
     Admission,
     Async,
     BoundedStaleness,
     Hybrid,
     Sync,
 )
-from qfleet.parameter_server.shard import Shard
+from qfleet.engines.parameter_server.shard import Shard
 from support.server_cases import assert_states_equal, make_shard, noise
 from support.simulated_cluster import Bursts, Cluster
 

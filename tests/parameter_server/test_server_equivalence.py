@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from qfleet.agent.updaters.local import LocalUpdater
 from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.agent.weights import FlatWeights
-from qfleet.parameter_server.admission import Async, Sync
-from qfleet.parameter_server.clipping import clip
-from qfleet.parameter_server.layout import cut
-from qfleet.parameter_server.shard import Shard
+from qfleet.engines.parameter_server.admission import Async, Sync
+from qfleet.engines.parameter_server.clipping import clip
+from qfleet.engines.parameter_server.layout import cut
+from qfleet.engines.parameter_server.shard import Shard
 from support.server_cases import EPS, NAMES, Client, make_shard, noise, weights_of
 
 STEPS = 30

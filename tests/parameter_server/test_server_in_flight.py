@@ -10,9 +10,9 @@ import pytest
 
 from qfleet.config.config import Config
 from qfleet.engines.cluster.ray_cluster import Cluster, open_cluster
-from qfleet.parameter_server.server import RemoteServer, answer_from_plain, calls_at_once
-from qfleet.parameter_server.shard import Push, Stamp
-from qfleet.parameter_server.wire import INLINE_VECTOR_BYTES, plain
+from qfleet.engines.parameter_server.server import RemoteServer, answer_from_plain, calls_at_once
+from qfleet.engines.parameter_server.shard import Push, Stamp
+from qfleet.engines.parameter_server.wire import INLINE_VECTOR_BYTES, plain
 from support.clusters import RAY_MARKS
 from support.waiting import deadline
 

@@ -10,10 +10,10 @@ import torch
 
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError, MemberLost
-from qfleet.parameter_server import servers
-from qfleet.parameter_server.server import Server
-from qfleet.parameter_server.servers import ServerRow
-from qfleet.parameter_server.shard import Push
+from qfleet.engines.parameter_server import servers
+from qfleet.engines.parameter_server.server import Server
+from qfleet.engines.parameter_server.servers import ServerRow
+from qfleet.engines.parameter_server.shard import Push
 from qfleet.telemetry.faults import FaultLog
 from support.messages import says
 from support.server_runs import first_weights, make_config

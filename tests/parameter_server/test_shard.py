@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.core.errors import CheckpointError, ProtocolError
 from qfleet.core.types import StateDict
-from qfleet.parameter_server.admission import (
+from qfleet.engines.parameter_server.admission import (
     Admission,
     AgeLimit,
     Async,
@@ -22,8 +22,8 @@ from qfleet.parameter_server.admission import (
     Outliers,
     Sync,
 )
-from qfleet.parameter_server.compression import Cast, TopK, decode
-from qfleet.parameter_server.shard import Exchange, Receipt, Shard, Stamp
+from qfleet.engines.parameter_server.compression import Cast, TopK, decode
+from qfleet.engines.parameter_server.shard import Exchange, Receipt, Shard, Stamp
 from qfleet.storage.snapshot import read_snapshot, write_snapshot
 from support.messages import says
 from support.server_cases import (

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from qfleet.core.errors import ConfigError, MemoryRefusedError, QfleetError, UserError
+from qfleet.engines.parameter_server.supervisor import Supervisor, WorkerState
+from qfleet.engines.parameter_server.worker import Report
 from qfleet.engines.registry import build
-from qfleet.parameter_server.supervisor import Supervisor, WorkerState
-from qfleet.parameter_server.worker import Report
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import STAGES
 from qfleet.watch import Watch

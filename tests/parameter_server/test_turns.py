@@ -16,10 +16,10 @@ import torch
 
 from qfleet.config.config import Config
 from qfleet.core.errors import MemberLost
-from qfleet.parameter_server.admission import BoundedStaleness, Sync
-from qfleet.parameter_server.client import DirectLine, Servers, ServersLost
-from qfleet.parameter_server.server import Server
-from qfleet.parameter_server.shard import Shard, Stamp
+from qfleet.engines.parameter_server.admission import BoundedStaleness, Sync
+from qfleet.engines.parameter_server.client import DirectLine, Servers, ServersLost
+from qfleet.engines.parameter_server.server import Server
+from qfleet.engines.parameter_server.shard import Shard, Stamp
 from qfleet.telemetry.timers import Timers
 from support.server_cases import make_push, make_shard, weights_of
 from support.waiting import PHASE_S, deadline, wait_until

@@ -14,14 +14,14 @@ from torch import Tensor
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.config.config import Config
 from qfleet.core.errors import MemberSilent
+from qfleet.engines.parameter_server.client import TRIES, DirectLine, ServersLost
+from qfleet.engines.parameter_server.layout import cut
+from qfleet.engines.parameter_server.ledger import Ledger
+from qfleet.engines.parameter_server.server import Answer, Server
+from qfleet.engines.parameter_server.shard import Push
+from qfleet.engines.parameter_server.worker import Told, Worker, apart, worker_config
 from qfleet.engines.registry import build
 from qfleet.engines.serial import run_serial
-from qfleet.parameter_server.client import TRIES, DirectLine, ServersLost
-from qfleet.parameter_server.layout import cut
-from qfleet.parameter_server.ledger import Ledger
-from qfleet.parameter_server.server import Answer, Server
-from qfleet.parameter_server.shard import Push
-from qfleet.parameter_server.worker import Told, Worker, apart, worker_config
 from qfleet.telemetry.faults import FaultLog
 from support.server_runs import STEPS, first_weights, make_config
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from qfleet.agent.updaters.optimisers import make_optimiser
-from qfleet.parameter_server.admission import Admission
-from qfleet.parameter_server.compression import decode
-from qfleet.parameter_server.shard import Push, Receipt, Shard, Stamp
+from qfleet.engines.parameter_server.admission import Admission
+from qfleet.engines.parameter_server.compression import decode
+from qfleet.engines.parameter_server.shard import Push, Receipt, Shard, Stamp
 
 EPS = 1e-8
 NAMES = ["adam", "radam", "rmsprop", "sgd"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from qfleet.parameter_server.shard import Shard
+from qfleet.engines.parameter_server.shard import Shard
 from support.server_cases import Client, noise
 
 TICK = -1

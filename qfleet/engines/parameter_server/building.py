@@ -19,12 +19,12 @@ from qfleet.core.types import Batch, Block, Clock, EnvSpec, StateDict
 from qfleet.engines.cluster.ray_cluster import LEAST_BYTES_WITH_TORCH, check_memory
 from qfleet.engines.factories import make_network, make_objective, make_updater
 from qfleet.engines.loop import RateLimiter
+from qfleet.engines.parameter_server.fleet import Fleet
 from qfleet.engines.parts import Parts
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.factory import make_envs
 from qfleet.memory.sizing import check_fits
-from qfleet.parameter_server.fleet import Fleet
 from qfleet.scaling import several
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from qfleet.core.errors import MemberLost, MemberSilent
 from qfleet.engines.cluster.ray_cluster import Cluster
-from qfleet.parameter_server.compression import Codec, decode
-from qfleet.parameter_server.layout import cut
-from qfleet.parameter_server.server import Answer, answer_from_plain
-from qfleet.parameter_server.shard import OTHER_EPOCH, Exchange, Push, Stamp, Welcome
-from qfleet.parameter_server.wire import (
+from qfleet.engines.parameter_server.compression import Codec, decode
+from qfleet.engines.parameter_server.layout import cut
+from qfleet.engines.parameter_server.server import Answer, answer_from_plain
+from qfleet.engines.parameter_server.shard import OTHER_EPOCH, Exchange, Push, Stamp, Welcome
+from qfleet.engines.parameter_server.wire import (
     Wire,
     bytes_of_wire,
     from_wire,

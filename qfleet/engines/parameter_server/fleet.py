@@ -17,11 +17,11 @@ from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import Block, Clock, Episode, StateDict
 from qfleet.engines.cluster.ray_cluster import STORE_BYTES, Cluster, open_cluster
-from qfleet.parameter_server.servers import LOOK_S, ServerRow
-from qfleet.parameter_server.store import check_store, store_bytes
-from qfleet.parameter_server.supervisor import Supervisor
-from qfleet.parameter_server.wire import INLINE_VECTOR_BYTES
-from qfleet.parameter_server.worker import Report
+from qfleet.engines.parameter_server.servers import LOOK_S, ServerRow
+from qfleet.engines.parameter_server.store import check_store, store_bytes
+from qfleet.engines.parameter_server.supervisor import Supervisor
+from qfleet.engines.parameter_server.wire import INLINE_VECTOR_BYTES
+from qfleet.engines.parameter_server.worker import Report
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import FleetAccount
 from qfleet.telemetry.timers import STAGES, Timers

@@ -8,7 +8,7 @@ consensus ADMM     z − (x + u), every K inner steps    z; a plain step of size
 The first uses ``Shard.exchange``. The others are ordinary pushes at a barrier (``admission.Sync``):
 a server that steps by the mean of differences from what it holds, with rate 1, holds the mean.
 Everything works entry by entry, so it does not matter over how many shards a vector is cut. The
-workers' part is in ``qfleet/updaters/remote.py``.
+workers' part is in ``qfleet/engines/parameter_server/updaters.py``.
 """
 
 from __future__ import annotations

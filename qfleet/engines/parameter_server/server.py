@@ -23,7 +23,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import GivenUp
 from qfleet.core.types import StateDict
 from qfleet.engines.cluster.state_arrays import as_arrays, as_tensors
-from qfleet.parameter_server.admission import (
+from qfleet.engines.parameter_server.admission import (
     Admission,
     AgeLimit,
     Async,
@@ -32,10 +32,10 @@ from qfleet.parameter_server.admission import (
     Outliers,
     Sync,
 )
-from qfleet.parameter_server.compression import Cast
-from qfleet.parameter_server.schemes import Nesterov
-from qfleet.parameter_server.shard import Exchange, Push, Receipt, Shard, Stamp, Welcome
-from qfleet.parameter_server.wire import Wire, from_wire, plain, to_wire, wire_from_plain
+from qfleet.engines.parameter_server.compression import Cast
+from qfleet.engines.parameter_server.schemes import Nesterov
+from qfleet.engines.parameter_server.shard import Exchange, Push, Receipt, Shard, Stamp, Welcome
+from qfleet.engines.parameter_server.wire import Wire, from_wire, plain, to_wire, wire_from_plain
 from qfleet.scaling import MOST_GROWTH
 
 TICK_S = 0.02

@@ -21,12 +21,17 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError, MemberLost, QfleetError
 from qfleet.core.types import StateDict
 from qfleet.engines.cluster.ray_cluster import TIMEOUT_S, Cluster
-from qfleet.parameter_server.compression import decode
-from qfleet.parameter_server.layout import cut
-from qfleet.parameter_server.ledger import Ledger
-from qfleet.parameter_server.server import RemoteServer, calls_at_once, cut_state, join_states
-from qfleet.parameter_server.shard import Stamp, Welcome
-from qfleet.parameter_server.wire import from_wire
+from qfleet.engines.parameter_server.compression import decode
+from qfleet.engines.parameter_server.layout import cut
+from qfleet.engines.parameter_server.ledger import Ledger
+from qfleet.engines.parameter_server.server import (
+    RemoteServer,
+    calls_at_once,
+    cut_state,
+    join_states,
+)
+from qfleet.engines.parameter_server.shard import Stamp, Welcome
+from qfleet.engines.parameter_server.wire import from_wire
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import ServerAccount
 

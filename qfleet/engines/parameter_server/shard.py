@@ -30,9 +30,9 @@ from torch import Tensor
 from qfleet.agent.updaters.optimisers import FlatOptimiser
 from qfleet.core.errors import CheckpointError, ProtocolError
 from qfleet.core.types import StateDict
-from qfleet.parameter_server.admission import Admission, Arrival, Decision, Moment
-from qfleet.parameter_server.compression import Codec, Sent, bytes_of, decode
-from qfleet.parameter_server.schemes import elastic_difference
+from qfleet.engines.parameter_server.admission import Admission, Arrival, Decision, Moment
+from qfleet.engines.parameter_server.compression import Codec, Sent, bytes_of, decode
+from qfleet.engines.parameter_server.schemes import elastic_difference
 
 NOT_FINITE = "not-finite"
 OTHER_EPOCH = "other-epoch"

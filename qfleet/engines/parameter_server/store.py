@@ -12,7 +12,7 @@ from torch import Tensor
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError
 from qfleet.engines.cluster.ray_cluster import Cluster
-from qfleet.parameter_server.server import make_shard_optimiser
+from qfleet.engines.parameter_server.server import make_shard_optimiser
 
 SNAPSHOTS = 3
 """That are held at a time: the last one of every server, the next, and that of a checkpoint."""

@@ -21,8 +21,8 @@ from qfleet.core.errors import ClusterError
 from qfleet.core.types import Episode
 from qfleet.engines.cluster.member_pool import Crew
 from qfleet.engines.cluster.ray_cluster import RUN_AGAIN, TIMEOUT_S, Cluster
-from qfleet.parameter_server.servers import LOOK_S, MOST_LOSSES, ServerRow
-from qfleet.parameter_server.worker import RemoteWorker, Report, Told
+from qfleet.engines.parameter_server.servers import LOOK_S, MOST_LOSSES, ServerRow
+from qfleet.engines.parameter_server.worker import RemoteWorker, Report, Told
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import WorkerAccount
 from qfleet.telemetry.timers import COMPUTING, KIND_OF, STAGES

@@ -25,10 +25,10 @@ from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.types import StateDict
-from qfleet.parameter_server.client import Servers
-from qfleet.parameter_server.clipping import clip
-from qfleet.parameter_server.compression import Cast, Codec, TopK
-from qfleet.parameter_server.server import CASTS
+from qfleet.engines.parameter_server.client import Servers
+from qfleet.engines.parameter_server.clipping import clip
+from qfleet.engines.parameter_server.compression import Cast, Codec, TopK
+from qfleet.engines.parameter_server.server import CASTS
 
 Metrics = Mapping[str, Tensor | float]
 Loss = Callable[[], Tensor]

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qfleet.parameter_server.compression import Packed, Sent, decode
+from qfleet.engines.parameter_server.compression import Packed, Sent, decode
 
 INLINE_VECTOR_BYTES = 2**20
 """Smaller ones travel within their message. Ray takes twice as long by way of its object store at

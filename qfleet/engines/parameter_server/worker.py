@@ -19,14 +19,14 @@ from qfleet.core.errors import GivenUp
 from qfleet.core.signals import shrug_if_unheard
 from qfleet.engines.cluster.ray_cluster import TIMEOUT_S, from_inside
 from qfleet.engines.one_process import build_one_process
+from qfleet.engines.parameter_server.client import Line, RemoteLine, Servers, ServersLost
+from qfleet.engines.parameter_server.updaters import RemoteUpdater, make_codec, make_remote_updater
 from qfleet.engines.parts import Parts
 from qfleet.engines.serial import run_serial
 from qfleet.envs.latency import latency_of
 from qfleet.envs.seeding import mix_seeds
-from qfleet.parameter_server.client import Line, RemoteLine, Servers, ServersLost
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import SpanRecord, Trace
-from qfleet.updaters.remote import RemoteUpdater, make_codec, make_remote_updater
 
 LANE = "learner"
 
