@@ -28,11 +28,11 @@ import torch
 from safetensors.torch import load_file
 
 import qfleet
-from qfleet.apex.letters import seal
-from qfleet.apex.messages import News
-from qfleet.apex.shard import ReplayShard
 from qfleet.config.config import Config
 from qfleet.core.types import BATCH_FIELDS, FIRST, SKIP, TERMINATED, Block, EnvSpec
+from qfleet.engines.actors.block_messages import seal
+from qfleet.engines.actors.messages import News
+from qfleet.engines.actors.shard import ReplayShard
 from qfleet.engines.parameter_server.server import Server
 from qfleet.engines.parameter_server.shard import Exchange, Push, Stamp
 from qfleet.engines.parameter_server.wire import plain, to_wire

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qfleet.engines.actors import run_actors
+from qfleet.engines.actors.engine import run_actors
 from qfleet.engines.device import run_device
 from qfleet.engines.parameter_server.engine import run_parameter_server
 from qfleet.engines.pipeline import run_pipeline

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qfleet.apex.building import build_actors
 from qfleet.config.config import Config
+from qfleet.engines.actors.building import build_actors
 from qfleet.engines.one_process import build_one_process
 from qfleet.engines.parameter_server.building import build_supervisor
 from qfleet.engines.parts import Parts

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qfleet.apex import remote_actor
-from qfleet.apex.account import Account
-from qfleet.apex.letters import seal
-from qfleet.apex.messages import News, Order, Report, Tally
-from qfleet.apex.remote_actor import RemoteActor
-from qfleet.apex.shard import ReplayShard
+from qfleet.engines.actors import remote_actor
+from qfleet.engines.actors.account import Account
+from qfleet.engines.actors.block_messages import seal
+from qfleet.engines.actors.messages import News, Order, Report, Tally
+from qfleet.engines.actors.remote_actor import RemoteActor
+from qfleet.engines.actors.shard import ReplayShard
 from qfleet.lab.speedup import Case, sweep
 from qfleet.telemetry.fleet import FleetAccount, ShardAccount
 from qfleet.telemetry.timers import STAGES, Timers

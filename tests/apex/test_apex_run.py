@@ -15,14 +15,14 @@ import torch
 
 import qfleet
 from qfleet.agent.weights import FlatWeights
-from qfleet.apex import broadcast, building
-from qfleet.apex.account import Account
-from qfleet.apex.broadcast import INTERVAL_S, Broadcast
-from qfleet.apex.replay import ShardedReplay
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, ClusterError, ConfigError
 from qfleet.core.types import Clock, StateDict
 from qfleet.engines import ENGINES
+from qfleet.engines.actors import broadcast, building
+from qfleet.engines.actors.account import Account
+from qfleet.engines.actors.broadcast import INTERVAL_S, Broadcast
+from qfleet.engines.actors.replay import ShardedReplay
 from qfleet.engines.loop import RateLimiter
 from qfleet.engines.parts import Parts
 from qfleet.engines.placement import Placement

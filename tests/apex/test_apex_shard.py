@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from qfleet.apex.letters import Letter, seal, unseal
-from qfleet.apex.messages import News
-from qfleet.apex.shard import ReplayShard
 from qfleet.config.config import Config
 from qfleet.core.types import SKIP, Block, EnvSpec
+from qfleet.engines.actors.block_messages import Letter, seal, unseal
+from qfleet.engines.actors.messages import News
+from qfleet.engines.actors.shard import ReplayShard
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import UniformSampler
 from support.in_process_cluster import FRAMES, SPEC, random_block, small

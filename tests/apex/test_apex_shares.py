@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from qfleet.apex.account import Account
-from qfleet.apex.letters import seal
-from qfleet.apex.replay import FarBlock, ShardedReplay
-from qfleet.apex.shard import ReplayShard
-from qfleet.apex.shares import Holding, allot, relative_rarity, shares_of
 from qfleet.config.config import Config
 from qfleet.core.types import SKIP
+from qfleet.engines.actors.account import Account
+from qfleet.engines.actors.block_messages import seal
+from qfleet.engines.actors.replay import FarBlock, ShardedReplay
+from qfleet.engines.actors.shard import ReplayShard
+from qfleet.engines.actors.shares import Holding, allot, relative_rarity, shares_of
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import PrioritizedSampler
 from qfleet.telemetry.faults import FaultLog

@@ -10,10 +10,10 @@ from qfleet.agent.schedules import own_ladder
 from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.algorithms.objective import Samples
-from qfleet.apex.letters import unseal
-from qfleet.apex.messages import Order
-from qfleet.apex.remote_actor import RemoteActor, actor_seed
-from qfleet.apex.shard import ReplayShard
+from qfleet.engines.actors.block_messages import unseal
+from qfleet.engines.actors.messages import Order
+from qfleet.engines.actors.remote_actor import RemoteActor, actor_seed
+from qfleet.engines.actors.shard import ReplayShard
 from qfleet.engines.factories import make_network, make_objective
 from support.in_process_cluster import small
 

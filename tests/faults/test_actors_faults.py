@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from qfleet.apex import building
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError
+from qfleet.engines.actors import building
 from qfleet.engines.cluster.ray_cluster import open_cluster
 from qfleet.engines.registry import build
 from qfleet.storage.checkpoint import list_checkpoints

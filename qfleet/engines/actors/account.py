@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from qfleet.apex.messages import Report, Tally
+from qfleet.engines.actors.messages import Report, Tally
 from qfleet.telemetry.fleet import FleetAccount, ShardAccount, WorkerAccount, shares_of
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Lane, SpanRecord

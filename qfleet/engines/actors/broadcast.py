@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from qfleet.agent.weights import FlatWeights
-from qfleet.apex.account import Account
 from qfleet.core.types import Lag
+from qfleet.engines.actors.account import Account
 from qfleet.engines.cluster.ray_cluster import Cluster
 
 INTERVAL_S = 0.2

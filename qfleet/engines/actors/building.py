@@ -9,17 +9,17 @@ import os
 import torch
 
 from qfleet.agent.learner import Learner
-from qfleet.apex.account import Account
-from qfleet.apex.broadcast import Broadcast
-from qfleet.apex.fleet import ActorFleet
-from qfleet.apex.remote_actor import RemoteActor, actor_seed
-from qfleet.apex.replay import LETTERS_PER_ACTOR, PREFETCHED, ShardedReplay
-from qfleet.apex.shard import ReplayShard
-from qfleet.apex.shares import ring_capacity
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError, ConfigError
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, EnvSpec
+from qfleet.engines.actors.account import Account
+from qfleet.engines.actors.broadcast import Broadcast
+from qfleet.engines.actors.fleet import ActorFleet
+from qfleet.engines.actors.remote_actor import RemoteActor, actor_seed
+from qfleet.engines.actors.replay import LETTERS_PER_ACTOR, PREFETCHED, ShardedReplay
+from qfleet.engines.actors.shard import ReplayShard
+from qfleet.engines.actors.shares import ring_capacity
 from qfleet.engines.cluster.ray_cluster import (
     LEAST_BYTES_WITH_TORCH,
     STORE_BYTES,

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from qfleet.agent import schedules
 from qfleet.algorithms.exploration import epsilon_ladder
-from qfleet.apex.account import Account
-from qfleet.apex.broadcast import Broadcast
-from qfleet.apex.messages import Order, Report
-from qfleet.apex.replay import FarBlock
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError
 from qfleet.core.types import Clock, EnvSpec, Episode, StateDict
+from qfleet.engines.actors.account import Account
+from qfleet.engines.actors.broadcast import Broadcast
+from qfleet.engines.actors.messages import Order, Report
+from qfleet.engines.actors.replay import FarBlock
 from qfleet.engines.cluster.member_pool import Crew
 from qfleet.engines.cluster.ray_cluster import RUN_AGAIN, TIMEOUT_S, Cluster
 from qfleet.engines.loop import rows_per_block

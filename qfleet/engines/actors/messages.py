@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qfleet.apex.shares import Holding
 from qfleet.core.types import Episode
+from qfleet.engines.actors.shares import Holding
 from qfleet.telemetry.trace import SpanRecord
 
 

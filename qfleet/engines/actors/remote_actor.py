@@ -19,12 +19,12 @@ from qfleet.agent.actor import Actor
 from qfleet.agent.inference import HostInference
 from qfleet.agent.schedules import own_ladder
 from qfleet.agent.weights import FlatWeights
-from qfleet.apex.letters import Letter, seal
-from qfleet.apex.messages import Order, Report
-from qfleet.apex.priorities import FirstPriorities
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.signals import shrug_if_unheard
+from qfleet.engines.actors.block_messages import Letter, seal
+from qfleet.engines.actors.messages import Order, Report
+from qfleet.engines.actors.priorities import FirstPriorities
 from qfleet.engines.factories import make_network, make_objective
 from qfleet.engines.loop import rows_per_block
 from qfleet.engines.torch_settings import set_threads

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
-from qfleet.apex.account import Account
-from qfleet.apex.messages import COLUMNS, Drawn, News
-from qfleet.apex.shares import Holding, allot, relative_rarity, ring_slots, shares_of
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, ClusterError, MemberLost, QfleetError, ValueLost
 from qfleet.core.types import Batch, Block, EnvSpec, StateDict
+from qfleet.engines.actors.account import Account
+from qfleet.engines.actors.messages import COLUMNS, Drawn, News
+from qfleet.engines.actors.shares import Holding, allot, relative_rarity, ring_slots, shares_of
 from qfleet.engines.cluster.ray_cluster import RUN_AGAIN, TIMEOUT_S, Cluster
 from qfleet.engines.cluster.state_arrays import as_arrays, as_tensors
 from qfleet.storage.segments import Segments

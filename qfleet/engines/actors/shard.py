@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qfleet.apex.letters import Letter, unseal
-from qfleet.apex.messages import COLUMNS, Answer, Drawn, News, Tally
-from qfleet.apex.shares import Holding, ring_capacity
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import FIRST, EnvSpec, StateDict
+from qfleet.engines.actors.block_messages import Letter, unseal
+from qfleet.engines.actors.messages import COLUMNS, Answer, Drawn, News, Tally
+from qfleet.engines.actors.shares import Holding, ring_capacity
 from qfleet.engines.cluster.state_arrays import as_arrays, as_tensors
 from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.seeding import mix_seeds
