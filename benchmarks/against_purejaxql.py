@@ -28,9 +28,9 @@ import torch
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
-from qfleet.examiner import Examiner
-from qfleet.run import Run, Sitting
 from qfleet.telemetry.aggregate import bootstrap_ci
+from qfleet.training.evaluator import Examiner
+from qfleet.training.run import Run, Sitting
 
 NOT_STICKY = json.dumps({"sticky_action_prob": 0.0})
 

@@ -37,8 +37,8 @@ from qfleet.engines.cluster.ray_cluster import Cluster, from_inside, open_cluste
 from qfleet.engines.parameter_server.client import RemoteLine, Servers
 from qfleet.engines.parameter_server.server import RemoteServer, calls_at_once
 from qfleet.engines.parameter_server.wire import INLINE_VECTOR_BYTES
-from qfleet.run import Callback, Run
 from qfleet.telemetry.timers import Timers
+from qfleet.training.run import Callback, Run
 
 SIZES = {"CartPole's MLP": 4_610, "an MLP of 256 × 256": 67_586, "Nature's CNN": 1_687_206}
 CLIENTS = (1, 4)

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from qfleet import stages
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.engines.auto import settle
-from qfleet.run import Run, Sitting
+from qfleet.training import stage_rates
+from qfleet.training.run import Run, Sitting
 
 UNTIMED = {"eval_freq": 0, "n_eval_episodes": 1, "checkpoint_freq": 10**9, "tensorboard": False}
 
@@ -178,7 +178,7 @@ def main() -> None:
         if torch.accelerator.current_accelerator(check_available=True) is None:
             raise SystemExit("no accelerator here; --rows cpu compares engines on the CPU")
         # For as long as the run itself, so that both meet as many ends of episodes.
-        stages.MEASURE_S = options.seconds
+        stage_rates.MEASURE_S = options.seconds
         found |= accelerated(rows, options.seconds, fields)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

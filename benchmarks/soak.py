@@ -23,7 +23,7 @@ import torch
 
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
-from qfleet.run import Run, Sitting
+from qfleet.training.run import Run, Sitting
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 

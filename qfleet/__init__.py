@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qfleet.agent.policy import Policy
-    from qfleet.api import (
+    from qfleet.config.config import Config
+    from qfleet.training.api import (
         Scaled,
         Trained,
         TrainedSeeds,
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
         train,
         train_seeds,
     )
-    from qfleet.config.config import Config
-    from qfleet.result import Result
-    from qfleet.run import Callback
+    from qfleet.training.result import Result
+    from qfleet.training.run import Callback
 
 __all__ = [
     "Callback",

@@ -24,10 +24,10 @@ from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
 from qfleet.envs.factory import make_tensors
 from qfleet.memory.rollout import Rollout
-from qfleet.run import Run, Sitting
-from qfleet.standings import EPISODE_WINDOW, Standings
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
+from qfleet.training.run import Run, Sitting
+from qfleet.training.standings import EPISODE_WINDOW, Standings
 from support.messages import holds, says
 from support.populations import FIELDS, configure, rows_of, train
 from support.tensor_envs import evaluate_on_device

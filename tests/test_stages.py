@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import qfleet
-from qfleet.api import Trained
 from qfleet.engines import ENGINES
 from qfleet.engines.registry import build
-from qfleet.stages import measure_stages
 from qfleet.telemetry.faults import FaultLog
+from qfleet.training.api import Trained
+from qfleet.training.stage_rates import measure_stages
 from support.configs import tiny_config
 from support.messages import holds
 
@@ -33,7 +33,7 @@ STAGES = ("env_only", "inference_only", "learner_only", "end_to_end")
 @pytest.fixture(autouse=True)
 def briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("qfleet.stages.MEASURE_S", 0.02)
+    monkeypatch.setattr("qfleet.training.stage_rates.MEASURE_S", 0.02)
     monkeypatch.setattr("qfleet.engines.placement.MEASURE_S", 0.02)
 
 

@@ -169,7 +169,7 @@ def test_no_two_episodes_get_one_place(share: float) -> None:
 
 
 def test_more_fit_than_any_report_asks_for() -> None:
-    from qfleet.standings import EPISODE_WINDOW
+    from qfleet.training.standings import EPISODE_WINDOW
 
     assert EPISODES_KEPT > EPISODE_WINDOW
 

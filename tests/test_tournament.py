@@ -18,11 +18,19 @@ from qfleet.engines import ENGINES
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
 from qfleet.memory.rollout import Rollout
-from qfleet.run import Run, Sitting
-from qfleet.standings import Standings
 from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog
-from qfleet.tournament import Move, better_half, choose_moves, exploit, narrowed, perturb, rank
+from qfleet.training.run import Run, Sitting
+from qfleet.training.standings import Standings
+from qfleet.training.tournament import (
+    Move,
+    better_half,
+    choose_moves,
+    exploit,
+    narrowed,
+    perturb,
+    rank,
+)
 from support.populations import configure, rows_of, train
 
 VARY = json.dumps(

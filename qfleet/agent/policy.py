@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from qfleet.agent.evaluation import Evaluation, evaluate_policy
 from qfleet.agent.inference import make_greedy
 from qfleet.agent.weights import FlatWeights
-from qfleet.best import agent_folder, population_folder
 from qfleet.config.config import Config, read_fields
 from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
@@ -26,6 +25,7 @@ from qfleet.engines.placement import resolve_device
 from qfleet.envs.factory import make_envs
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from qfleet.telemetry.faults import FaultLog
+from qfleet.training.best_policy import agent_folder, population_folder
 
 
 class Policy:

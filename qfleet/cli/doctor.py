@@ -10,7 +10,7 @@ from qfleet.cli.parsing import parse
 from qfleet.cli.sitting import quiet_stdout
 
 if TYPE_CHECKING:
-    from qfleet.doctor import TuningReport
+    from qfleet.training.doctor import TuningReport
 
 HELP = "show hardware and libraries; measure what is quickest: vectoriser, envs, precision"
 
@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
 
 
 def _measure(env: str, options: DoctorOptions) -> int:
-    from qfleet import doctor
+    from qfleet.training import doctor
 
     machine = doctor.machine()
     rates = doctor.measure_vectorisers(env, options.envs, options.seconds)
@@ -80,7 +80,7 @@ def _measure(env: str, options: DoctorOptions) -> int:
 
 
 def _tune(env: str, json: bool) -> int:
-    from qfleet import doctor
+    from qfleet.training import doctor
 
     with quiet_stdout(json):
         report = doctor.tune_pipeline(env)

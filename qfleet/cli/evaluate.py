@@ -42,7 +42,7 @@ class EvaluateOptions:
 
 def run(argv: list[str]) -> int:
     options = parse(EvaluateOptions, argv, "evaluate", description=DESCRIPTION)
-    from qfleet import api
+    from qfleet.training import api
 
     evaluation = api.evaluate(
         options.run,

@@ -156,7 +156,7 @@ def _trainer(
 ) -> Train:
     if train is None:
         # Imported when needed: options that are refused need not wait for torch.
-        from qfleet.api import train
+        from qfleet.training.api import train
     assert train is not None
     number = 0
 

@@ -24,8 +24,8 @@ from qfleet.core.errors import ConfigError
 from qfleet.telemetry.formatting import format_duration
 
 if TYPE_CHECKING:
-    from qfleet.result import Result
-    from qfleet.stages import Stages
+    from qfleet.training.result import Result
+    from qfleet.training.stage_rates import Stages
 
 HELP = "train for some seconds, traced, and say which stage is the bottleneck"
 
@@ -93,9 +93,9 @@ def _learning_phase(config: Config) -> Config:
 
 
 def _profile(config: Config, options: ProfileOptions) -> int:
-    from qfleet import api
-    from qfleet.run import Callback, Run, Sitting
     from qfleet.storage.rundir import default_name, new_run_dir
+    from qfleet.training import api
+    from qfleet.training.run import Callback, Run, Sitting
 
     class Watch(Callback):
         """Keeps what a result does not hold."""
@@ -144,8 +144,8 @@ def stages_from_timers(
     result: Result, config: Config, end_to_end: float, device_type: str
 ) -> Stages:
     """The rates of stages that took turns on one thread, from the seconds each of them took."""
-    from qfleet.stages import Stages
     from qfleet.telemetry.bottleneck import StageRates, diagnose
+    from qfleet.training.stage_rates import Stages
 
     spent_s = {stage: (share or 0.0) * result.wall_s for stage, share in result.time_share.items()}
 

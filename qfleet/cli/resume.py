@@ -49,7 +49,7 @@ class ResumeOptions:
 
 def run(argv: list[str]) -> int:
     options = parse(ResumeOptions, argv, "resume", description=DESCRIPTION)
-    from qfleet import api
+    from qfleet.training import api
 
     with options.sitting.quiet_stdout():
         trained = api.resume(

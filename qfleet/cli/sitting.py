@@ -14,8 +14,8 @@ from qfleet.config.trust import needs_trust
 from qfleet.core.errors import UserError
 
 if TYPE_CHECKING:
-    from qfleet.api import Trained
-    from qfleet.run import Sitting
+    from qfleet.training.api import Trained
+    from qfleet.training.run import Sitting
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class SittingOptions:
     """Print the result as one JSON object and nothing else."""
 
     def resolve(self) -> Sitting:
-        from qfleet.run import Sitting
         from qfleet.telemetry.progress import choose_mode
+        from qfleet.training.run import Sitting
 
         max_wall_s = parse_duration(self.max_wall) if self.max_wall else None
         if self.stop_after is not None and self.stop_after <= 0:
@@ -80,7 +80,7 @@ def show(trained: Trained) -> None:
 
 def finish(trained: Trained, options: SittingOptions) -> int:
     """Print the result; the exit code says 130/143 when a signal ended the sitting."""
-    from qfleet.api import result_dict
+    from qfleet.training.api import result_dict
 
     if options.json:
         print(json_module.dumps(result_dict(trained)))

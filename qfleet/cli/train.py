@@ -119,7 +119,7 @@ def run(argv: list[str]) -> int:
 
 
 def _train(config: Config, options: TrainOptions, preset: str | None) -> int:
-    from qfleet import api
+    from qfleet.training import api
 
     sitting = options.sitting.resolve()
     if preset and sitting.display != "silent":

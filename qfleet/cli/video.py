@@ -45,10 +45,10 @@ class VideoOptions:
 
 def run(argv: list[str]) -> int:
     options = parse(VideoOptions, argv, "video", description=DESCRIPTION)
-    from qfleet import api
     from qfleet.core.errors import ConfigError
     from qfleet.telemetry.runs import resolve_run
-    from qfleet.video import film
+    from qfleet.training import api
+    from qfleet.training.video import film
 
     if options.max_frames < 1 or options.fps < 1 or options.seed < 0:
         raise ConfigError("--max-frames and --fps must be at least 1, --seed at least 0")

@@ -11,9 +11,9 @@ from typing import Any
 from qfleet.agent import schedules
 from qfleet.agent.evaluation import Evaluation
 from qfleet.engines.parts import Parts
-from qfleet.result import Result, peak_device_bytes, peak_rss_bytes
-from qfleet.standings import Standings
 from qfleet.telemetry.timers import Timers
+from qfleet.training.result import Result, peak_device_bytes, peak_rss_bytes
+from qfleet.training.standings import Standings
 
 
 def make_result(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from qfleet import scaling
 from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.policy import Policy, load_run_policy
 from qfleet.config.config import Config, read_fields
@@ -18,8 +17,6 @@ from qfleet.config.presets import resolve
 from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, RunBusyError
-from qfleet.result import Result
-from qfleet.run import Callback, Run, Sitting
 from qfleet.storage.checkpoint import diff_meta, has_checkpoint, load_checkpoint
 from qfleet.storage.rundir import (
     atomic_write_text,
@@ -39,6 +36,9 @@ from qfleet.telemetry.runs import (
     resolve_run,
     seed_folders,
 )
+from qfleet.training import resize_request
+from qfleet.training.result import Result
+from qfleet.training.run import Callback, Run, Sitting
 
 RUNS = Path("runs")
 
@@ -210,11 +210,11 @@ def scale(run: Path | str, workers: int) -> Scaled:
     folder = _one_run(run)
     config = Config(**read_fields(folder / "config.json"))
     # In this order: how many a run may have is of no use to who has none that trains.
-    scaling.check_engine(config)
-    scaling.check_training(folder, workers)
-    scaling.check(config, workers)
-    before = scaling.workers_now(folder, config)
-    scaling.ask(folder, workers)
+    resize_request.check_engine(config)
+    resize_request.check_training(folder, workers)
+    resize_request.check(config, workers)
+    before = resize_request.workers_now(folder, config)
+    resize_request.ask(folder, workers)
     return Scaled(folder, before, workers)
 
 

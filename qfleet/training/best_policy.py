@@ -12,10 +12,10 @@ from pathlib import Path
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import StateDict
 from qfleet.engines.parts import Parts
-from qfleet.standings import Standings
 from qfleet.storage.checkpoint import save_policy
 from qfleet.storage.rundir import atomic_write_text
 from qfleet.telemetry.faults import FaultLog
+from qfleet.training.standings import Standings
 
 AGENTS = "agents"
 

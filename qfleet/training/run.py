@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from qfleet import scaling, tournament
-from qfleet.accounts import learning_scalars, make_result, pipeline_scalars
 from qfleet.agent.evaluation import Evaluation
-from qfleet.best import save_best
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, EnvironmentFault, QfleetError
@@ -29,11 +26,6 @@ from qfleet.engines.auto import settle
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
 from qfleet.engines.torch_settings import TorchSettings
-from qfleet.examiner import Examiner
-from qfleet.judge import Judge
-from qfleet.result import Result
-from qfleet.stages import Stages, measure_stages
-from qfleet.standings import Standings
 from qfleet.storage.checkpoint import Checkpoint, load_policy, save_checkpoint
 from qfleet.storage.rundir import RunLock, atomic_write_text
 from qfleet.storage.vacancy import check_vacant
@@ -46,7 +38,15 @@ from qfleet.telemetry.timeline import draw_timeline, draw_workers
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace, merge_lanes, write_chrome_trace
 from qfleet.telemetry.writers import Writers, drop_metrics_beyond
-from qfleet.watch import Watch
+from qfleet.training import resize_request, tournament
+from qfleet.training.accounts import learning_scalars, make_result, pipeline_scalars
+from qfleet.training.best_policy import save_best
+from qfleet.training.divergence import Watch
+from qfleet.training.early_stopping import Judge
+from qfleet.training.evaluator import Examiner
+from qfleet.training.result import Result
+from qfleet.training.stage_rates import Stages, measure_stages
+from qfleet.training.standings import Standings
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Run:
         except BaseException:
             self._lock.close()
             raise
-        scaling.forget(folder)
+        resize_request.forget(folder)
         self._torch_settings = TorchSettings()
         # Envs that cannot go on where they were must not play their first episodes again.
         restarts = checkpoint is not None and checkpoint.parts["actor"].get("envs") is None
@@ -266,7 +266,7 @@ class Run:
         """Asked by the engine whenever no update is owed: do what is due, then decide."""
         clock, config = self.parts.clock, self.config
         if self.parts.fleet is not None:
-            self._tell([scaling.heed(self.folder, self.parts.fleet.resize)])
+            self._tell([resize_request.heed(self.folder, self.parts.fleet.resize)])
         if self._learning_since is None and clock.updates > 0:
             self._learning_since = (time.monotonic(), clock.env_steps)
             self._aside_s = 0.0

@@ -21,8 +21,8 @@ from qfleet.config.config import Config
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
 from qfleet.memory.rollout import Rollout
-from qfleet.standings import Standings
 from qfleet.telemetry.trace import Trace
+from qfleet.training.standings import Standings
 
 POPULATION_FILE = "population.jsonl"
 FROM_ONE = ("gamma", "td_lambda")

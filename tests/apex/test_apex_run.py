@@ -28,11 +28,11 @@ from qfleet.engines.parts import Parts
 from qfleet.engines.placement import Placement
 from qfleet.engines.registry import build
 from qfleet.memory import ring
-from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import FleetAccount
 from qfleet.telemetry.fleet_table import fleet_lines
+from qfleet.training.run import Run, Sitting
 from support.in_process_cluster import Handle, OneProcess, small
 from support.messages import says
 

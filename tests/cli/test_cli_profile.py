@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from qfleet import api, doctor
 from qfleet.cli.main import main
 from qfleet.cli.profile import ENDLESS, stages_from_timers
 from qfleet.config.config import Config
 from qfleet.engines.measured_cache import cache_path
 from qfleet.engines.tuning import Choice, Tuning
-from qfleet.result import Result
-from qfleet.run import Run, Sitting
+from qfleet.training import api, doctor
+from qfleet.training.result import Result
+from qfleet.training.run import Run, Sitting
 from support.messages import holds
 
 WORDS = (
@@ -60,7 +60,7 @@ def shell(
 @pytest.fixture(autouse=True)
 def briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("qfleet.stages.MEASURE_S", 0.02)
+    monkeypatch.setattr("qfleet.training.stage_rates.MEASURE_S", 0.02)
     monkeypatch.setattr("qfleet.engines.placement.MEASURE_S", 0.02)
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 import qfleet
-from qfleet import api
 from qfleet.cli.main import main
 from qfleet.config.config import Config
 from qfleet.config.trust import check_trust, needs_trust
 from qfleet.core.errors import ConfigError
 from qfleet.engines.cluster import ray_cluster as clusters
 from qfleet.storage.checkpoint import load_checkpoint
+from qfleet.training import api
 
 WORDS = (
     "--preset none --steps 400 --learning-starts 50 --net-arch 8 --batch-size 8 --buffer-size 500 "

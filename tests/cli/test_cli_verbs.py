@@ -14,7 +14,7 @@ import pytest
 
 from qfleet.cli.main import VERBS, main
 from qfleet.config.config import Config
-from qfleet.result import Result
+from qfleet.training.result import Result
 from support.messages import holds
 from support.waiting import PHASE_S, deadline
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import qfleet
-from qfleet import stages
 from qfleet.agent.learner import Learner
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
@@ -23,9 +22,10 @@ from qfleet.core.types import FIRST, SKIP
 from qfleet.engines import ENGINES, placement
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
-from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
+from qfleet.training import stage_rates
+from qfleet.training.run import Sitting
 from support.messages import says
 from support.runs import assert_equal, configure, final_state, leaves, resume, train
 
@@ -49,7 +49,7 @@ ASYNC: dict[str, Any] = {**CARTPOLE, "engine": "pipeline", "vectorize": "async",
 @pytest.fixture(autouse=True)
 def no_long_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stages could do alone is not the question here."""
-    monkeypatch.setattr(stages, "MEASURE_S", 0.01)
+    monkeypatch.setattr(stage_rates, "MEASURE_S", 0.01)
     monkeypatch.setattr(placement, "MEASURE_S", 0.01)
 
 

@@ -15,8 +15,8 @@ import torch
 import qfleet
 from qfleet.config.config import Config
 from qfleet.core.types import FIRST, SKIP
-from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from qfleet.training.run import Sitting
 from support.runs import STEPS, assert_same_run, configure, final_state, resume, train
 from support.waiting import PHASE_S, deadline
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import qfleet
-from qfleet.run import Callback, Run
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from qfleet.training.run import Callback, Run
 from support.clusters import RAY_MARKS
 from support.configs import tiny_fields
 from support.counting_network import COUNTERS

@@ -13,8 +13,8 @@ import qfleet
 from qfleet.core.errors import DivergedError, FaultRateError
 from qfleet.core.types import Batch
 from qfleet.memory.ring import Ring
-from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from qfleet.training.run import Sitting
 from support.faulty_envs import TINY, faulty, result_of
 from support.messages import holds, says
 

@@ -20,8 +20,8 @@ import qfleet
 from qfleet.core.errors import EnvironmentFault, FaultRateError
 from qfleet.core.types import FIRST, SKIP
 from qfleet.engines import placement
-from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from qfleet.training.run import Sitting
 from support.faulty_envs import TINY, FaultyEnv, faulty, result_of
 from support.messages import says
 from support.processes import children_of, count_lines, is_alive, needs_proc, start_qfleet

@@ -15,8 +15,8 @@ import pytest
 import qfleet
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import FIRST, SKIP
-from qfleet.run import Sitting
 from qfleet.storage.checkpoint import load_checkpoint
+from qfleet.training.run import Sitting
 from support.faulty_envs import TINY, FaultyEnv, result_of
 from support.messages import holds
 from support.waiting import deadline

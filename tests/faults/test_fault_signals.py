@@ -13,8 +13,8 @@ import pytest
 
 import qfleet
 from qfleet.core import signals
-from qfleet.run import Sitting
 from qfleet.storage.checkpoint import list_checkpoints
+from qfleet.training.run import Sitting
 from support.faulty_envs import result_of
 from support.processes import children_of, count_lines, is_alive, needs_proc, start_qfleet
 from support.waiting import PHASE_S, deadline, finish, wait_until

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qfleet.config.presets import PRESETS
-from qfleet.run import Run, Sitting
+from qfleet.training.run import Run, Sitting
 
 
 def final_return(seed: int) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qfleet.config.presets import resolve
-from qfleet.run import Run, Sitting
+from qfleet.training.run import Run, Sitting
 from support.clusters import needs_ray
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
-from qfleet.run import Run, Sitting
+from qfleet.training.run import Run, Sitting
 
 
 @pytest.mark.slow

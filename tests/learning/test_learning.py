@@ -13,9 +13,9 @@ import qfleet
 from qfleet.config.algorithms import ALGORITHMS
 from qfleet.config.presets import resolve
 from qfleet.engines.registry import build
-from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog
+from qfleet.training.run import Run, Sitting
 from support.configs import tiny_fields
 from support.toy_envs import Corridor, Drift
 

@@ -13,7 +13,7 @@ from qfleet.engines.parameter_server.worker import Report
 from qfleet.engines.registry import build
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import STAGES
-from qfleet.watch import Watch
+from qfleet.training.divergence import Watch
 from support.messages import says
 from support.server_runs import make_config
 

@@ -16,9 +16,9 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, RunBusyError
 from qfleet.engines.registry import build
 from qfleet.networks.torsos import NatureCNN
-from qfleet.run import Run, Sitting
 from qfleet.storage.rundir import RunLock
 from qfleet.telemetry.faults import FaultLog
+from qfleet.training.run import Run, Sitting
 from support.configs import tiny_fields
 from support.messages import says
 
@@ -190,7 +190,7 @@ def test_an_atari_film_is_in_colour_and_shows_the_game_that_is_played(tmp_path: 
     from PIL import Image
 
     from qfleet.envs.atari import AtariEnvs
-    from qfleet.video import film
+    from qfleet.training.video import film
 
     fields = {
         **TINY, "steps": 40, "learning_starts": 16, "buffer_size": 64, "batch_size": 2,

@@ -13,8 +13,8 @@ import torch
 
 import qfleet
 from qfleet.core.errors import ConfigError, UnknownNameError
-from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from qfleet.training.run import Run, Sitting
 from support.configs import tiny_fields
 from support.messages import says
 

@@ -10,39 +10,39 @@ from typing import Any
 import pytest
 
 import qfleet
-from qfleet import scaling
 from qfleet.cli.main import main
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UserError
 from qfleet.storage.rundir import RunLock, is_locked
+from qfleet.training import resize_request
 from support.messages import says
 
 FLEET = Config(engine="parameter-server", workers=2)
 
 
-@pytest.mark.parametrize("workers", [0, -1, 2 * scaling.MOST_GROWTH + 1])
+@pytest.mark.parametrize("workers", [0, -1, 2 * resize_request.MOST_GROWTH + 1])
 def test_numbers_that_a_run_cannot_have_are_refused(workers: int) -> None:
     with pytest.raises(ConfigError, match=says(str(workers), "workers", "2")):
-        scaling.check(FLEET, workers)
+        resize_request.check(FLEET, workers)
 
 
 def test_other_engines_keep_their_number() -> None:
     with pytest.raises(ConfigError, match=says("serial", "workers")):
-        scaling.check(Config(engine="serial"), 2)
-    scaling.check(FLEET, 2 * scaling.MOST_GROWTH)
+        resize_request.check(Config(engine="serial"), 2)
+    resize_request.check(FLEET, 2 * resize_request.MOST_GROWTH)
 
 
 def test_a_wish_is_seen_once_and_its_file_is_gone(tmp_path: Path) -> None:
     seen: list[int] = []
-    assert scaling.heed(tmp_path, seen.append) is None
+    assert resize_request.heed(tmp_path, seen.append) is None
     with RunLock(tmp_path):
-        asking = threading.Thread(target=scaling.ask, args=(tmp_path, 3))
+        asking = threading.Thread(target=resize_request.ask, args=(tmp_path, 3))
         asking.start()
         while not seen:
-            said = scaling.heed(tmp_path, seen.append)
+            said = resize_request.heed(tmp_path, seen.append)
         asking.join()
     assert (seen, said) == ([3], "3 workers from now on")
-    assert scaling.heed(tmp_path, seen.append) is None
+    assert resize_request.heed(tmp_path, seen.append) is None
 
 
 def test_who_asks_hears_why_it_was_refused(tmp_path: Path) -> None:
@@ -53,14 +53,14 @@ def test_who_asks_hears_why_it_was_refused(tmp_path: Path) -> None:
 
     def ask() -> None:
         try:
-            scaling.ask(tmp_path, 3)
+            resize_request.ask(tmp_path, 3)
         except UserError as error:
             failures.append(error)
 
     with RunLock(tmp_path):
         asking = threading.Thread(target=ask)
         asking.start()
-        while scaling.heed(tmp_path, refuse) is None:
+        while resize_request.heed(tmp_path, refuse) is None:
             pass
         asking.join()
     assert [str(error) for error in failures] == [
@@ -69,21 +69,21 @@ def test_who_asks_hears_why_it_was_refused(tmp_path: Path) -> None:
 
 
 def test_wishes_of_an_earlier_sitting_are_forgotten(tmp_path: Path) -> None:
-    (tmp_path / scaling.FILE).write_text("3")
-    scaling.forget(tmp_path)
-    assert scaling.heed(tmp_path, lambda _: None) is None
+    (tmp_path / resize_request.FILE).write_text("3")
+    resize_request.forget(tmp_path)
+    assert resize_request.heed(tmp_path, lambda _: None) is None
 
 
 def test_nobody_is_asked_where_nobody_trains(tmp_path: Path) -> None:
     assert not is_locked(tmp_path)
     with pytest.raises(UserError, match="nobody trains in"):
-        scaling.ask(tmp_path, 3)
+        resize_request.ask(tmp_path, 3)
     with RunLock(tmp_path):
         assert is_locked(tmp_path)
         with pytest.raises(UserError, match="did not look"):
-            scaling.ask(tmp_path, 3, wait_s=0.2)
+            resize_request.ask(tmp_path, 3, wait_s=0.2)
     assert not is_locked(tmp_path)
-    assert not (tmp_path / scaling.FILE).exists()
+    assert not (tmp_path / resize_request.FILE).exists()
 
 
 def make_run(folder: Path, checkpoint: bool = False, **fields: Any) -> Path:
@@ -121,7 +121,7 @@ def test_scale_tells_what_it_did_as_json(
             )
             asking.start()
             while asking.is_alive():  # not until it is heard: it may have been refused
-                scaling.heed(folder, lambda _: None)
+                resize_request.heed(folder, lambda _: None)
             asking.join()
         told.append(json.loads(capsys.readouterr().out))
     assert told == [
@@ -131,25 +131,25 @@ def test_scale_tells_what_it_did_as_json(
 
 
 def test_how_many_there_are_is_not_guessed(tmp_path: Path) -> None:
-    assert scaling.workers_now(tmp_path, FLEET) == 2
+    assert resize_request.workers_now(tmp_path, FLEET) == 2
     for said, workers in [
-        (scaling.agreed(1), 1),
-        (scaling.agreed(12), 12),
+        (resize_request.agreed(1), 1),
+        (resize_request.agreed(12), 12),
         ("a wish for other workers was refused: no room for 3", None),
         ("3 workers: a run that began with 2 may have 1 to 2", None),
     ]:
-        (tmp_path / scaling.ANSWER).write_text(said)
-        assert scaling.workers_now(tmp_path, FLEET) == workers
+        (tmp_path / resize_request.ANSWER).write_text(said)
+        assert resize_request.workers_now(tmp_path, FLEET) == workers
 
 
 def test_a_wish_that_cannot_be_is_told_and_forgotten(tmp_path: Path) -> None:
     def refuse(workers: int) -> None:
-        scaling.check(FLEET, workers)
+        resize_request.check(FLEET, workers)
 
     told = [(b"many", "invalid literal"), (b"100", "may have 1 to 8"), (b"\xff", "codec")]
     for text, words in told:
-        (tmp_path / scaling.FILE).write_bytes(text)
-        said = scaling.heed(tmp_path, refuse)
+        (tmp_path / resize_request.FILE).write_bytes(text)
+        said = resize_request.heed(tmp_path, refuse)
         assert said is not None
         assert words in said
-        assert not (tmp_path / scaling.FILE).exists()
+        assert not (tmp_path / resize_request.FILE).exists()

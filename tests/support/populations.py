@@ -8,7 +8,7 @@ from typing import Any
 
 import qfleet
 from qfleet.config.config import Config
-from qfleet.run import Run, Sitting
+from qfleet.training.run import Run, Sitting
 from support.configs import tiny_config
 
 FIELDS: dict[str, Any] = {

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from qfleet.config.config import Config
-from qfleet.run import Run, Sitting
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from qfleet.storage.segments import Segments
+from qfleet.training.run import Run, Sitting
 from support.configs import tiny_config
 
 STEPS = 640

@@ -25,10 +25,10 @@ from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.factory import make_envs
 from qfleet.memory.sizing import check_fits
-from qfleet.scaling import several
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
+from qfleet.training.resize_request import several
 
 
 class Elsewhere:
