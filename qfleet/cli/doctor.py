@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qfleet.cli.parsing import parse
-from qfleet.cli.sitting import quiet_stdout
+from qfleet.cli.run_options import quiet_stdout
 
 if TYPE_CHECKING:
     from qfleet.training.doctor import TuningReport

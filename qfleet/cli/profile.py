@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from qfleet.cli.parsing import parse
-from qfleet.cli.sitting import quiet_stdout, timeline_path, trace_path
+from qfleet.cli.run_options import quiet_stdout, timeline_path, trace_path
 from qfleet.cli.train import read_start
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from qfleet.cli.parsing import parse
-from qfleet.cli.sitting import SittingOptions, finish
+from qfleet.cli.run_options import SittingOptions, finish
 
 HELP = "go on with an interrupted run, bit for bit"
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from qfleet.cli.parsing import parse, spell
-from qfleet.cli.sitting import SittingOptions, finish, show
+from qfleet.cli.run_options import SittingOptions, finish, show
 from qfleet.config.config import Config, read_fields
 from qfleet.config.presets import PRESETS, resolve
 from qfleet.config.trust import check_trust
