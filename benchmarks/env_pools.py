@@ -33,9 +33,9 @@ from ale_py.vector_env import AtariVectorEnv
 from numpy.typing import NDArray
 
 from qfleet.core.errors import QfleetError
+from qfleet.core.seeding import env_seeds
 from qfleet.envs.envpool import task_id
 from qfleet.envs.registry import ale_game
-from qfleet.envs.seeding import env_seeds
 
 ROUNDS = 5
 ACTION_ROWS = 64

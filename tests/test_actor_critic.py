@@ -24,13 +24,13 @@ from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import SKIP, TERMINATED, Batch, Block, Clock, EnvSpec, StateDict
-from qfleet.engines import ENGINES, placement
-from qfleet.engines.factories import make_network, make_objective, make_updater
+from qfleet.engines import placement, registry
+from qfleet.engines.factories import make_objective, make_updater
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.memory.rollout import Rollout
-from qfleet.networks.factory import build_network
+from qfleet.networks.factory import build_network, make_network
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.runs import read_run
@@ -399,7 +399,7 @@ def test_a_target_network_that_follows_at_once_is_none() -> None:
 def state_after(config: Config) -> tuple[Parts, StateDict]:
     parts = build(validate(config), FaultLog())
     try:
-        ENGINES[config.engine](parts, lambda: parts.clock.env_steps < config.steps)
+        registry.run(parts, lambda: parts.clock.env_steps < config.steps)
         noise = parts.collector.state_dict()["noise"]
         return parts, {**parts.memory.state_dict(), **parts.learner.state_dict(), "drawn by": noise}
     finally:

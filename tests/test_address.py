@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from qfleet.address import check_address
+from qfleet.config.validation import check_address
 from qfleet.core.errors import ConfigError
 
 

@@ -21,10 +21,10 @@ from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.core.counter_rng import draw_below, first_counters, next_counters
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
-from qfleet.engines.factories import make_memory, make_network, make_objective, make_updater
+from qfleet.engines import serial
+from qfleet.engines.factories import make_memory, make_objective, make_updater
 from qfleet.engines.placement import Placement
 from qfleet.engines.registry import build
-from qfleet.engines.serial import run_serial
 from qfleet.engines.torch_settings import TorchSettings
 from qfleet.engines.tuning import Choice, apply_choice, copy_state
 from qfleet.envs.device.names import MINATAR_IDS, make_tensor_env
@@ -32,6 +32,7 @@ from qfleet.envs.device.protocol import begin_episodes, step_episodes
 from qfleet.envs.factory import make_envs
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import PrioritizedSampler
+from qfleet.networks.factory import make_network
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from support.integrity import assert_rows_tell_the_truth, run, share_of_actions_explained
@@ -359,7 +360,7 @@ def test_replay_on_the_host_feeds_recorded_updates(tmp_path: Path) -> None:
 
 
 def test_device_auto_takes_the_accelerator_for_images_only() -> None:
-    from qfleet.engines.placement import resolve_device
+    from qfleet.agent.devices import resolve_device
 
     assert resolve_device("auto", EnvSpec("x", (4, 84, 84), "uint8", 2)).type == "cuda"
     assert resolve_device("auto", EnvSpec("x", (4,), "float32", 2)).type == "cpu"
@@ -493,7 +494,7 @@ def test_a_block_of_the_device_engine_is_not_waited_for() -> None:
         return blocks < 60
 
     try:
-        run_serial(parts, keep_going)
+        serial.run(parts, keep_going)
     finally:
         torch.cuda.set_sync_debug_mode("default")
         parts.close()

@@ -11,7 +11,8 @@ from qfleet.agent.gradients import AutogradGradient, DenseGradient, make_gradien
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.types import Batch, EnvSpec
-from qfleet.engines.factories import make_network, make_objective
+from qfleet.engines.factories import make_objective
+from qfleet.networks.factory import make_network
 
 CPU = torch.device("cpu")
 ACTIONS = 3

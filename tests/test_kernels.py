@@ -20,7 +20,7 @@ from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.core.types import Batch
-from qfleet.engines.device import run_device
+from qfleet.engines import device as device_engine
 from qfleet.engines.factories import make_networks, make_objective, make_updater
 from qfleet.engines.registry import build
 from qfleet.engines.torch_settings import TorchSettings
@@ -148,7 +148,7 @@ def test_one_run_and_a_population_are_fused_and_learn_alike() -> None:
     )  # fmt: skip
     for parts in (alone, three):
         assert parts.learner.is_fused
-        run_device(parts, lambda parts=parts: parts.clock.env_steps < 512)  # type: ignore[misc]
+        device_engine.run(parts, lambda parts=parts: parts.clock.env_steps < 512)  # type: ignore[misc]
     weights = alone.learner.weights.data
     torch.testing.assert_close(
         three.learner.weights.data[0, : len(weights)], weights, rtol=1e-4, atol=1e-5

@@ -7,20 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from qfleet.agent.devices import resolve_device
 from qfleet.agent.weights import FlatWeights, Mailbox
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.engines import placement
-from qfleet.engines.factories import make_network
-from qfleet.engines.placement import (
-    RESERVED_BYTES,
-    Acting,
-    Placement,
-    place_inference,
-    resolve_device,
-)
+from qfleet.engines.placement import RESERVED_BYTES, Acting, Placement, place_inference
 from qfleet.memory.sizing import USABLE_PERCENT, replay_bytes
+from qfleet.networks.factory import make_network
 from qfleet.networks.qnetwork import QNetwork
 from support.messages import holds, says
 

@@ -18,7 +18,7 @@ from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError, DivergedError, FaultRateError, QfleetError
 from qfleet.core.types import Batch, Episode
-from qfleet.engines import ENGINES
+from qfleet.engines import registry
 from qfleet.engines.auto import settle
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
@@ -118,7 +118,7 @@ def test_networks_with_state_of_their_own_are_refused() -> None:
 
 def test_discrete_observations_go_into_a_population() -> None:
     parts = build(configure(env="qfleet.envs.device.maze:Maze"), FaultLog())
-    ENGINES["device"](parts, lambda: parts.clock.env_steps < 128)
+    registry.run(parts, lambda: parts.clock.env_steps < 128)
     assert parts.clock.updates == 16
 
 
@@ -162,7 +162,7 @@ def test_values_are_where_kernels_read_them_and_are_read_back_from_there() -> No
 
 def advance(parts: Parts, rollouts: int) -> None:
     steps = rollouts * parts.config.train_freq
-    ENGINES["device"](parts, lambda: parts.clock.env_steps < steps)
+    registry.run(parts, lambda: parts.clock.env_steps < steps)
 
 
 @pytest.mark.parametrize("optimizer", ["radam", "adam", "rmsprop", "sgd"])

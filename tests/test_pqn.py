@@ -8,19 +8,20 @@ import pytest
 import torch
 
 from qfleet.agent.learner import Learner
+from qfleet.agent.schedules import rows_per_block
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec, StateDict
-from qfleet.engines import ENGINES, placement
+from qfleet.engines import placement, registry
 from qfleet.engines.auto import settle, with_short_rollouts
-from qfleet.engines.factories import make_network, make_objective, make_updater
-from qfleet.engines.loop import rows_per_block
+from qfleet.engines.factories import make_objective, make_updater
 from qfleet.engines.parts import Parts
 from qfleet.engines.recording import updates_at_once
 from qfleet.engines.registry import build
 from qfleet.engines.tuning import copy_state
 from qfleet.memory.rollout import Rollout
+from qfleet.networks.factory import make_network
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from support.configs import tiny_config
@@ -238,7 +239,7 @@ def test_rows_that_led_nowhere_teach_nothing() -> None:
 def state_after(config: Config) -> tuple[Parts, StateDict]:
     parts = build(validate(config), FaultLog())
     try:
-        ENGINES[config.engine](parts, lambda: parts.clock.env_steps < config.steps)
+        registry.run(parts, lambda: parts.clock.env_steps < config.steps)
         return parts, {**parts.learner.state_dict(), **parts.memory.state_dict()}
     finally:
         parts.close()

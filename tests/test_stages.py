@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import qfleet
-from qfleet.engines import ENGINES
+from qfleet.engines import registry
 from qfleet.engines.registry import build
 from qfleet.telemetry.faults import FaultLog
 from qfleet.training.api import Trained
@@ -82,7 +82,7 @@ def test_the_learners_rate_is_in_env_steps() -> None:
     config = SMALL.replace(engine="pipeline", lockstep=True, train_freq=8, gradient_steps=2)
     parts = build(config, FaultLog())
     try:
-        ENGINES["pipeline"](parts, lambda: parts.clock.env_steps < 200)
+        registry.run(parts, lambda: parts.clock.env_steps < 200)
         spent_s = parts.timers[0].seconds
         spent_s["learn"], spent_s["copy"] = 1.5, 0.5
         parts.measure_inference = lambda: 55.0
@@ -110,7 +110,7 @@ def test_a_run_that_never_learnt_has_no_learners_rate() -> None:
     config = SMALL.replace(engine="pipeline", lockstep=True, learning_starts=150)
     parts = build(config, FaultLog())
     try:
-        ENGINES["pipeline"](parts, lambda: parts.clock.env_steps < 40)
+        registry.run(parts, lambda: parts.clock.env_steps < 40)
         rates = measure_stages(parts, end_to_end=1.0).rates
     finally:
         parts.close()

@@ -20,13 +20,13 @@ from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.core.errors import EnvironmentFault
+from qfleet.core.seeding import env_seeds
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, EnvSpec, Episode
-from qfleet.engines.factories import make_network
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.names import make_tensor_env
 from qfleet.envs.device.protocol import State, TensorEnv
 from qfleet.envs.device.vector import TensorEnvs
-from qfleet.envs.seeding import env_seeds
+from qfleet.networks.factory import make_network
 from qfleet.telemetry.timers import Timers
 from support.messages import says
 from support.tensor_envs import Broken, Count, QValues, constant, scripted

@@ -13,11 +13,11 @@ from qfleet.agent.device_evaluation import CHUNK, TensorEvaluator
 from qfleet.agent.evaluation import evaluate_policy
 from qfleet.config.presets import resolve
 from qfleet.core.errors import EnvironmentFault
-from qfleet.engines.factories import make_network
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.names import make_tensor_env
 from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.device.vector import TensorEnvs
+from qfleet.networks.factory import make_network
 from qfleet.networks.qnetwork import QNetwork
 from support.messages import says
 from support.tensor_envs import Broken, Count, constant, evaluate_on_device, scripted

@@ -14,7 +14,7 @@ import torch
 from qfleet.agent.device_actor import TensorActor
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
-from qfleet.engines import ENGINES
+from qfleet.engines import registry
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
 from qfleet.memory.rollout import Rollout
@@ -48,7 +48,7 @@ def begun(**changes: Any) -> Parts:
     """A population that has learnt for two rollouts."""
     parts = build(configure(**{**PBT, **changes}), FaultLog())
     steps = 2 * parts.config.train_freq
-    ENGINES["device"](parts, lambda: parts.clock.env_steps < steps)
+    registry.run(parts, lambda: parts.clock.env_steps < steps)
     return parts
 
 
@@ -204,7 +204,7 @@ def test_a_smaller_population_goes_on_where_its_agents_were(kept: list[int]) -> 
     assert smaller.learner.weights.data.shape[0] == len(kept)
     steps = 4 * smaller.config.train_freq
     for some in (smaller, whole):
-        ENGINES["device"](some, lambda some=some: some.clock.env_steps < steps)
+        registry.run(some, lambda some=some: some.clock.env_steps < steps)
     assert smaller.clock.updates == whole.clock.updates
     torch.testing.assert_close(
         smaller.learner.weights.data, whole.learner.weights.data[kept], rtol=1e-4, atol=1e-5

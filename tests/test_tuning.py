@@ -13,7 +13,6 @@ from torch import Tensor
 from qfleet.accelerator.compiling import PLAINER, Compilable, switch
 from qfleet.config.config import Config
 from qfleet.core.types import EnvSpec
-from qfleet.engines.factories import make_network
 from qfleet.engines.torch_settings import TorchSettings
 from qfleet.engines.tuning import (
     Choice,
@@ -25,6 +24,7 @@ from qfleet.engines.tuning import (
     tune,
     tuning_key,
 )
+from qfleet.networks.factory import make_network
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FP32, TF32, BF16 = (Choice(p, compiled=False) for p in ("fp32", "tf32", "bf16"))

@@ -11,9 +11,10 @@ from qfleet.agent.learner import Learner
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
-from qfleet.engines.factories import make_memory, make_network, make_objective, make_updater
+from qfleet.engines.factories import make_memory, make_objective, make_updater
 from qfleet.engines.placement import Placement
 from qfleet.memory.ring import Ring
+from qfleet.networks.factory import make_network
 from qfleet.telemetry.timers import Timers
 from support.configs import tiny_config
 

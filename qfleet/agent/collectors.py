@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.agent.actor import Actor
+from qfleet.agent.schedules import next_rows
 from qfleet.config.config import Config
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import Block, Clock, Episode, StateDict, WeightsChannel
-from qfleet.engines.loop import next_rows
 from qfleet.telemetry.timers import Timers
 
 

@@ -22,7 +22,7 @@ from qfleet.algorithms.exploration import epsilon_ladder, sample_actions
 from qfleet.config.config import Config
 from qfleet.core.counter_rng import draw_below, draw_uniform, first_counters, later_counters
 from qfleet.core.errors import EnvironmentFault
-from qfleet.core.seeding import restore_generator
+from qfleet.core.seeding import env_seeds, restore_generator
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Episode, StateDict, WeightsChannel
 from qfleet.envs.device.protocol import (
     Episodes,
@@ -32,7 +32,6 @@ from qfleet.envs.device.protocol import (
     hold_episodes,
     step_episodes,
 )
-from qfleet.envs.seeding import env_seeds
 from qfleet.telemetry.timers import Timers
 
 CHANCE_LANE, ACTION_LANE = 0, 1

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from qfleet.agent.devices import resolve_device
 from qfleet.agent.evaluation import Evaluation, evaluate_policy
 from qfleet.agent.inference import make_greedy
 from qfleet.agent.weights import FlatWeights
@@ -20,12 +21,11 @@ from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec, StateDict
-from qfleet.engines.factories import make_network
-from qfleet.engines.placement import resolve_device
 from qfleet.envs.factory import make_envs
+from qfleet.networks.factory import make_network
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
+from qfleet.storage.rundir import agent_folder, population_folder
 from qfleet.telemetry.faults import FaultLog
-from qfleet.training.best_policy import agent_folder, population_folder
 
 
 class Policy:

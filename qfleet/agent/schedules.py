@@ -58,3 +58,17 @@ def own_ladder(config: Config, worker: int) -> NDArray[np.float32] | None:
     first = worker % config.workers * config.envs
     own: NDArray[np.float32] = ladder[first : first + config.envs]
     return own
+
+
+def rows_per_block(config: Config) -> int:
+    """Rows collected between two looks at the limiter: one train_freq, over all envs."""
+    rows = config.block_rows or config.train_freq // config.envs
+    if not config.replay:
+        return rows  # whole rollouts, or parts into which they can be cut
+    return max(1, min(rows, 1024, config.buffer_size // config.envs))
+
+
+def next_rows(config: Config, env_steps: int) -> int:
+    """Rows of the block that starts at ``env_steps``; 0 once the run is complete."""
+    rows_left = -(-(config.steps - env_steps) // config.envs)
+    return max(0, min(rows_per_block(config), rows_left))

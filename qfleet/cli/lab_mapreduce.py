@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from qfleet.address import check_address
 from qfleet.cli.parsing import parse
+from qfleet.config.validation import check_address
 from qfleet.core.errors import ConfigError
 from qfleet.engines.cluster.ray_cluster import STORE_BYTES, TIMEOUT_S, open_cluster
 from qfleet.lab.mapreduce import (

@@ -35,8 +35,8 @@ class ScaleOptions:
 
 def run(argv: list[str]) -> int:
     options = parse(ScaleOptions, argv, "scale", description=DESCRIPTION)
+    from qfleet.engines.parameter_server.limits import several
     from qfleet.training import api
-    from qfleet.training.resize_request import several
 
     scaled = api.scale(options.run, options.workers)
     if options.json:

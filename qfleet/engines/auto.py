@@ -13,12 +13,13 @@ import time
 import torch
 
 from qfleet.accelerator.streams import has_streams
+from qfleet.agent.devices import resolve_device
 from qfleet.config.config import FIELDS, Config
 from qfleet.config.validation import validate
 from qfleet.core.types import EnvSpec
-from qfleet.engines import ENGINES
+from qfleet.engines import registry
 from qfleet.engines.measured_cache import recall, remember
-from qfleet.engines.placement import learner_device, resolve_device
+from qfleet.engines.placement import learner_device
 from qfleet.engines.registry import build
 from qfleet.engines.torch_settings import TorchSettings
 from qfleet.envs.device.names import is_tensor_env
@@ -234,7 +235,7 @@ def _trial_rate(config: Config) -> float:
                 start_s, start_steps = now_s, parts.clock.env_steps
             return now_s - (start_s or begun_s) < TRIAL_S if start_s else now_s - begun_s < 30.0
 
-        ENGINES[config.engine](parts, keep_going)
+        registry.run(parts, keep_going)
         elapsed_s = time.monotonic() - (start_s or begun_s)
         return (parts.clock.env_steps - (start_steps or 0)) / elapsed_s
     finally:

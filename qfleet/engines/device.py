@@ -12,12 +12,15 @@ from collections.abc import Callable
 
 import torch
 
+from qfleet.engines import serial
+from qfleet.engines.one_process import build
 from qfleet.engines.parts import Parts
-from qfleet.engines.serial import run_serial
+
+__all__ = ["build", "run"]
 
 
-def run_device(parts: Parts, keep_going: Callable[[], bool]) -> None:
+def run(parts: Parts, keep_going: Callable[[], bool]) -> None:
     """Advance the loop until ``keep_going`` says no, then wait for the device."""
-    run_serial(parts, keep_going)
+    serial.run(parts, keep_going)
     if parts.device.type != "cpu":
         torch.accelerator.synchronize(parts.device)

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qfleet.accelerator.streams import has_streams
 from qfleet.agent.population import agent_seeds
 from qfleet.agent.updaters.fused import FusedUpdater, has_kernels
 from qfleet.agent.updaters.local import LocalUpdater
@@ -16,21 +15,18 @@ from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.objective import Objective
 from qfleet.config.config import Config
-from qfleet.core.seeding import Seeds
+from qfleet.core.seeding import Seeds, mix_seeds
 from qfleet.core.types import EnvSpec, Updater, VectorEnv
 from qfleet.engines.placement import Placement, free_device_bytes
 from qfleet.envs.factory import make_envs
-from qfleet.envs.seeding import mix_seeds
 from qfleet.memory.ring import Ring
 from qfleet.memory.rollout import Rollout
 from qfleet.memory.samplers import PrioritizedSampler, Sampler, UniformSampler
 from qfleet.memory.sizing import check_fits
-from qfleet.networks.factory import build_network
+from qfleet.networks.factory import make_network
 from qfleet.networks.population import Population
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.faults import FaultLog
-
-ModelTransform = Callable[[QNetwork], QNetwork]
 
 
 def make_groups(config: Config, seed: int, faults: FaultLog) -> list[VectorEnv]:
@@ -49,14 +45,6 @@ def make_groups(config: Config, seed: int, faults: FaultLog) -> list[VectorEnv]:
     return envs
 
 
-def make_network(config: Config, spec: EnvSpec, device: torch.device, seed: int) -> QNetwork:
-    """The network with weights drawn from ``seed``, passed through the model transform."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network = build_network(spec, config)
-    return model_transform(config, device)(network.to(device))
-
-
 def make_networks(
     config: Config, spec: EnvSpec, device: torch.device, members: Sequence[int] | None = None
 ) -> QNetwork:
@@ -65,20 +53,6 @@ def make_networks(
     seeds = [Seeds.of(seed).network for seed in agent_seeds(config, members)]
     networks = [make_network(config, spec, device, seed) for seed in seeds]
     return networks[0] if config.population == 1 else Population(networks)
-
-
-def model_transform(config: Config, device: torch.device) -> ModelTransform:
-    """What is done to a network from outside once it is built; the network never knows."""
-
-    def compiled(network: QNetwork) -> QNetwork:
-        network.compile()
-        network.allows_shortcuts = False
-        return network
-
-    # On an accelerator whole updates are compiled, in which the network is one part.
-    whole_updates = config.engine in ("pipeline", "device") and has_streams(device)
-    in_itself = config.compile == "on" and not whole_updates
-    return compiled if in_itself else lambda network: network
 
 
 def make_memory(config: Config, spec: EnvSpec, place: Placement, seed: int) -> Ring:

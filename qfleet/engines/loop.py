@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qfleet.agent.learner import Learner
+from qfleet.agent.schedules import next_rows
 from qfleet.config.config import Config
 from qfleet.core.types import Clock, Collector, Memory, WeightsChannel
 from qfleet.telemetry.timers import Timers
@@ -49,20 +50,6 @@ class RateLimiter:
 
     def may_collect(self) -> bool:
         return self.updates_owed() <= self._config.replay_slack or not self._memory.can_sample()
-
-
-def rows_per_block(config: Config) -> int:
-    """Rows collected between two looks at the limiter: one train_freq, over all envs."""
-    rows = config.block_rows or config.train_freq // config.envs
-    if not config.replay:
-        return rows  # whole rollouts, or parts into which they can be cut
-    return max(1, min(rows, 1024, config.buffer_size // config.envs))
-
-
-def next_rows(config: Config, env_steps: int) -> int:
-    """Rows of the block that starts at ``env_steps``; 0 once the run is complete."""
-    rows_left = -(-(config.steps - env_steps) // config.envs)
-    return max(0, min(rows_per_block(config), rows_left))
 
 
 def collect(

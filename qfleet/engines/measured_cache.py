@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from qfleet.storage.rundir import atomic_write_text
+from qfleet.core.files import atomic_write_text
 
 
 def cache_path() -> Path:

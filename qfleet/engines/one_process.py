@@ -16,20 +16,20 @@ from qfleet.agent.device_evaluation import TensorEvaluator
 from qfleet.agent.inference import HostInference
 from qfleet.agent.learner import Learner
 from qfleet.agent.population import Agents, agent_seeds
+from qfleet.agent.schedules import rows_per_block
 from qfleet.agent.weights import FlatWeights, SameWeights
 from qfleet.config.config import Config
-from qfleet.core.seeding import Seeds
+from qfleet.core.seeding import Seeds, env_seeds, mix_seeds
 from qfleet.core.types import Clock, Memory, Updater
 from qfleet.engines.factories import (
     make_groups,
     make_memory,
-    make_network,
     make_networks,
     make_objective,
     make_rollout,
     make_updater,
 )
-from qfleet.engines.loop import RateLimiter, rows_per_block
+from qfleet.engines.loop import RateLimiter
 from qfleet.engines.parts import Parts
 from qfleet.engines.placement import Placement, inference_rate, place_inference
 from qfleet.engines.recording import prepare_learner
@@ -38,8 +38,8 @@ from qfleet.engines.tuning import Choice, apply_asked, apply_choice, may_compile
 from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.device.vector import check_tensor_env
 from qfleet.envs.factory import make_tensors
-from qfleet.envs.seeding import env_seeds, mix_seeds
 from qfleet.memory.rollout import Rollout
+from qfleet.networks.factory import make_network
 from qfleet.networks.fused_cnn import fuse
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.faults import FaultLog
@@ -50,7 +50,7 @@ BLOCKS_AHEAD = 4
 """Blocks an actor in a thread fills in turn: one under way, the others on their way to the ring."""
 
 
-def build_one_process(
+def build(
     config: Config,
     faults: FaultLog,
     restarted_at: int = 0,

@@ -16,6 +16,7 @@ import torch
 
 from qfleet.accelerator.streams import has_streams
 from qfleet.agent.device_inference import DeviceInference, Traffic
+from qfleet.agent.devices import resolve_device
 from qfleet.agent.inference import HostInference, Inference
 from qfleet.agent.weights import DeviceMailbox, FlatWeights, Mailbox
 from qfleet.config.config import Config
@@ -23,30 +24,11 @@ from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.memory.sizing import USABLE_PERCENT, replay_bytes
 from qfleet.networks.qnetwork import QNetwork
-from qfleet.networks.torsos import image_layout
 
 RESERVED_BYTES = 2 * 2**30
 """Device memory left to networks, bursts and recorded graphs when replay moves in."""
 MEASURE_S = 0.15
 """How long an inference is timed."""
-
-
-def is_image(spec: EnvSpec) -> bool:
-    return image_layout(spec.obs_shape) is not None
-
-
-def resolve_device(name: str, spec: EnvSpec) -> torch.device:
-    """``auto``: the accelerator for images; small vectors are quicker on the CPU."""
-    if name == "auto":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return accelerator if accelerator is not None and is_image(spec) else torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device '{name}' is not usable here ({reason}); try cpu") from None
-    return device
 
 
 def learner_device(config: Config, spec: EnvSpec) -> torch.device:

@@ -8,9 +8,9 @@ import time
 import torch
 
 from qfleet.accelerator.graphs import seconds_per_call, why_no_graphs
+from qfleet.agent.schedules import rows_per_block
 from qfleet.config.config import Config
 from qfleet.core.types import Batch, Block, EnvSpec, Memory
-from qfleet.engines.loop import rows_per_block
 from qfleet.engines.parts import Parts
 from qfleet.engines.tuning import (
     TIMED_CALLS,

@@ -1,16 +1,47 @@
-"""Config → the parts of a run, by its engine."""
+"""The engines by name. An engine is a module with ``build`` and ``run``, imported when asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 from qfleet.config.config import Config
-from qfleet.engines.actors.building import build_actors
-from qfleet.engines.one_process import build_one_process
-from qfleet.engines.parameter_server.building import build_supervisor
 from qfleet.engines.parts import Parts
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import Trace
+
+ENGINES = {
+    "serial": "qfleet.engines.serial",
+    "pipeline": "qfleet.engines.pipeline",
+    "device": "qfleet.engines.device",
+    "parameter-server": "qfleet.engines.parameter_server.engine",
+    "actors": "qfleet.engines.actors.engine",
+}
+"""Name → module."""
+
+
+class Engine(Protocol):
+    """What the module of an engine provides."""
+
+    def build(
+        self,
+        config: Config,
+        faults: FaultLog,
+        restarted_at: int,
+        trace: Trace | None,
+        members: Sequence[int] | None,
+    ) -> Parts:
+        """Create the parts of a run, each where this engine wants it."""
+        ...
+
+    def run(self, parts: Parts, keep_going: Callable[[], bool]) -> None:
+        """Advance the loop until ``keep_going`` returns False."""
+        ...
+
+
+def engine(name: str) -> Engine:
+    return cast(Engine, importlib.import_module(ENGINES[name]))
 
 
 def build(
@@ -20,12 +51,14 @@ def build(
     trace: Trace | None = None,
     members: Sequence[int] | None = None,
 ) -> Parts:
-    """All parts of a run; ``restarted_at`` (env steps) gives restarted envs new episodes.
+    """Create all parts of a run with the engine of its configuration.
 
-    ``members``: which agents of a population; None: all.
+    ``restarted_at`` (env steps) gives restarted environments new episodes. ``members``: which
+    agents of a population; None: all.
     """
-    if config.engine == "actors":
-        return build_actors(config, faults, restarted_at, trace)
-    if config.engine == "parameter-server":
-        return build_supervisor(config, faults, restarted_at, trace)
-    return build_one_process(config, faults, restarted_at, trace, members)
+    return engine(config.engine).build(config, faults, restarted_at, trace, members)
+
+
+def run(parts: Parts, keep_going: Callable[[], bool]) -> None:
+    """Advance a run with its engine until ``keep_going`` returns False."""
+    engine(parts.config.engine).run(parts, keep_going)

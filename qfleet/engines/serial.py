@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qfleet.engines.loop import collect, learn
+from qfleet.engines.one_process import build
 from qfleet.engines.parts import Parts
 
+__all__ = ["build", "run"]
 
-def run_serial(parts: Parts, keep_going: Callable[[], bool]) -> None:
+
+def run(parts: Parts, keep_going: Callable[[], bool]) -> None:
     """Advance the loop until ``keep_going`` says no; it is asked when no update is owed."""
     collecting = collect(
         parts.collector, parts.memory, parts.channel, parts.config, parts.clock, parts.timers[0]

@@ -6,9 +6,9 @@ import os
 
 import torch
 
+from qfleet.agent.devices import is_image
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
-from qfleet.engines.placement import is_image
 
 
 class TorchSettings:

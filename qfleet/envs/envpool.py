@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, ConfigError, UnknownNameError
+from qfleet.core.seeding import env_seeds
 from qfleet.core.types import EnvSpec, StateDict, Step
 from qfleet.envs.guard import one_line
 from qfleet.envs.registry import env_kwargs
-from qfleet.envs.seeding import env_seeds
 from qfleet.envs.spaces import describe
 from qfleet.envs.threads import pool_threads
 

@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.core.errors import EnvironmentFault, UserError
+from qfleet.core.seeding import rebuilt_seed
 from qfleet.core.types import EnvSpec, StateDict
-from qfleet.envs.seeding import rebuilt_seed
 from qfleet.envs.spaces import AnyEnv, check_array
 from qfleet.envs.state import load_env, save_env
 

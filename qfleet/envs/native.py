@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, EnvironmentFault, UnknownNameError
+from qfleet.core.seeding import env_seeds
 from qfleet.core.types import EnvSpec, StateDict, Step
 from qfleet.envs.guard import all_finite, one_line
 from qfleet.envs.registry import close_names, env_kwargs, has_vector_entry_point
-from qfleet.envs.seeding import env_seeds
 from qfleet.envs.spaces import describe
 from qfleet.envs.state import load_vector_env, save_vector_env
 

@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, EnvironmentFault
+from qfleet.core.seeding import env_seeds, rebuilt_seed
 from qfleet.core.types import EnvSpec, StateDict, Step
 from qfleet.envs.guard import OnFault, one_line
 from qfleet.envs.registry import make_single, single_spec
-from qfleet.envs.seeding import env_seeds, rebuilt_seed
 from qfleet.envs.state import as_dict
 from qfleet.envs.worker import CLOSE_S, Command, Share, Slab, pack, serve, unpack
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
+from qfleet.core.seeding import env_seeds
 from qfleet.core.types import EnvSpec, StateDict, Step
 from qfleet.envs.guard import GuardedEnv, OnFault
 from qfleet.envs.registry import make_single, single_spec
-from qfleet.envs.seeding import env_seeds
 from qfleet.envs.state import as_dict
 
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from qfleet.config.config import Config
-from qfleet.core.seeding import Seeds
+from qfleet.core.seeding import Seeds, env_seeds
 from qfleet.core.types import EnvSpec
-from qfleet.envs.seeding import env_seeds
 from qfleet.lab.reference_pqn import Row
 from qfleet.networks.factory import build_network
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from qfleet.agent.inference import make_greedy
 from qfleet.agent.updaters.optimisers import VECTOR_FLOATS
 from qfleet.config.config import Config
-from qfleet.core.seeding import Seeds
+from qfleet.core.seeding import Seeds, env_seeds
 from qfleet.core.types import EnvSpec
-from qfleet.envs.seeding import env_seeds
 from qfleet.networks.factory import build_network
 
 

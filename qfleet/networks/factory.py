@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from qfleet.accelerator.streams import has_streams
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.core.plugins import load_object
 from qfleet.core.types import EnvSpec
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import MLP, ImpalaResNet, MinAtarCNN, NatureCNN, is_nature_image
-
-__all__ = ["QNetwork", "build_network"]
 
 _NAMES = ("auto", "mlp", "nature", "impala", "minatar")
 _CONVOLUTIONAL: dict[str, tuple[type[NatureCNN | ImpalaResNet | MinAtarCNN], int]] = {
@@ -102,3 +103,28 @@ def _features(torso: nn.Module, path: str, spec: EnvSpec) -> int:
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+ModelTransform = Callable[[QNetwork], QNetwork]
+
+
+def make_network(config: Config, spec: EnvSpec, device: torch.device, seed: int) -> QNetwork:
+    """The network with weights drawn from ``seed``, passed through the model transform."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = build_network(spec, config)
+    return model_transform(config, device)(network.to(device))
+
+
+def model_transform(config: Config, device: torch.device) -> ModelTransform:
+    """What is done to a network from outside once it is built; the network never knows."""
+
+    def compiled(network: QNetwork) -> QNetwork:
+        network.compile()
+        network.allows_shortcuts = False
+        return network
+
+    # On an accelerator whole updates are compiled, in which the network is one part.
+    whole_updates = config.engine in ("pipeline", "device") and has_streams(device)
+    in_itself = config.compile == "on" and not whole_updates
+    return compiled if in_itself else lambda network: network

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 
 from qfleet.core.errors import ConfigError, RunBusyError
-from qfleet.storage import files
 from qfleet.storage.vacancy import check_vacant
 
 MAX_NAME_CHARS = 100
@@ -71,18 +70,6 @@ def new_run_dir(root: Path, name: str, *, explicit: bool = True) -> Path:
                 path = root / f"{name}-{attempt}"
     except OSError as error:
         raise ConfigError(f"cannot create run folder '{path}': {error.strerror}") from None
-
-
-def atomic_write_text(path: Path, text: str) -> None:
-    """Replace a file so that a reader, or a crash, finds the old text or the new and no mixture."""
-    tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        tmp.unlink(missing_ok=True)
-        files.write_text(tmp, text)
-        files.rename(tmp, path)
-        files.sync_folder(path.parent)
-    finally:
-        tmp.unlink(missing_ok=True)
 
 
 class RunLock:
@@ -183,3 +170,18 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+AGENTS = "agents"
+
+
+def agent_folder(run: Path, agent: int) -> Path:
+    return run / AGENTS / str(agent)
+
+
+def population_folder(folder: Path) -> Path | None:
+    """The run that this folder holds an agent of, if it does."""
+    whole = folder.absolute()
+    is_agent = whole.parent.name == AGENTS and whole.name.isdecimal()
+    run = whole.parent.parent
+    return run if is_agent and (run / "checkpoints").is_dir() else None

@@ -108,7 +108,7 @@ def write_chrome_trace(
     are: on that clock, with a ``pid`` other than ``PID``.
     """
     # Only here: it brings torch along, and timers are imported by verbs that must start quickly.
-    from qfleet.storage.rundir import atomic_write_text
+    from qfleet.core.files import atomic_write_text
 
     text = json.dumps(
         {

@@ -17,14 +17,10 @@ from qfleet.config.presets import resolve
 from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, RunBusyError
+from qfleet.core.files import atomic_write_text
+from qfleet.engines.parameter_server import limits
 from qfleet.storage.checkpoint import diff_meta, has_checkpoint, load_checkpoint
-from qfleet.storage.rundir import (
-    atomic_write_text,
-    check_idle,
-    check_name,
-    default_name,
-    new_run_dir,
-)
+from qfleet.storage.rundir import check_idle, check_name, default_name, new_run_dir
 from qfleet.storage.vacancy import check_vacant, how_to_start_anew
 from qfleet.telemetry.aggregate import bootstrap_ci, iqm
 from qfleet.telemetry.plots import learning_curve
@@ -210,9 +206,9 @@ def scale(run: Path | str, workers: int) -> Scaled:
     folder = _one_run(run)
     config = Config(**read_fields(folder / "config.json"))
     # In this order: how many a run may have is of no use to who has none that trains.
-    resize_request.check_engine(config)
+    limits.check_engine(config)
     resize_request.check_training(folder, workers)
-    resize_request.check(config, workers)
+    limits.check(config, workers)
     before = resize_request.workers_now(folder, config)
     resize_request.ask(folder, workers)
     return Scaled(folder, before, workers)

@@ -10,26 +10,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qfleet.core.errors import CheckpointError
+from qfleet.core.files import atomic_write_text
 from qfleet.core.types import StateDict
 from qfleet.engines.parts import Parts
 from qfleet.storage.checkpoint import save_policy
-from qfleet.storage.rundir import atomic_write_text
+from qfleet.storage.rundir import agent_folder
 from qfleet.telemetry.faults import FaultLog
 from qfleet.training.standings import Standings
-
-AGENTS = "agents"
-
-
-def agent_folder(run: Path, agent: int) -> Path:
-    return run / AGENTS / str(agent)
-
-
-def population_folder(folder: Path) -> Path | None:
-    """The run that this folder holds an agent of, if it does."""
-    whole = folder.absolute()
-    is_agent = whole.parent.name == AGENTS and whole.name.isdecimal()
-    run = whole.parent.parent
-    return run if is_agent and (run / "checkpoints").is_dir() else None
 
 
 def save_best(

@@ -13,41 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qfleet.config.config import Config
-from qfleet.core.errors import ConfigError, QfleetError, UserError
+from qfleet.core.errors import QfleetError, UserError
+from qfleet.core.files import atomic_write_text
+from qfleet.engines.parameter_server.limits import several
 from qfleet.storage.checkpoint import has_checkpoint
-from qfleet.storage.rundir import atomic_write_text, is_locked
+from qfleet.storage.rundir import is_locked
 from qfleet.storage.vacancy import how_to_start_anew
 
 FILE, ANSWER = ".workers", ".workers-answer"
-MOST_GROWTH = 4
-"""How many times as many workers as it began with a run may have: servers keep calls for them."""
 LOOK_S = 0.1
 WAIT_S = 120.0
 """How long a run may take to look: it does not while it evaluates."""
-
-
-def several(workers: int) -> str:
-    return f"{workers} worker{'s' if workers != 1 else ''}"
-
-
-def check_engine(config: Config) -> None:
-    """Whether a run may have other workers at all."""
-    if config.engine != "parameter-server":
-        raise ConfigError(
-            f"a run on {config.engine} keeps its number of workers; only one on parameter-server "
-            "takes others in"
-        )
-
-
-def check(config: Config, workers: int) -> None:
-    """Whether a run may have so many."""
-    check_engine(config)
-    most = MOST_GROWTH * config.workers
-    if not 1 <= workers <= most:
-        raise ConfigError(
-            f"{workers} workers: a run that began with {config.workers} may have 1 to {most}; for "
-            f"other numbers stop it, then: qfleet resume RUN --workers {max(workers, 1)}"
-        )
 
 
 def check_training(folder: Path, workers: int) -> None:

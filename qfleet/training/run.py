@@ -19,15 +19,16 @@ from qfleet.agent.evaluation import Evaluation
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, EnvironmentFault, QfleetError
+from qfleet.core.files import atomic_write_text
 from qfleet.core.signals import Signals
 from qfleet.core.types import StateDict
-from qfleet.engines import ENGINES
+from qfleet.engines import registry
 from qfleet.engines.auto import settle
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
 from qfleet.engines.torch_settings import TorchSettings
 from qfleet.storage.checkpoint import Checkpoint, load_policy, save_checkpoint
-from qfleet.storage.rundir import RunLock, atomic_write_text
+from qfleet.storage.rundir import RunLock
 from qfleet.storage.vacancy import check_vacant
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import Processes
@@ -39,12 +40,11 @@ from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace, merge_lanes, write_chrome_trace
 from qfleet.telemetry.writers import Writers, drop_metrics_beyond
 from qfleet.training import resize_request, tournament
-from qfleet.training.accounts import learning_scalars, make_result, pipeline_scalars
 from qfleet.training.best_policy import save_best
 from qfleet.training.divergence import Watch
 from qfleet.training.early_stopping import Judge
 from qfleet.training.evaluator import Examiner
-from qfleet.training.result import Result
+from qfleet.training.result import Result, learning_scalars, make_result, pipeline_scalars
 from qfleet.training.stage_rates import Stages, measure_stages
 from qfleet.training.standings import Standings
 
@@ -188,10 +188,10 @@ class Run:
             self._progress.start(resumed)
             if not self._call("on_start"):
                 self._stop = "callback"
-            ENGINES[self.config.engine](self.parts, self._keep_going)
+            registry.run(self.parts, self._keep_going)
             while self._going_on is not None:
                 self._narrow(self._going_on)
-                ENGINES[self.config.engine](self.parts, self._keep_going)
+                registry.run(self.parts, self._keep_going)
             since_s, since_steps = self._learning_since or (self._started_s, resumed)
             working_s = max(time.monotonic() - since_s - self._aside_s, 1e-9)
             steps = self._standings.steps_of_all(self.parts.clock.env_steps)

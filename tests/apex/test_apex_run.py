@@ -18,7 +18,7 @@ from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, ClusterError, ConfigError
 from qfleet.core.types import Clock, StateDict
-from qfleet.engines import ENGINES
+from qfleet.engines import registry
 from qfleet.engines.actors import broadcast, building
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.broadcast import INTERVAL_S, Broadcast
@@ -58,7 +58,7 @@ def train_until(parts: Parts, env_steps: int, between: Callable[[], None] = lamb
         between()
         return parts.clock.env_steps < env_steps
 
-    ENGINES["actors"](parts, keep_going)
+    registry.run(parts, keep_going)
 
 
 def account_of(parts: Parts) -> FleetAccount:
@@ -553,6 +553,6 @@ def test_a_silent_fleet_gives_empty_blocks_so_that_a_signal_is_heard(
     with built(small()) as parts:
         clusters[0].ready = lambda _pending, _wait_s: []  # type: ignore[method-assign]
         asked: list[Clock] = []
-        ENGINES["actors"](parts, lambda: len(asked) < 3 and not asked.append(parts.clock))
+        registry.run(parts, lambda: len(asked) < 3 and not asked.append(parts.clock))
         assert parts.clock.env_steps == 0
         assert len(asked) == 3

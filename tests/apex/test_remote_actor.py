@@ -14,7 +14,8 @@ from qfleet.engines.actors.block_messages import unseal
 from qfleet.engines.actors.messages import Order
 from qfleet.engines.actors.remote_actor import RemoteActor, actor_seed
 from qfleet.engines.actors.shard import ReplayShard
-from qfleet.engines.factories import make_network, make_objective
+from qfleet.engines.factories import make_objective
+from qfleet.networks.factory import make_network
 from support.in_process_cluster import small
 
 HOST = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 
 from qfleet.config.config import Config
 from qfleet.core.types import VectorEnv
-from qfleet.engines import ENGINES
+from qfleet.engines import registry
 from qfleet.engines.registry import build
 from qfleet.engines.torch_settings import TorchSettings
 from qfleet.envs.factory import make_envs
@@ -142,7 +142,7 @@ def test_engines_step_slowed_envs(engine: str, monkeypatch: pytest.MonkeyPatch) 
     settings = TorchSettings()
     parts = build(config.replace(step_latency_s=0.5), FaultLog())
     try:
-        ENGINES[engine](parts, lambda: parts.clock.env_steps < 40)
+        registry.run(parts, lambda: parts.clock.env_steps < 40)
     finally:
         parts.close()
         settings.restore()

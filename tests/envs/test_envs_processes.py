@@ -16,12 +16,12 @@ import torch
 
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, EnvironmentFault
+from qfleet.core.seeding import env_seeds, rebuilt_seed
 from qfleet.core.types import Step, VectorEnv
 from qfleet.envs import processes
 from qfleet.envs.factory import make_envs
 from qfleet.envs.processes import ProcessEnvs
 from qfleet.envs.registry import make_single
-from qfleet.envs.seeding import env_seeds, rebuilt_seed
 from qfleet.envs.sync import SyncEnvs
 from qfleet.envs.worker import pack, unpack
 from support.messages import holds, says

@@ -11,10 +11,10 @@ import pytest
 
 from qfleet.config.config import Config
 from qfleet.core.errors import EnvironmentFault
+from qfleet.core.seeding import env_seeds, rebuilt_seed
 from qfleet.core.types import Step
 from qfleet.envs.factory import make_envs
 from qfleet.envs.native import NativeEnvs
-from qfleet.envs.seeding import env_seeds, rebuilt_seed
 from qfleet.envs.sync import SyncEnvs
 from support.messages import says
 from support.scripted_envs import Faults, scripted

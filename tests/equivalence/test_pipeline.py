@@ -19,7 +19,7 @@ from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import FIRST, SKIP
-from qfleet.engines import ENGINES, placement
+from qfleet.engines import placement, registry
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
@@ -66,7 +66,7 @@ class Watched:
         self._steps = config.steps
         parts = self.parts
         try:
-            ENGINES[config.engine](parts, self._keep_going)
+            registry.run(parts, self._keep_going)
             states = {
                 "learner": parts.learner.state_dict(),
                 "memory": parts.memory.state_dict(),

@@ -7,8 +7,8 @@ import torch
 
 from qfleet.config.config import Config
 from qfleet.core.types import Episode
+from qfleet.engines import serial
 from qfleet.engines.registry import build
-from qfleet.engines.serial import run_serial
 from qfleet.lab.reference_dqn import train_reference
 from qfleet.telemetry.faults import FaultLog
 
@@ -41,7 +41,7 @@ BASE = Config(
 def test_serial_equals_the_reference_bit_for_bit(changes: dict[str, object]) -> None:
     config = BASE.replace(**changes)
     parts = build(config, FaultLog())
-    run_serial(parts, lambda: parts.clock.env_steps < config.steps)
+    serial.run(parts, lambda: parts.clock.env_steps < config.steps)
     episodes: list[Episode] = parts.collector.take_episodes()
     parts.close()
     weights, returns = train_reference(config)

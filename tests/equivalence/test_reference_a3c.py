@@ -9,8 +9,8 @@ import torch
 
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
+from qfleet.engines import serial
 from qfleet.engines.registry import build
-from qfleet.engines.serial import run_serial
 from qfleet.lab.reference_a3c import train_reference
 from qfleet.telemetry.faults import FaultLog
 
@@ -39,7 +39,7 @@ def test_serial_follows_the_reference(changes: dict[str, object]) -> None:
     config, _ = resolve("CartPole-v1", "a3c", "none", fields={**FIELDS, **changes})
     parts = build(validate(config), FaultLog())
     before = parts.learner.weights.data.clone()
-    run_serial(parts, lambda: parts.clock.env_steps < config.steps)
+    serial.run(parts, lambda: parts.clock.env_steps < config.steps)
     episodes = [episode.reward for episode in parts.collector.take_episodes()]
     parts.close()
     reference, returns = train_reference(config)

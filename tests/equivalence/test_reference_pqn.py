@@ -10,8 +10,8 @@ import torch
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
+from qfleet.engines import serial
 from qfleet.engines.registry import build
-from qfleet.engines.serial import run_serial
 from qfleet.lab.reference_pqn import train_reference
 from qfleet.telemetry.faults import FaultLog
 
@@ -34,7 +34,7 @@ FIELDS: dict[str, Any] = {
 def train(config: Config) -> tuple[torch.Tensor, list[float], torch.Tensor]:
     parts = build(validate(config), FaultLog())
     before = parts.learner.weights.data.clone()
-    run_serial(parts, lambda: parts.clock.env_steps < config.steps)
+    serial.run(parts, lambda: parts.clock.env_steps < config.steps)
     episodes = [episode.reward for episode in parts.collector.take_episodes()]
     parts.close()
     return parts.learner.weights.data, episodes, before

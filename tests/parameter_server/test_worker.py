@@ -14,6 +14,7 @@ from torch import Tensor
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.config.config import Config
 from qfleet.core.errors import MemberSilent
+from qfleet.engines import serial
 from qfleet.engines.parameter_server.client import TRIES, DirectLine, ServersLost
 from qfleet.engines.parameter_server.layout import cut
 from qfleet.engines.parameter_server.ledger import Ledger
@@ -21,7 +22,6 @@ from qfleet.engines.parameter_server.server import Answer, Server
 from qfleet.engines.parameter_server.shard import Push
 from qfleet.engines.parameter_server.worker import Told, Worker, apart, worker_config
 from qfleet.engines.registry import build
-from qfleet.engines.serial import run_serial
 from qfleet.telemetry.faults import FaultLog
 from support.server_runs import STEPS, first_weights, make_config
 
@@ -72,7 +72,7 @@ def run_together(config: Config, steps: int) -> list[Server]:
 def serial_weights(config: Config, steps: int) -> Tensor:
     parts = build(config.replace(engine="serial"), FaultLog())
     try:
-        run_serial(parts, lambda: parts.clock.env_steps < steps)
+        serial.run(parts, lambda: parts.clock.env_steps < steps)
     finally:
         parts.close()
     return parts.learner.weights.data.clone()

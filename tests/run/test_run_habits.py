@@ -175,7 +175,7 @@ def test_frames_with_channels_are_stacked_into_an_image(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_compiling_switches_the_hand_written_shortcuts_off() -> None:
     from qfleet.core.types import EnvSpec
-    from qfleet.engines.factories import make_network
+    from qfleet.networks.factory import make_network
 
     spec = EnvSpec("x", (4,), "float32", 2)
     for compiled in (False, True):

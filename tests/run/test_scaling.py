@@ -13,6 +13,7 @@ import qfleet
 from qfleet.cli.main import main
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UserError
+from qfleet.engines.parameter_server import limits
 from qfleet.storage.rundir import RunLock, is_locked
 from qfleet.training import resize_request
 from support.messages import says
@@ -20,16 +21,16 @@ from support.messages import says
 FLEET = Config(engine="parameter-server", workers=2)
 
 
-@pytest.mark.parametrize("workers", [0, -1, 2 * resize_request.MOST_GROWTH + 1])
+@pytest.mark.parametrize("workers", [0, -1, 2 * limits.MOST_GROWTH + 1])
 def test_numbers_that_a_run_cannot_have_are_refused(workers: int) -> None:
     with pytest.raises(ConfigError, match=says(str(workers), "workers", "2")):
-        resize_request.check(FLEET, workers)
+        limits.check(FLEET, workers)
 
 
 def test_other_engines_keep_their_number() -> None:
     with pytest.raises(ConfigError, match=says("serial", "workers")):
-        resize_request.check(Config(engine="serial"), 2)
-    resize_request.check(FLEET, 2 * resize_request.MOST_GROWTH)
+        limits.check(Config(engine="serial"), 2)
+    limits.check(FLEET, 2 * limits.MOST_GROWTH)
 
 
 def test_a_wish_is_seen_once_and_its_file_is_gone(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_how_many_there_are_is_not_guessed(tmp_path: Path) -> None:
 
 def test_a_wish_that_cannot_be_is_told_and_forgotten(tmp_path: Path) -> None:
     def refuse(workers: int) -> None:
-        resize_request.check(FLEET, workers)
+        limits.check(FLEET, workers)
 
     told = [(b"many", "invalid literal"), (b"100", "may have 1 to 8"), (b"\xff", "codec")]
     for text, words in told:

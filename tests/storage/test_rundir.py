@@ -15,14 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qfleet.core.errors import ConfigError, RunBusyError
+from qfleet.core.files import atomic_write_text
 from qfleet.storage import files
-from qfleet.storage.rundir import (
-    RunLock,
-    atomic_write_text,
-    check_name,
-    default_name,
-    new_run_dir,
-)
+from qfleet.storage.rundir import RunLock, check_name, default_name, new_run_dir
 from support.messages import says
 from support.waiting import PHASE_S, deadline
 

@@ -13,7 +13,7 @@ import torch
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.types import FIRST, SKIP
-from qfleet.engines import ENGINES
+from qfleet.engines import registry
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
 from qfleet.envs.factory import make_envs
@@ -27,7 +27,7 @@ def run(config: Config, balanced: bool = False) -> Parts:
     try:
         if balanced:
             _balance(parts)
-        ENGINES[config.engine](parts, lambda: parts.clock.env_steps < config.steps)
+        registry.run(parts, lambda: parts.clock.env_steps < config.steps)
     finally:
         parts.close()
     return parts

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from qfleet.agent.device_evaluation import TensorEvaluator, as_evaluation
 from qfleet.agent.evaluation import Evaluation
+from qfleet.core.seeding import env_seeds
 from qfleet.core.types import EnvSpec
 from qfleet.envs.device.protocol import Outcome, State, TensorEnv
-from qfleet.envs.seeding import env_seeds
 
 QValues = Callable[[Tensor], Tensor]
 

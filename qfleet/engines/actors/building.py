@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Sequence
 
 import torch
 
 from qfleet.agent.learner import Learner
+from qfleet.agent.schedules import rows_per_block
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError, ConfigError
-from qfleet.core.seeding import Seeds
+from qfleet.core.seeding import Seeds, env_seeds
 from qfleet.core.types import Clock, EnvSpec
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.broadcast import Broadcast
@@ -27,15 +29,15 @@ from qfleet.engines.cluster.ray_cluster import (
     check_memory,
     open_cluster,
 )
-from qfleet.engines.factories import make_network, make_objective, make_updater
-from qfleet.engines.loop import RateLimiter, rows_per_block
+from qfleet.engines.factories import make_objective, make_updater
+from qfleet.engines.loop import RateLimiter
 from qfleet.engines.parts import Parts
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.engines.tuning import apply_asked
 from qfleet.envs.factory import make_envs
-from qfleet.envs.seeding import env_seeds
 from qfleet.memory.sizing import check_fits
+from qfleet.networks.factory import make_network
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
@@ -46,10 +48,15 @@ BURST_BYTES = 64 * 2**20
 """Samples drawn at once take no more than this, but for a single batch that does."""
 
 
-def build_actors(
-    config: Config, faults: FaultLog, restarted_at: int = 0, trace: Trace | None = None
+def build(
+    config: Config,
+    faults: FaultLog,
+    restarted_at: int = 0,
+    trace: Trace | None = None,
+    members: Sequence[int] | None = None,
 ) -> Parts:
-    """All parts of a run; ``restarted_at`` (env steps) gives restarted envs new episodes."""
+    """Create all parts of a run; populations are refused by validation."""
+    del members
     seeds = Seeds.of(config.seed)
     # What is wrong with the environment is said here, before there is a cluster.
     probe = make_envs(config, 1, seeds.envs, training=False, on_fault=faults)

@@ -12,16 +12,19 @@ from collections.abc import Callable
 
 import torch
 
+from qfleet.engines import serial
+from qfleet.engines.actors.building import build
 from qfleet.engines.actors.replay import NothingToSample
 from qfleet.engines.parts import Parts
-from qfleet.engines.serial import run_serial
+
+__all__ = ["build", "run"]
 
 
-def run_actors(parts: Parts, keep_going: Callable[[], bool]) -> None:
+def run(parts: Parts, keep_going: Callable[[], bool]) -> None:
     """Advance the loop until ``keep_going`` says no, then wait for the device."""
     while True:
         try:
-            run_serial(parts, keep_going)
+            serial.run(parts, keep_going)
             break
         except NothingToSample:
             # All shards died in the middle of a burst, which was told. Collecting comes first now.

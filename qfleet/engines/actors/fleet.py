@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from qfleet.agent import schedules
+from qfleet.agent.schedules import rows_per_block
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError
@@ -24,7 +25,6 @@ from qfleet.engines.actors.messages import Order, Report
 from qfleet.engines.actors.replay import FarBlock
 from qfleet.engines.cluster.member_pool import Crew
 from qfleet.engines.cluster.ray_cluster import RUN_AGAIN, TIMEOUT_S, Cluster
-from qfleet.engines.loop import rows_per_block
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 

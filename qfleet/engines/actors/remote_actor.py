@@ -17,20 +17,19 @@ from numpy.typing import NDArray
 
 from qfleet.agent.actor import Actor
 from qfleet.agent.inference import HostInference
-from qfleet.agent.schedules import own_ladder
+from qfleet.agent.schedules import own_ladder, rows_per_block
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
-from qfleet.core.seeding import Seeds
+from qfleet.core.seeding import Seeds, mix_seeds
 from qfleet.core.signals import shrug_if_unheard
 from qfleet.engines.actors.block_messages import Letter, seal
 from qfleet.engines.actors.messages import Order, Report
 from qfleet.engines.actors.priorities import FirstPriorities
-from qfleet.engines.factories import make_network, make_objective
-from qfleet.engines.loop import rows_per_block
+from qfleet.engines.factories import make_objective
 from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.factory import make_envs
 from qfleet.envs.latency import latency_of
-from qfleet.envs.seeding import mix_seeds
+from qfleet.networks.factory import make_network
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
 

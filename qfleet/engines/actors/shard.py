@@ -16,14 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.config.config import Config
-from qfleet.core.seeding import Seeds
+from qfleet.core.seeding import Seeds, mix_seeds
 from qfleet.core.types import FIRST, EnvSpec, StateDict
 from qfleet.engines.actors.block_messages import Letter, unseal
 from qfleet.engines.actors.messages import COLUMNS, Answer, Drawn, News, Tally
 from qfleet.engines.actors.shares import Holding, ring_capacity
 from qfleet.engines.cluster.state_arrays import as_arrays, as_tensors
 from qfleet.engines.torch_settings import set_threads
-from qfleet.envs.seeding import mix_seeds
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import PrioritizedSampler, UniformSampler
 from qfleet.storage.segments import Segments

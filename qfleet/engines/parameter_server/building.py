@@ -6,6 +6,7 @@ whose learner holds the weights that are evaluated and saved.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,18 +18,19 @@ from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Batch, Block, Clock, EnvSpec, StateDict
 from qfleet.engines.cluster.ray_cluster import LEAST_BYTES_WITH_TORCH, check_memory
-from qfleet.engines.factories import make_network, make_objective, make_updater
+from qfleet.engines.factories import make_objective, make_updater
 from qfleet.engines.loop import RateLimiter
 from qfleet.engines.parameter_server.fleet import Fleet
+from qfleet.engines.parameter_server.limits import several
 from qfleet.engines.parts import Parts
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.factory import make_envs
 from qfleet.memory.sizing import check_fits
+from qfleet.networks.factory import make_network
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
-from qfleet.training.resize_request import several
 
 
 class Elsewhere:
@@ -98,9 +100,16 @@ def _check_memories(config: Config, spec: EnvSpec, transitions: int) -> None:
         )
 
 
-def build_supervisor(
-    config: Config, faults: FaultLog, restarted_at: int, trace: Trace | None
+def build(
+    config: Config,
+    faults: FaultLog,
+    restarted_at: int = 0,
+    trace: Trace | None = None,
+    members: Sequence[int] | None = None,
 ) -> Parts:
+    """Create the parts of the supervising process; populations are refused by validation."""
+    del members
+
     seeds, device = Seeds.of(config.seed), torch.device("cpu")
     envs = make_envs(config, 1, seeds.envs, training=False, on_fault=faults)
     spec = envs.spec

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from qfleet.engines.parameter_server.building import build
 from qfleet.engines.parts import Parts
 
+__all__ = ["build", "run"]
 
-def run_parameter_server(parts: Parts, keep_going: Callable[[], bool]) -> None:
+
+def run(parts: Parts, keep_going: Callable[[], bool]) -> None:
     assert parts.fleet is not None, "build() gives this engine a fleet"
     parts.fleet.run(keep_going, lambda: parts.learner.lr_scale)

@@ -16,6 +16,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import Block, Clock, Episode, StateDict
 from qfleet.engines.cluster.ray_cluster import STORE_BYTES, Cluster, open_cluster
+from qfleet.engines.parameter_server import limits
 from qfleet.engines.parameter_server.servers import LOOK_S, ServerRow
 from qfleet.engines.parameter_server.store import check_store, store_bytes
 from qfleet.engines.parameter_server.supervisor import Supervisor
@@ -25,7 +26,6 @@ from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import FleetAccount
 from qfleet.telemetry.timers import STAGES, Timers
 from qfleet.telemetry.trace import SpanRecord
-from qfleet.training import resize_request
 
 FETCH_S = 0.5
 """How often the run fetches weights."""
@@ -138,7 +138,7 @@ class Fleet:
 
     def resize(self, workers: int) -> None:
         """From now on so many workers: others join, or the last ones leave after their slice."""
-        resize_request.check(self._config, workers)
+        limits.check(self._config, workers)
         if workers > self._wanted:
             self._check_more(workers - self._wanted)
             if self._cluster is not None:

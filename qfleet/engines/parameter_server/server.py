@@ -33,10 +33,10 @@ from qfleet.engines.parameter_server.admission import (
     Sync,
 )
 from qfleet.engines.parameter_server.compression import Cast
+from qfleet.engines.parameter_server.limits import MOST_GROWTH
 from qfleet.engines.parameter_server.schemes import Nesterov
 from qfleet.engines.parameter_server.shard import Exchange, Push, Receipt, Shard, Stamp, Welcome
 from qfleet.engines.parameter_server.wire import Wire, from_wire, plain, to_wire, wire_from_plain
-from qfleet.training.resize_request import MOST_GROWTH
 
 TICK_S = 0.02
 """How often a waiting call looks at the clock, for time windows."""

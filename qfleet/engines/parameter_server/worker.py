@@ -16,15 +16,15 @@ from qfleet.agent.collectors import Inline
 from qfleet.agent.schedules import own_ladder
 from qfleet.config.config import Config
 from qfleet.core.errors import GivenUp
+from qfleet.core.seeding import mix_seeds
 from qfleet.core.signals import shrug_if_unheard
+from qfleet.engines import serial
 from qfleet.engines.cluster.ray_cluster import TIMEOUT_S, from_inside
-from qfleet.engines.one_process import build_one_process
+from qfleet.engines.one_process import build as build_one_process
 from qfleet.engines.parameter_server.client import Line, RemoteLine, Servers, ServersLost
 from qfleet.engines.parameter_server.updaters import RemoteUpdater, make_codec, make_remote_updater
 from qfleet.engines.parts import Parts
-from qfleet.engines.serial import run_serial
 from qfleet.envs.latency import latency_of
-from qfleet.envs.seeding import mix_seeds
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import SpanRecord, Trace
 
@@ -154,7 +154,7 @@ class Worker:
             self._servers.ping()
             before_s = self._apart_s()
             try:
-                run_serial(
+                serial.run(
                     parts,
                     lambda: (
                         parts.clock.env_steps < told.until_env_steps and self._clock() < until_s

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.core.errors import ConfigError, EnvironmentFault
+from qfleet.core.seeding import env_seeds
 from qfleet.core.types import StateDict, Step
 from qfleet.envs.device.protocol import Episodes, TensorEnv, begin_episodes, step_episodes
 from qfleet.envs.guard import all_finite, one_line
-from qfleet.envs.seeding import env_seeds
 
 
 def check_tensor_env(env: TensorEnv, device: torch.device | None = None) -> None:

@@ -16,7 +16,6 @@ from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError, EnvironmentFault, UnknownNameError
 from qfleet.core.types import EnvSpec
-from qfleet.engines.factories import make_network
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.names import MINATAR_IDS, has_tensor_form, make_tensor_env
 from qfleet.envs.device.protocol import (
@@ -28,6 +27,7 @@ from qfleet.envs.device.protocol import (
 )
 from qfleet.envs.device.vector import TensorEnvs
 from qfleet.envs.factory import make_envs
+from qfleet.networks.factory import make_network
 from qfleet.telemetry.faults import FaultLog
 from support.messages import says
 
