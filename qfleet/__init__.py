@@ -3,6 +3,8 @@
 import qfleet
 trained = qfleet.train("CartPole-v1", steps=50_000)
 action = qfleet.load(trained.folder).act(observation)
+
+Every public name is an attribute of this package; modules below it may move.
 """
 
 from __future__ import annotations
@@ -10,8 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qfleet.agent.evaluation import Evaluation
     from qfleet.agent.policy import Policy
     from qfleet.config.config import Config
+    from qfleet.core.counter_rng import draw_below, draw_uniform
+    from qfleet.core.types import EnvSpec
+    from qfleet.envs.device.protocol import Outcome, State, TensorEnv
     from qfleet.training.api import (
         Scaled,
         Trained,
@@ -24,16 +30,57 @@ if TYPE_CHECKING:
         train_seeds,
     )
     from qfleet.training.result import Result
-    from qfleet.training.run import Callback
+    from qfleet.training.run import Callback, Run, RunOptions
+    from qfleet.training.run import RunOptions as Sitting
+
+_HOMES = {
+    "Callback": "training.run",
+    "Config": "config.config",
+    "EnvSpec": "core.types",
+    "Evaluation": "agent.evaluation",
+    "Outcome": "envs.device.protocol",
+    "Policy": "agent.policy",
+    "Result": "training.result",
+    "Run": "training.run",
+    "RunOptions": "training.run",
+    "Scaled": "training.api",
+    "Sitting": "training.run",
+    "State": "envs.device.protocol",
+    "TensorEnv": "envs.device.protocol",
+    "Trained": "training.api",
+    "TrainedSeeds": "training.api",
+    "draw_below": "core.counter_rng",
+    "draw_uniform": "core.counter_rng",
+    "evaluate": "training.api",
+    "load": "training.api",
+    "resume": "training.api",
+    "scale": "training.api",
+    "train": "training.api",
+    "train_seeds": "training.api",
+}
+"""Public name → module."""
+
+_RENAMED = {"Sitting": "RunOptions"}
+"""Old public name → its name today."""
 
 __all__ = [
     "Callback",
     "Config",
+    "EnvSpec",
+    "Evaluation",
+    "Outcome",
     "Policy",
     "Result",
+    "Run",
+    "RunOptions",
     "Scaled",
+    "Sitting",
+    "State",
+    "TensorEnv",
     "Trained",
     "TrainedSeeds",
+    "draw_below",
+    "draw_uniform",
     "evaluate",
     "load",
     "resume",
@@ -42,13 +89,11 @@ __all__ = [
     "train_seeds",
 ]
 
-_HOMES = {"Config": "config", "Policy": "policy", "Callback": "run", "Result": "result"}
-
 
 def __getattr__(name: str) -> Any:
     """Import on first use: the command line's --help must not wait for torch."""
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'qfleet' has no attribute '{name}'")
     import importlib
 
-    return getattr(importlib.import_module(f"qfleet.{_HOMES.get(name, 'api')}"), name)
+    return getattr(importlib.import_module(f"qfleet.{_HOMES[name]}"), _RENAMED.get(name, name))

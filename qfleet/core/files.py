@@ -1,9 +1,54 @@
-"""Writing a small file so that readers find the old text or the new one, never a part."""
+"""Files that survive a crash: what goes in is on the disk, whole, when these functions return."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+from typing import IO, Any
+
+
+def write_point(name: str) -> None:
+    """Called before every step that a crash could interrupt; tests replace it to crash there."""
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a new text file and sync it."""
+    write_point(f"create {path.name}")
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        sync(file, path.name)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    write_point("sync folder")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    write_point(f"rename {_role(source)} to {_role(target)}")
+    source.rename(target)
+
+
+def remove_tree(path: Path) -> None:
+    write_point(f"remove {_role(path)}")
+    shutil.rmtree(path)
+
+
+def _role(path: Path) -> str:
+    """A folder's name without the process id that temporary names end in."""
+    return path.name.rsplit("-", 1)[0] if path.name.startswith(".tmp-") else path.name
+
+
+def sync(file: IO[Any], name: str) -> None:
+    file.flush()
+    write_point(f"sync {name}")
+    os.fsync(file.fileno())
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -11,8 +56,8 @@ def atomic_write_text(path: Path, text: str) -> None:
     tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         tmp.unlink(missing_ok=True)
-        files.write_text(tmp, text)
-        files.rename(tmp, path)
-        files.sync_folder(path.parent)
+        write_text(tmp, text)
+        rename(tmp, path)
+        sync_folder(path.parent)
     finally:
         tmp.unlink(missing_ok=True)

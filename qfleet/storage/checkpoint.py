@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qfleet.core import files
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.types import StateDict
-from qfleet.storage import files
 from qfleet.storage.snapshot import (
     MANIFEST,
     Manifest,

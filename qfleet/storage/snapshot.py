@@ -20,11 +20,11 @@ from typing import Any
 
 from torch import Tensor
 
+from qfleet.core import files
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import StateDict
-from qfleet.storage import files
-from qfleet.storage.files import FileRecord, check_storable, read_tensors, write_tensors
 from qfleet.storage.segments import Segments
+from qfleet.storage.tensor_files import FileRecord, check_storable, read_tensors, write_tensors
 
 MANIFEST = "manifest.json"
 FORMAT = "qfleet-snapshot"

@@ -106,7 +106,7 @@ from pathlib import Path
 from qfleet.callbacks import Callback
 from qfleet.config import Config
 from qfleet.run import Run, Sitting
-from qfleet.storage import files
+from qfleet.core import files
 
 class Die(Callback):
     def on_log(self, run, scalars):

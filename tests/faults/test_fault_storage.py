@@ -14,8 +14,8 @@ import pytest
 
 import qfleet
 from qfleet.cli.main import main
+from qfleet.core import files
 from qfleet.core.errors import CheckpointError, ClusterError, ConfigError, RunBusyError, UserError
-from qfleet.storage import files
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.training.run import Run, Sitting
 from support.faulty_envs import TINY, result_of

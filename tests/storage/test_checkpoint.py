@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from qfleet.core import files
 from qfleet.core.errors import CheckpointError, ConfigError
-from qfleet.storage import files
+from qfleet.storage import tensor_files
 from qfleet.storage.checkpoint import (
     diff_meta,
     list_checkpoints,
@@ -355,9 +356,9 @@ def test_a_policy_swapped_while_it_is_read_is_read_again(
     folder = tmp_path / "best"
     save_policy(folder, {"n": {"w": torch.tensor([1.0])}}, {"score": 1})
     reads = 0
-    original = files.read_tensors
+    original = tensor_files.read_tensors
 
-    def swap_first(path: Path, record: files.FileRecord) -> dict[str, torch.Tensor]:
+    def swap_first(path: Path, record: tensor_files.FileRecord) -> dict[str, torch.Tensor]:
         nonlocal reads
         reads += 1
         if reads == 1:

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from qfleet.core import files
 from qfleet.core.errors import CheckpointError
-from qfleet.storage import files
 from qfleet.storage.checkpoint import (
     list_checkpoints,
     load_checkpoint,

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qfleet.core import files
 from qfleet.core.errors import ConfigError, RunBusyError
 from qfleet.core.files import atomic_write_text
-from qfleet.storage import files
 from qfleet.storage.rundir import RunLock, check_name, default_name, new_run_dir
 from support.messages import says
 from support.waiting import PHASE_S, deadline

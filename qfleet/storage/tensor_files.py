@@ -1,4 +1,4 @@
-"""Files that survive a crash: what goes in is on the disk, whole, when these functions return.
+"""Tensors on disk.
 
 Safetensors files are written here as a stream (hash and data in one pass, no second copy of a
 tensor in memory, and a full disk is an OSError); they are read by the safetensors library.
@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from qfleet.core import files
 from qfleet.core.errors import CheckpointError
 
 _DTYPE_NAMES = {
@@ -39,10 +38,6 @@ _DTYPE_NAMES = {
 }
 _RESERVED_KEY = "__metadata__"
 _HASH_CHUNK_BYTES = 1 << 20
-
-
-def write_point(name: str) -> None:
-    """Called before every step that a crash could interrupt; tests replace it to crash there."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +77,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     header_bytes = json.dumps(header).encode()
     header_bytes += b" " * (-len(header_bytes) % 8)
     digest = hashlib.sha256()
-    write_point(f"create {path.name}")
+    files.write_point(f"create {path.name}")
     with path.open("xb") as file:
         for prefix in (len(header_bytes).to_bytes(8, "little"), header_bytes):
             digest.update(prefix)
             file.write(prefix)
-        write_point(f"write {path.name}")
+        files.write_point(f"write {path.name}")
         for key in order:
             flat = tensors[key].detach().cpu().contiguous().reshape(-1)
             if not flat.numel():
@@ -95,7 +90,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
             data = flat.view(torch.uint8).numpy().data
             digest.update(data)
             file.write(data)
-        _sync(file, path.name)
+        files.sync(file, path.name)
     return FileRecord(8 + len(header_bytes) + offset, digest.hexdigest())
 
 
@@ -126,51 +121,12 @@ def read_tensors(path: Path, record: FileRecord) -> dict[str, Tensor]:
         raise CheckpointError(f"'{path}' is not a safetensors file: {error}") from None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a new text file and sync it."""
-    write_point(f"create {path.name}")
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
-        _sync(file, path.name)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    write_point("sync folder")
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def rename(source: Path, target: Path) -> None:
-    write_point(f"rename {_role(source)} to {_role(target)}")
-    source.rename(target)
-
-
-def remove_tree(path: Path) -> None:
-    write_point(f"remove {_role(path)}")
-    shutil.rmtree(path)
-
-
 def _is_utf8(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _role(path: Path) -> str:
-    """A folder's name without the process id that temporary names end in."""
-    return path.name.rsplit("-", 1)[0] if path.name.startswith(".tmp-") else path.name
-
-
-def _sync(file: IO[Any], name: str) -> None:
-    file.flush()
-    write_point(f"sync {name}")
-    os.fsync(file.fileno())
 
 
 def _sha256(path: Path) -> str:
