@@ -29,8 +29,8 @@ from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.telemetry.aggregate import bootstrap_ci
-from qfleet.training.evaluator import Examiner
-from qfleet.training.run import Run, Sitting
+from qfleet.training.evaluator import Evaluator
+from qfleet.training.run import Run, RunOptions
 
 NOT_STICKY = json.dumps({"sticky_action_prob": 0.0})
 
@@ -123,7 +123,7 @@ def in_our_order(params: dict[str, Any]) -> list[np.ndarray]:
 
 def play(run: Run, agents: int) -> list[float]:
     """Mean return of every agent's episodes, with the weights that the network has now."""
-    played = Examiner().play(run.parts, lambda: False)
+    played = Evaluator().play(run.parts, lambda: False)
     assert played is not None
     return np.array(played.returns).reshape(agents, -1).mean(1).tolist()  # type: ignore[no-any-return]
 
@@ -162,7 +162,7 @@ def main() -> None:
 
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(config, Path(folder) / "run", Sitting())
+        run = Run(config, Path(folder) / "run", RunOptions())
         ours: dict[str, Any] = {"ready_s": time.perf_counter() - start}
         run.go()
         ours["train_s"] = run.wall_s()

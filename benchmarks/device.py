@@ -27,7 +27,7 @@ from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.telemetry.aggregate import bootstrap_ci
-from qfleet.training.run import Run, Sitting
+from qfleet.training.run import Run, RunOptions
 
 GAMES = ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders")
 NOT_STICKY = json.dumps({"sticky_action_prob": 0.0})
@@ -39,7 +39,7 @@ PEER_STEPS = 10_000_000
 def train(config: Config) -> dict[str, Any]:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(config, Path(folder) / "run", Sitting())
+        run = Run(config, Path(folder) / "run", RunOptions())
         ready_s = time.perf_counter() - start
         notes = list(run.parts.notes)
         run.go()
@@ -127,7 +127,7 @@ def run_cartpole(found: dict[str, Any], fields: dict[str, Any], seeds: int) -> N
         config, _ = resolve("CartPole-v1", "pqn", fields={**told, "n_eval_episodes": 20})
         with tempfile.TemporaryDirectory() as folder:
             start = time.perf_counter()
-            run = Run(validate(config), Path(folder) / "run", Sitting())
+            run = Run(validate(config), Path(folder) / "run", RunOptions())
             ready_s = time.perf_counter() - start
             result = run.go()
         reached = result.stopped_by == "target_return"

@@ -27,7 +27,7 @@ from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.engines.auto import settle
 from qfleet.training import stage_rates
-from qfleet.training.run import Run, Sitting
+from qfleet.training.run import Run, RunOptions
 
 UNTIMED = {"eval_freq": 0, "n_eval_episodes": 1, "checkpoint_freq": 10**9, "tensorboard": False}
 
@@ -41,7 +41,7 @@ def configure(algo: str | None = None, env: str = "ALE/Pong-v5", **fields: Any) 
 def end_to_end(config: Config, seconds: float) -> dict[str, Any]:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(config, Path(folder) / "run", Sitting(max_wall_s=seconds))
+        run = Run(config, Path(folder) / "run", RunOptions(max_wall_s=seconds))
         ready_s = time.perf_counter() - start
         notes = list(run.parts.notes)
         result = run.go()

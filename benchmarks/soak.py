@@ -23,7 +23,7 @@ import torch
 
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
-from qfleet.training.run import Run, Sitting
+from qfleet.training.run import Run, RunOptions
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -75,7 +75,9 @@ def main() -> None:
     samples: list[tuple[float, int, int]] = []
     stop = threading.Event()
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(validate(config), Path(folder) / "run", Sitting(max_wall_s=60 * options.minutes))
+        run = Run(
+            validate(config), Path(folder) / "run", RunOptions(max_wall_s=60 * options.minutes)
+        )
         watcher = threading.Thread(target=watch, args=(samples, run, stop), daemon=True)
         watcher.start()
         result = run.go()

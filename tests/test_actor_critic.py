@@ -152,7 +152,7 @@ def test_the_learners_gradient_is_that_of_the_loss_written_plainly(changes: dict
     weights, batch = FlatWeights(network), random_batch(32)
     gradient = make_gradient(network, make_objective(config, CPU, 0), weights, weighted=True)
     assert isinstance(gradient, AutogradGradient)
-    graded = gradient(gradient.predict(batch), batch, batch.reward)
+    loss_info = gradient(gradient.predict(batch), batch, batch.reward)
     ours = weights.grad.clone()
 
     output = network(batch.obs)
@@ -167,11 +167,11 @@ def test_the_learners_gradient_is_that_of_the_loss_written_plainly(changes: dict
     theirs = torch.autograd.grad(mean, weights.parameters)
     plain = torch.cat([each.reshape(-1) for each in theirs])
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(graded.loss(), mean.detach())
-    torch.testing.assert_close(graded.prediction, value.detach())
-    torch.testing.assert_close(graded.priority, advantage.abs())
-    assert list(graded.numbers()) == ["entropy"]
-    torch.testing.assert_close(graded.numbers()["entropy"], policy.entropy().mean().detach())
+    torch.testing.assert_close(loss_info.loss(), mean.detach())
+    torch.testing.assert_close(loss_info.prediction, value.detach())
+    torch.testing.assert_close(loss_info.priority, advantage.abs())
+    assert list(loss_info.numbers()) == ["entropy"]
+    torch.testing.assert_close(loss_info.numbers()["entropy"], policy.entropy().mean().detach())
 
 
 # --- drawing actions --------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def make_learner(config: Config) -> tuple[Learner, Rollout, Clock]:
         target=make_network(config, SPEC, CPU, 0) if config.target_network else online,
         memory=memory,
         objective=make_objective(config, CPU, 2),
-        make_updater=lambda weights: make_updater(config, weights, unasked=False),
+        make_updater=lambda weights: make_updater(config, weights, capturable=False),
         clock=clock,
         timers=Timers(),
         device=CPU,

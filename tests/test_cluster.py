@@ -125,7 +125,7 @@ def test_signals_are_left_alone_outside_the_main_thread() -> None:
     passed = []
 
     def enter() -> None:
-        with signals.undisturbed():
+        with signals.signals_ignored():
             passed.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=enter)

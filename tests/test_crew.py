@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from qfleet.core.errors import MemberLost
-from qfleet.engines.cluster.member_pool import PING_S, Came, Crew
+from qfleet.engines.cluster.member_pool import PING_S, CallResult, MemberPool
 
 
 class FakeCluster:
@@ -31,7 +31,7 @@ class Hands:
     def __init__(self) -> None:
         self.cluster, self.now_s, self.asked = FakeCluster(), 0.0, 0
         cluster: Any = self.cluster
-        self.crew = Crew(cluster, "worker", timeout_s=10.0, clock=lambda: self.now_s)
+        self.crew = MemberPool(cluster, "worker", timeout_s=10.0, clock=lambda: self.now_s)
 
     def call(self, number: int) -> None:
         def ask() -> str:
@@ -46,7 +46,7 @@ def test_reports_and_deaths_come_by_number() -> None:
     for number in range(3):
         hands.call(number)
     hands.cluster.values |= {"call 0": "report", "call 2": MemberLost}
-    assert hands.crew.come(0.0) == [Came(0, "report"), Came(2, None, "worker 2 died")]
+    assert hands.crew.come(0.0) == [CallResult(0, "report"), CallResult(2, None, "worker 2 died")]
     assert hands.crew.busy == {1}
     assert hands.crew.come(0.0) == []
 
@@ -68,7 +68,7 @@ def test_who_waits_for_others_and_says_so_is_not_given_up() -> None:
         assert hands.crew.come(0.0) == []
     assert hands.asked == 5
     hands.cluster.values["call 0"] = "at last"
-    assert hands.crew.come(0.0) == [Came(0, "at last")]
+    assert hands.crew.come(0.0) == [CallResult(0, "at last")]
 
 
 def test_who_does_not_say_that_it_is_there_is_given_up() -> None:
@@ -83,7 +83,7 @@ def test_who_does_not_say_that_it_is_there_is_given_up() -> None:
     hands.now_s = 10.1 + PING_S
     assert hands.crew.come(0.0) == []
     hands.now_s += 0.1
-    assert hands.crew.come(0.0) == [Came(0, None, "worker 0 was not heard of for 10 s")]
+    assert hands.crew.come(0.0) == [CallResult(0, None, "worker 0 was not heard of for 10 s")]
     assert hands.crew.busy == frozenset()
 
 

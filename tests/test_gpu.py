@@ -129,7 +129,7 @@ def learner_pair(
         fields={"envs": 8, "buffer_size": buffer_size, "batch_size": 16, "steps": 10**6,
                 "engine": "pipeline", "target_update_interval": 400, "device": "cuda"},
     )  # fmt: skip
-    place = Placement(CUDA, CUDA, ahead=True, unasked=True)
+    place = Placement(CUDA, CUDA, ahead=True, capturable=True)
 
     def make() -> tuple[Learner, Ring, Clock]:
         clock = Clock()
@@ -140,12 +140,12 @@ def learner_pair(
             target=make_network(config, IMAGES, CUDA, 0),
             memory=memory,
             objective=make_objective(config, CUDA, 2),
-            make_updater=lambda weights: make_updater(config, weights, unasked=True),
+            make_updater=lambda weights: make_updater(config, weights, capturable=True),
             clock=clock,
             timers=Timers(),
             device=CUDA,
             seed=3,
-            unasked=True,
+            capturable=True,
         )
         return learner, memory, clock
 

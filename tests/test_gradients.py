@@ -69,8 +69,8 @@ def test_by_hand_equals_autograd_bit_for_bit(
         seen = []
         for gradient in ways:
             weights.grad.fill_(torch.nan)  # every entry must be written
-            graded = gradient(gradient.predict(batch), batch, target)
-            seen.append((weights.grad.clone(), graded))
+            loss_info = gradient(gradient.predict(batch), batch, target)
+            seen.append((weights.grad.clone(), loss_info))
         (by_hand, dense), (by_autograd, auto) = seen
         assert by_autograd.abs().sum() > 0
         assert torch.equal(by_hand, by_autograd)

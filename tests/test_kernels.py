@@ -117,7 +117,7 @@ def test_fused_radam_is_radam(population: int) -> None:
     spec = make_tensors(config).spec
     both = [FlatWeights(make_networks(config, spec, CUDA)) for _ in range(2)]
     plain = LocalUpdater(both[0], make_optimiser("radam", both[0].data, 1e-8), 1.0)
-    ours = make_updater(dataclasses.replace(config, optimizer_eps=1e-8), both[1], unasked=True)
+    ours = make_updater(dataclasses.replace(config, optimizer_eps=1e-8), both[1], capturable=True)
     assert not isinstance(ours, LocalUpdater)
     each = () if population == 1 else (population, 1)
     rate = torch.full(each, 1e-3, device=CUDA)

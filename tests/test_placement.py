@@ -73,7 +73,7 @@ def test_a_device_that_is_not_there_is_named(name: str) -> None:
 @pytest.mark.usefixtures("cuda")
 def test_replay_that_fits_lies_beside_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, NEEDED_BYTES + RESERVED_BYTES)
-    assert place(PIPELINE) == Placement(CUDA, CUDA, ahead=True, unasked=True)
+    assert place(PIPELINE) == Placement(CUDA, CUDA, ahead=True, capturable=True)
 
 
 @pytest.mark.usefixtures("cuda")
@@ -82,7 +82,7 @@ def test_replay_that_does_not_fit_stays_on_the_host_and_updates_are_still_record
 ) -> None:
     free(monkeypatch, NEEDED_BYTES + RESERVED_BYTES - 1)
     placed = place(PIPELINE)
-    assert (placed.device, placed.replay, placed.unasked) == (CUDA, CPU, True)
+    assert (placed.device, placed.replay, placed.capturable) == (CUDA, CPU, True)
     (note,) = placed.notes
     assert holds(note, "0.1 GiB", "cuda")
     free(monkeypatch, 0)
@@ -106,10 +106,10 @@ def test_priorities_need_room_too_and_on_the_host_forbid_recording(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = PIPELINE.replace(prioritized_replay=True)
-    assert place(config).unasked is True
+    assert place(config).capturable is True
     free(monkeypatch, NEEDED_BYTES + RESERVED_BYTES)
     placed = place(config)
-    assert (placed.replay, placed.unasked) == (CPU, False)
+    assert (placed.replay, placed.capturable) == (CPU, False)
     assert any(holds(note, "recorded", "priorities") for note in placed.notes)
 
 
@@ -150,7 +150,7 @@ def test_a_third_device_is_refused(fields: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("cuda")
 def test_serial_keeps_replay_on_the_host_whatever_learns() -> None:
     placed = place(PIPELINE.replace(engine="serial"))
-    assert placed == Placement(CUDA, CPU, ahead=False, unasked=False)
+    assert placed == Placement(CUDA, CPU, ahead=False, capturable=False)
 
 
 # --- who works ahead --------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_collecting_goes_on_alone_where_it_can(
 def test_a_device_without_streams_learns_and_keeps_nothing_else() -> None:
     placed = place(PIPELINE.replace(device="mps", prioritized_replay=True))
     assert (placed.device.type, placed.replay) == ("mps", CPU)
-    assert (placed.ahead, placed.unasked) == (True, False)
+    assert (placed.ahead, placed.capturable) == (True, False)
     (note,) = placed.notes
     assert holds(note, "recorded", "mps")
 
@@ -205,7 +205,7 @@ def test_what_would_do_nothing_is_refused(
 
 # --- inference --------------------------------------------------------------------------------
 
-ON_CPU = Placement(CPU, CPU, ahead=True, unasked=False)
+ON_CPU = Placement(CPU, CPU, ahead=True, capturable=False)
 
 
 def network_on(device: torch.device) -> QNetwork:
@@ -260,7 +260,7 @@ def test_with_an_accelerator_the_quicker_one_chooses(
         PIPELINE,
         VECTORS,
         [2, 2],
-        Placement(CUDA, CUDA, ahead=True, unasked=True),
+        Placement(CUDA, CUDA, ahead=True, capturable=True),
         FlatWeights(network_on(CPU)),
         lambda _: network_on(CPU),
         compiled=False,
@@ -286,7 +286,7 @@ def test_the_device_engine_takes_an_accelerator_for_vectors_too(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
     on_cuda = expected.type == "cuda"
     assert Placement.of(DEVICE, VECTORS, in_background=False) == Placement(
-        expected, expected, ahead=False, unasked=on_cuda
+        expected, expected, ahead=False, capturable=on_cuda
     )
 
 

@@ -26,7 +26,7 @@ from qfleet.envs.factory import make_tensors
 from qfleet.memory.rollout import Rollout
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
-from qfleet.training.run import Run, Sitting
+from qfleet.training.run import Run, RunOptions
 from qfleet.training.standings import EPISODE_WINDOW, Standings
 from support.messages import holds, says
 from support.populations import FIELDS, configure, rows_of, train
@@ -330,7 +330,7 @@ def test_one_exploding_agent_is_named_and_stops_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {1}, 1e9)
-    run = Run(configure(), tmp_path / "run", Sitting())
+    run = Run(configure(), tmp_path / "run", RunOptions())
     result = run.go()
     assert result.stopped_by == "steps"
     assert result.faults["exploding_q"] == 4  # once a log
@@ -351,7 +351,7 @@ def test_gradients_of_one_agent_that_are_not_finite_stop_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {2}, math.nan)
-    run = Run(configure(), tmp_path / "run", Sitting())
+    run = Run(configure(), tmp_path / "run", RunOptions())
     before = run.parts.learner.weights.data.clone()
     result = run.go()
     assert result.stopped_by == "steps"

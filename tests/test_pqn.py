@@ -136,7 +136,7 @@ def test_there_is_no_target_network() -> None:
 SPEC = EnvSpec("toy", (3,), "float32", 2)
 
 
-def make_learner(config: Config, unasked: bool) -> tuple[Learner, Rollout, Clock]:
+def make_learner(config: Config, capturable: bool) -> tuple[Learner, Rollout, Clock]:
     clock = Clock()
     online = make_network(config, SPEC, CPU, 0)
     memory = Rollout(
@@ -157,12 +157,12 @@ def make_learner(config: Config, unasked: bool) -> tuple[Learner, Rollout, Clock
         target=online,
         memory=memory,
         objective=make_objective(config, CPU, 2),
-        make_updater=lambda weights: make_updater(config, weights, unasked=True),
+        make_updater=lambda weights: make_updater(config, weights, capturable=True),
         clock=clock,
         timers=Timers(),
         device=CPU,
         seed=3,
-        unasked=unasked,
+        capturable=capturable,
     )
     return learner, memory, clock
 
@@ -186,8 +186,8 @@ def fill(memory: Rollout, clock: Clock, seed: int) -> None:
 @pytest.mark.parametrize("changes", [{}, {"noisy": True}, {"dueling": True}], ids=str)
 def test_recorded_bursts_are_the_bursts_themselves(changes: dict[str, Any]) -> None:
     config = configure(**changes)
-    plain, plain_memory, plain_clock = make_learner(config, unasked=True)
-    recorded, memory, clock = make_learner(config, unasked=True)
+    plain, plain_memory, plain_clock = make_learner(config, capturable=True)
+    recorded, memory, clock = make_learner(config, capturable=True)
     saved = copy_state({"learner": recorded.state_dict(), "memory": memory.state_dict()})
     recorded.record(config.gradient_steps)
     recorded.load_state_dict(saved["learner"])
@@ -206,7 +206,7 @@ def test_bursts_of_any_size_learn_the_same() -> None:
     """Returns are those of the rollout's first burst, whatever was learnt since."""
     states = []
     for most in (8, 3, 1):
-        learner, memory, clock = make_learner(configure(), unasked=False)
+        learner, memory, clock = make_learner(configure(), capturable=False)
         learner.limit_bursts(most)
         for turn in range(3):
             fill(memory, clock, turn)
@@ -220,7 +220,7 @@ def test_rows_that_led_nowhere_teach_nothing() -> None:
     """Whatever their actions and rewards: weights are the same without them."""
     learnt = []
     for other in (False, True):
-        learner, memory, clock = make_learner(configure(), unasked=False)
+        learner, memory, clock = make_learner(configure(), capturable=False)
         fill(memory, clock, 0)
         if other:
             state = memory.state_dict()

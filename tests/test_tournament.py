@@ -20,7 +20,7 @@ from qfleet.engines.registry import build
 from qfleet.memory.rollout import Rollout
 from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog
-from qfleet.training.run import Run, Sitting
+from qfleet.training.run import Run, RunOptions
 from qfleet.training.standings import Standings
 from qfleet.training.tournament import (
     Move,
@@ -166,7 +166,7 @@ def test_a_diverged_agent_takes_over_and_is_never_taken_from() -> None:
 
 
 def test_a_run_writes_every_exploitation_and_reports_what_is_in_force(tmp_path: Path) -> None:
-    run = Run(configure(**PBT), tmp_path / "run", Sitting())
+    run = Run(configure(**PBT), tmp_path / "run", RunOptions())
     result = run.go()
     told = lines(tmp_path / "run")
     assert told

@@ -22,25 +22,25 @@ CPU = torch.device("cpu")
 SPEC = EnvSpec("toy", (3,), "float32", 2)
 
 
-def placed(unasked: bool) -> Placement:
-    return Placement(CPU, CPU, ahead=False, unasked=unasked)
+def placed(capturable: bool) -> Placement:
+    return Placement(CPU, CPU, ahead=False, capturable=capturable)
 
 
-def make_pair(config: Config, unasked: bool) -> tuple[Learner, Ring, Clock]:
+def make_pair(config: Config, capturable: bool) -> tuple[Learner, Ring, Clock]:
     clock = Clock()
-    memory = make_memory(config, SPEC, placed(unasked), seed=1)
+    memory = make_memory(config, SPEC, placed(capturable), seed=1)
     learner = Learner(
         config=config,
         online=make_network(config, SPEC, CPU, 0),
         target=make_network(config, SPEC, CPU, 0),
         memory=memory,
         objective=make_objective(config, CPU, 2),
-        make_updater=lambda weights: make_updater(config, weights, unasked=True),
+        make_updater=lambda weights: make_updater(config, weights, capturable=True),
         clock=clock,
         timers=Timers(),
         device=CPU,
         seed=3,
-        unasked=unasked,
+        capturable=capturable,
     )
     return learner, memory, clock
 
@@ -71,10 +71,10 @@ def configure(algo: str, **fields: Any) -> Config:
 )
 def test_recorded_bursts_are_the_bursts_themselves(algo: str) -> None:
     config = configure(algo)
-    plain, plain_memory, plain_clock = make_pair(config, unasked=True)
-    recorded, memory, clock = make_pair(config, unasked=True)
+    plain, plain_memory, plain_clock = make_pair(config, capturable=True)
+    recorded, memory, clock = make_pair(config, capturable=True)
     recorded.record(4)
-    start, ring, _ = make_pair(config, unasked=True)
+    start, ring, _ = make_pair(config, capturable=True)
     recorded.load_state_dict(start.state_dict())
     memory.load_state_dict(ring.state_dict())
     plain.limit_bursts(4)

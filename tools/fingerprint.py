@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 import qfleet
 from qfleet.config.config import Config
 from qfleet.core.types import BATCH_FIELDS, FIRST, SKIP, TERMINATED, Block, EnvSpec
-from qfleet.engines.actors.block_messages import seal
+from qfleet.engines.actors.block_messages import encode
 from qfleet.engines.actors.messages import News
 from qfleet.engines.actors.shard import ReplayShard
 from qfleet.engines.parameter_server.server import Server
@@ -267,7 +267,7 @@ def replay_shard_lines(kind: str, compression: str) -> Iterator[str]:
         actor = turn % 2
         block = random_block(5, 2, turn, spec, first=turn < 2)
         priority = np.abs(np.random.default_rng(turn).normal(size=(3, 2))).astype(np.float32)
-        letter = seal(block, actor, 0, 5 * (turn // 2), spec.num_actions, priority, compression)
+        letter = encode(block, actor, 0, 5 * (turn // 2), spec.num_actions, priority, compression)
         letters.append([letter.frames if isinstance(letter.frames, np.ndarray) else "packed",
                         letter.action, letter.reward, letter.flags, letter.nbytes])  # fmt: skip
         answers.append([list(entry) for entry in shard.insert(letter).holdings.values()])

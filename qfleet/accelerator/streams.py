@@ -24,7 +24,7 @@ _BESIDE: dict[tuple[torch.device, str], torch.Stream] = {}
 """Torch has few streams and hands them out in turn; with one per role, no two roles share one."""
 
 
-class Beside:
+class SideStream:
     """A second queue. Small kernels leave most of a GPU idle; two queues of them fill more of it.
 
     Memory stays safe without further bookkeeping, because every ``start`` waits for all that was

@@ -25,7 +25,7 @@ from qfleet.networks.fused_cnn import FusedCNN
 from qfleet.networks.qnetwork import QNetwork
 
 
-class Graded(NamedTuple):
+class LossInfo(NamedTuple):
     """What is worth knowing about a batch once its gradient is there; all detached."""
 
     loss: Callable[[], Tensor]
@@ -45,7 +45,7 @@ class Gradient(Protocol):
         """The forward pass; only ``__call__`` reads what comes out."""
         ...
 
-    def __call__(self, predicted: Any, batch: Batch, target: Tensor) -> Graded: ...
+    def __call__(self, predicted: Any, batch: Batch, target: Tensor) -> LossInfo: ...
 
     def compilables(self) -> list[Compilable]:
         """What torch.compile may be switched on for."""
@@ -67,7 +67,7 @@ class AutogradGradient:
         prediction: Prediction = self._predict(batch.obs)
         return prediction
 
-    def __call__(self, predicted: Prediction, batch: Batch, target: Tensor) -> Graded:
+    def __call__(self, predicted: Prediction, batch: Batch, target: Tensor) -> LossInfo:
         mean, priority, prediction = self._judge(*predicted, batch.action, batch.weight, target)
         gradients = torch.autograd.grad(mean, self._weights.parameters)
         if self._weights.grad.is_cpu or self._weights.agents is not None:
@@ -75,11 +75,11 @@ class AutogradGradient:
         else:
             self._weights.grad = self._join(*gradients)  # a copy less than into the old one
         detached = mean.detach()  # the graph behind the loss must not outlive this call
-        graded = Graded(lambda: detached / self._agents, priority, prediction)
+        loss_info = LossInfo(lambda: detached / self._agents, priority, prediction)
         if self._objective.head != "actor-critic":
-            return graded  # and nothing keeps the network's output
+            return loss_info  # and nothing keeps the network's output
         numbers = functools.partial(self._objective.numbers, predicted.output.detach())
-        return graded._replace(numbers=numbers)
+        return loss_info._replace(numbers=numbers)
 
     def _output(self, obs: Tensor) -> Prediction:
         return self._objective.predict(obs, self._network)
@@ -122,7 +122,7 @@ class DenseGradient:
             return dense_forward(batch.obs, self._layers, self._biases, False)
 
     @torch.no_grad()
-    def __call__(self, predicted: list[Tensor], batch: Batch, target: Tensor) -> Graded:
+    def __call__(self, predicted: list[Tensor], batch: Batch, target: Tensor) -> LossInfo:
         outputs = predicted
         action = batch.action.unsqueeze(1)
         prediction = outputs[-1].gather(1, action)
@@ -140,7 +140,7 @@ class DenseGradient:
             per_sample = losses.huber(td) if self._huber else losses.squared(td)
             return (per_sample * batch.weight).mean()
 
-        return Graded(loss, error.squeeze(1), prediction.squeeze(1))
+        return LossInfo(loss, error.squeeze(1), prediction.squeeze(1))
 
     def compilables(self) -> list[Compilable]:
         return []
@@ -156,7 +156,7 @@ class FusedGradient:
     def predict(self, batch: Batch) -> None:
         """Nothing: forward and backward pass share what never leaves the chip."""
 
-    def __call__(self, predicted: None, batch: Batch, target: Tensor) -> Graded:
+    def __call__(self, predicted: None, batch: Batch, target: Tensor) -> LossInfo:
         del predicted
         weights = self._weights
         prediction, error = self._fused.gradient(
@@ -167,7 +167,7 @@ class FusedGradient:
             per_sample = losses.huber(error) if self._huber else losses.squared(error)
             return (per_sample * batch.weight).mean()
 
-        return Graded(loss, error, prediction)
+        return LossInfo(loss, error, prediction)
 
     def compilables(self) -> list[Compilable]:
         return []

@@ -1,7 +1,7 @@
 """The learner: batches in, gradients out, and an updater that turns them into weights.
 
 ``learn`` is asked for so many gradient steps; ``_draw`` and ``_train`` make bursts of them;
-``step`` is the gradient step. With ``unasked`` nothing in a burst ever asks the host for a value,
+``step`` is the gradient step. With ``capturable`` nothing in a burst ever asks the host for a value,
 so that an accelerator can run ahead of it, and ``record`` turns whole bursts into single launches.
 """
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable, switch
 from qfleet.accelerator.graphs import record
-from qfleet.accelerator.streams import Beside
+from qfleet.accelerator.streams import SideStream
 from qfleet.agent import schedules
-from qfleet.agent.gradients import Graded, make_gradient
+from qfleet.agent.gradients import LossInfo, make_gradient
 from qfleet.agent.weights import FlatWeights
-from qfleet.algorithms.objective import Objective, Outlook, Samples
+from qfleet.algorithms.objective import Objective, Samples, TargetTerms
 from qfleet.config.config import Config
 from qfleet.core.seeding import restore_generator
 from qfleet.core.types import Batch, Clock, Memory, StateDict, Updater
@@ -57,7 +57,7 @@ class Learner:
         device: torch.device,
         seed: int,
         *,
-        unasked: bool = False,
+        capturable: bool = False,
         fused: FusedCNN | None = None,
         drawing: str | None = None,
     ) -> None:
@@ -93,24 +93,24 @@ class Learner:
         has_state = any(True for _ in online.torso.buffers())
         self._looks_singly = config.noisy or has_state or config.head == "iqn"
         self._targets_at_once = not (config.double or self._looks_singly)
-        self._look = Compilable(self._outlook_of, is_sized=not self._looks_singly)
+        self._look = Compilable(self._target_terms_of, is_sized=not self._looks_singly)
         self._find_target = Compilable(self._target_of, is_sized=self._targets_at_once)
         self._keep_noise = Compilable(online.store_noise)
         self._keep_target_noise = Compilable(target.store_noise)
-        self._ahead = Beside(device, "learner, ahead", worthwhile=not has_state)
+        self._ahead = SideStream(device, "learner, ahead", worthwhile=not has_state)
         # Coming together costs a few µs, too many where there is nothing to do beside; and buffers
         # that both sides change would be changed in no fixed order.
         busy = config.prioritized_replay or not self._targets_at_once
-        self._beside = Beside(device, "learner, beside", worthwhile=busy and not has_state)
-        self._draws_recorded = unasked and memory.device.type == device.type
-        self._unasked = unasked
+        self._beside = SideStream(device, "learner, beside", worthwhile=busy and not has_state)
+        self._draws_recorded = capturable and memory.device.type == device.type
+        self._unasked = capturable
         # What a burst reads besides its batches. On an accelerator they are tensors, so that a
         # recorded burst sees new values.
         self._learning_rate: Tensor | float = config.learning_rate
         self._beta: Tensor | float = config.prioritized_replay_beta0
         self._target_move: Tensor | float = 0.0
         self._skipped: Tensor | float = 0.0
-        if unasked:
+        if capturable:
             each = () if self.weights.agents is None else (self.weights.agents, 1)
             self._learning_rate = torch.zeros(each, device=device)
             self._beta = torch.zeros((), device=device)
@@ -118,9 +118,9 @@ class Learner:
             self._skipped = torch.zeros(each, device=device)
         self.relative_rates: Tensor | None = None
         """A population's: learning rates of its agents, ``[K, 1]``, as multiples of the run's."""
-        self._newest: tuple[Graded, Tensor, Tensor | float] | None = None
+        self._newest: tuple[LossInfo, Tensor, Tensor | float] | None = None
         self._recorded: dict[int, Callable[[], None]] = {}
-        self._newest_of: dict[int, tuple[Graded, Tensor, Tensor | float] | None] = {}
+        self._newest_of: dict[int, tuple[LossInfo, Tensor, Tensor | float] | None] = {}
 
     def learn(self, updates: int) -> None:
         """Take so many gradient steps."""
@@ -207,7 +207,7 @@ class Learner:
     def _targets(self, samples: Batch, batches: list[Batch]) -> list[Callable[[], Tensor]]:
         """For every batch a function that finds its targets.
 
-        Within a burst the target network does not change. So its outlook is found for all batches
+        Within a burst the target network does not change. So its target_terms is found for all batches
         at once, and whole targets too where they need nothing else; or, where batches must be kept
         apart, one after another and ahead of its use. Without replay they are in the samples.
         """
@@ -215,22 +215,26 @@ class Learner:
             return [functools.partial(_same, batch.reward) for batch in batches]
         if self._looks_singly:
             outlooks = [
-                self._ahead.start(functools.partial(self._single_outlook, batch))
+                self._ahead.start(functools.partial(self._single_target_terms, batch))
                 for batch in batches
             ]
             return [
-                functools.partial(self._target_later, batch, outlook)
-                for batch, outlook in zip(batches, outlooks, strict=True)
+                functools.partial(self._target_later, batch, target_terms)
+                for batch, target_terms in zip(batches, outlooks, strict=True)
             ]
         size = self._batch_size
-        outlook = self._outlook(samples)
+        target_terms = self._target_terms(samples)
         if self._targets_at_once:
-            targets = torch.split(self._target(samples, outlook), size)
+            targets = torch.split(self._target(samples, target_terms), size)
             return [functools.partial(_same, target) for target in targets]
-        aheads = torch.split(outlook.ahead, size)
-        heres = [None] * len(aheads) if outlook.here is None else torch.split(outlook.here, size)
+        aheads = torch.split(target_terms.ahead, size)
+        heres = (
+            [None] * len(aheads)
+            if target_terms.here is None
+            else torch.split(target_terms.here, size)
+        )
         return [
-            functools.partial(self._target, batch, Outlook(ahead, here))
+            functools.partial(self._target, batch, TargetTerms(ahead, here))
             for batch, ahead, here in zip(batches, aheads, heres, strict=True)
         ]
 
@@ -241,19 +245,19 @@ class Learner:
         target_found = self._beside.start(find_target)
         predicted = self._gradient.predict(batch)
         target = target_found()
-        graded = self._gradient(predicted, batch, target)
-        remember = functools.partial(self._remember, batch, graded)
+        loss_info = self._gradient(predicted, batch, target)
+        remember = functools.partial(self._remember, batch, loss_info)
         on_host = self._memory.device.type != self._device.type
         # A memory on the host makes the host wait for the gradient: launch the optimiser before.
         remembered = None if on_host else self._beside.start(remember)
-        applied = self._updater.apply(self._learning_rate, graded.loss)
+        applied = self._updater.apply(self._learning_rate, loss_info.loss)
         self._skipped += applied["skipped"]
-        self._newest = (graded, target, applied["grad_norm"])
+        self._newest = (loss_info, target, applied["grad_norm"])
         return self._beside.start(remember) if remembered is None else remembered
 
-    def _remember(self, batch: Batch, graded: Graded) -> None:
+    def _remember(self, batch: Batch, loss_info: LossInfo) -> None:
         if self._config.prioritized_replay:
-            self._memory.update_priorities(batch.index, graded.priority)
+            self._memory.update_priorities(batch.index, loss_info.priority)
 
     @torch.no_grad()
     def best_values(self, obs: Tensor) -> Tensor:
@@ -292,27 +296,29 @@ class Learner:
         if not self._unasked:
             self._target_move = 0.0
 
-    def _single_outlook(self, batch: Batch) -> Outlook:
+    def _single_target_terms(self, batch: Batch) -> TargetTerms:
         if self._config.noisy:
             self._keep_target_noise(self._target_network.draw_noise(self._noise))
-        return self._outlook(batch)
+        return self._target_terms(batch)
 
-    def _target_later(self, batch: Batch, outlook: Callable[[], Outlook]) -> Tensor:
-        return self._target(batch, outlook())
+    def _target_later(self, batch: Batch, target_terms: Callable[[], TargetTerms]) -> Tensor:
+        return self._target(batch, target_terms())
 
-    def _outlook(self, batch: Batch) -> Outlook:
-        outlook: Outlook = self._look(*_samples(batch))
-        return outlook
+    def _target_terms(self, batch: Batch) -> TargetTerms:
+        target_terms: TargetTerms = self._look(*_samples(batch))
+        return target_terms
 
-    def _outlook_of(self, *columns: Tensor) -> Outlook:
-        return self._objective.outlook(Samples(*columns), self._target_network)
+    def _target_terms_of(self, *columns: Tensor) -> TargetTerms:
+        return self._objective.target_terms(Samples(*columns), self._target_network)
 
-    def _target(self, batch: Batch, outlook: Outlook) -> Tensor:
-        target: Tensor = self._find_target(outlook, *_samples(batch))
+    def _target(self, batch: Batch, target_terms: TargetTerms) -> Tensor:
+        target: Tensor = self._find_target(target_terms, *_samples(batch))
         return target
 
-    def _target_of(self, outlook: Outlook, *columns: Tensor) -> Tensor:
-        return self._objective.target(Samples(*columns), outlook, self.online, self._target_network)
+    def _target_of(self, target_terms: TargetTerms, *columns: Tensor) -> Tensor:
+        return self._objective.target(
+            Samples(*columns), target_terms, self.online, self._target_network
+        )
 
     def set_batch_size(self, samples: int) -> None:
         """So many samples per update from now on; never more than were configured."""
@@ -391,21 +397,21 @@ class Learner:
         """Numbers of the newest update; the only place where the host waits for them."""
         if self._newest is None:
             return {}
-        graded, _, grad_norm = self._newest
+        loss_info, _, grad_norm = self._newest
         return {
-            "loss": float(graded.loss()),
+            "loss": float(loss_info.loss()),
             "grad_norm": float(torch.as_tensor(grad_norm).max()),
-            "q_mean": float(graded.prediction.mean()),
+            "q_mean": float(loss_info.prediction.mean()),
             "abs_q_max": float(self._largest(1).max()),
             "skipped": float(torch.as_tensor(self._skipped).sum()),
-            **{name: float(value) for name, value in graded.numbers().items()},
+            **{name: float(value) for name, value in loss_info.numbers().items()},
         }
 
     def _largest(self, agents: int) -> Tensor:
         """Largest |Q| or |target| of the newest update, ``[agents]``; NaN where there is one."""
         assert self._newest is not None
-        graded, target, _ = self._newest
-        largest = graded.prediction.abs().view(agents, -1).amax(1)
+        loss_info, target, _ = self._newest
+        largest = loss_info.prediction.abs().view(agents, -1).amax(1)
         if self._objective.head == "c51":  # C51's targets are probabilities
             return largest
         return torch.maximum(largest, target.abs().view(agents, -1).amax(1))

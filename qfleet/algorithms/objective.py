@@ -42,7 +42,7 @@ def split_policy(output: Tensor) -> tuple[Tensor, Tensor]:
     return output[:, :-1], output[:, -1]
 
 
-class Outlook(NamedTuple):
+class TargetTerms(NamedTuple):
     """All that the target network has to say about a batch."""
 
     ahead: Tensor
@@ -85,15 +85,15 @@ class Objective:
     """Source of IQN's quantile fractions."""
 
     @torch.no_grad()
-    def outlook(self, batch: Samples, target: ValueNetwork) -> Outlook:
+    def target_terms(self, batch: Samples, target: ValueNetwork) -> TargetTerms:
         """The part of a target that does not depend on the online network."""
         output = target(batch.next_obs, self._fractions(batch.next_obs))
         if self.munchausen:
-            return Outlook(output, target(batch.obs, self._fractions(batch.obs)))
+            return TargetTerms(output, target(batch.obs, self._fractions(batch.obs)))
         every = self._under_every_action(batch, output, target.support)
         if self.double:
-            return Outlook(every, None)
-        return Outlook(targets.take(every, target.expected(output).argmax(dim=1)), None)
+            return TargetTerms(every, None)
+        return TargetTerms(targets.take(every, target.expected(output).argmax(dim=1)), None)
 
     def _under_every_action(self, batch: Samples, output: Tensor, support: Tensor) -> Tensor:
         if self.head != "c51":
@@ -105,27 +105,29 @@ class Objective:
 
     @torch.no_grad()
     def target(
-        self, batch: Samples, outlook: Outlook, online: ValueNetwork, target: ValueNetwork
+        self, batch: Samples, target_terms: TargetTerms, online: ValueNetwork, target: ValueNetwork
     ) -> Tensor:
         """``[B]`` values (q), ``[B, K]`` probabilities (c51) or ``[B, K]`` quantiles (qr, iqn).
 
-        ``target`` is not called: its outlook is there already.
+        ``target`` is not called: its target_terms is there already.
         """
         if not self.double:
             if not self.munchausen:
-                return outlook.ahead
-            return self._soft_target(batch, target, outlook, target.expected(outlook.ahead))
+                return target_terms.ahead
+            return self._soft_target(
+                batch, target, target_terms, target.expected(target_terms.ahead)
+            )
         selector = online.expected(online(batch.next_obs, self._fractions(batch.next_obs)))
         if self.munchausen:
-            return self._soft_target(batch, target, outlook, selector)
-        return targets.take(outlook.ahead, selector.argmax(dim=1))
+            return self._soft_target(batch, target, target_terms, selector)
+        return targets.take(target_terms.ahead, selector.argmax(dim=1))
 
     def _soft_target(
-        self, batch: Samples, target: ValueNetwork, outlook: Outlook, selector: Tensor
+        self, batch: Samples, target: ValueNetwork, target_terms: TargetTerms, selector: Tensor
     ) -> Tensor:
-        tau, next_output = self.munchausen_tau, outlook.ahead
-        assert outlook.here is not None
-        q = target.expected(outlook.here)
+        tau, next_output = self.munchausen_tau, target_terms.ahead
+        assert target_terms.here is not None
+        q = target.expected(target_terms.here)
         bonus = targets.munchausen_bonus(
             q, batch.action, self.munchausen_alpha, tau, self.munchausen_clip
         )

@@ -95,7 +95,7 @@ def _learning_phase(config: Config) -> Config:
 def _profile(config: Config, options: ProfileOptions) -> int:
     from qfleet.storage.rundir import default_name, new_run_dir
     from qfleet.training import api
-    from qfleet.training.run import Callback, Run, Sitting
+    from qfleet.training.run import Callback, Run, RunOptions
 
     class Watch(Callback):
         """Keeps what a result does not hold."""
@@ -122,7 +122,7 @@ def _profile(config: Config, options: ProfileOptions) -> int:
         trained = api.train(
             config=config,
             run_dir=folder,
-            sitting=Sitting(max_wall_s=options.seconds, trace=True),
+            options=RunOptions(max_wall_s=options.seconds, trace=True),
             callbacks=[watch],
         )
     run, result = watch.ended, trained.result

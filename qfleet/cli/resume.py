@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from qfleet.cli.parsing import parse
-from qfleet.cli.run_options import SittingOptions, finish
+from qfleet.cli.run_options import RunArguments, finish
 
 HELP = "go on with an interrupted run, bit for bit"
 
@@ -27,7 +27,7 @@ Examples:
 class ResumeOptions:
     run: tyro.conf.Positional[str]
     """Name or folder of the run."""
-    sitting: Annotated[SittingOptions, tyro.conf.arg(name="")]
+    run_arguments: Annotated[RunArguments, tyro.conf.arg(name="")]
     steps: int | None = None
     """New total of env steps."""
     device: str | None = None
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
     options = parse(ResumeOptions, argv, "resume", description=DESCRIPTION)
     from qfleet.training import api
 
-    with options.sitting.quiet_stdout():
+    with options.run_arguments.quiet_stdout():
         trained = api.resume(
             options.run,
             steps=options.steps,
@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
             address=options.address,
             replay_dir=options.replay_dir,
             track=options.track,
-            sitting=options.sitting.resolve(),
+            options=options.run_arguments.resolve(),
             trust=options.trust,
         )
-    return finish(trained, options.sitting)
+    return finish(trained, options.run_arguments)

@@ -15,11 +15,11 @@ from qfleet.core.errors import UserError
 
 if TYPE_CHECKING:
     from qfleet.training.api import Trained
-    from qfleet.training.run import Sitting
+    from qfleet.training.run import RunOptions
 
 
 @dataclass(frozen=True)
-class SittingOptions:
+class RunArguments:
     stop_after: int | None = None
     """End this sitting after so many env steps in total; changes no schedule, resume goes on."""
     max_wall: str | None = None
@@ -32,16 +32,16 @@ class SittingOptions:
     json: bool = False
     """Print the result as one JSON object and nothing else."""
 
-    def resolve(self) -> Sitting:
+    def resolve(self) -> RunOptions:
         from qfleet.telemetry.progress import choose_mode
-        from qfleet.training.run import Sitting
+        from qfleet.training.run import RunOptions
 
         max_wall_s = parse_duration(self.max_wall) if self.max_wall else None
         if self.stop_after is not None and self.stop_after <= 0:
             raise UserError(f"--stop-after {self.stop_after} must be positive")
         if max_wall_s is not None and max_wall_s <= 0:
             raise UserError(f"--max-wall {self.max_wall} must be positive")
-        return Sitting(
+        return RunOptions(
             stop_after=self.stop_after,
             max_wall_s=max_wall_s,
             display=choose_mode(self.quiet or self.json, sys.stdout),
@@ -78,7 +78,7 @@ def show(trained: Trained) -> None:
     )
 
 
-def finish(trained: Trained, options: SittingOptions) -> int:
+def finish(trained: Trained, options: RunArguments) -> int:
     """Print the result; the exit code says 130/143 when a signal ended the sitting."""
     from qfleet.training.api import result_dict
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from qfleet.cli.parsing import parse, spell
-from qfleet.cli.run_options import SittingOptions, finish, show
+from qfleet.cli.run_options import RunArguments, finish, show
 from qfleet.config.config import Config, read_fields
 from qfleet.config.presets import PRESETS, resolve
 from qfleet.config.trust import check_trust
@@ -38,7 +38,7 @@ Examples:
 @dataclass(frozen=True)
 class TrainOptions:
     experiment: Annotated[Config, tyro.conf.arg(name="")]
-    sitting: Annotated[SittingOptions, tyro.conf.arg(name="")]
+    run_arguments: Annotated[RunArguments, tyro.conf.arg(name="")]
     preset: str | None = None
     """Published recipe to start from; 'none' for plain defaults, 'list' to list them."""
     config: Path | None = None
@@ -109,7 +109,7 @@ def run(argv: list[str]) -> int:
         TrainOptions,
         start.argv,
         "train",
-        default=TrainOptions(start.base, SittingOptions()),
+        default=TrainOptions(start.base, RunArguments()),
         description=DESCRIPTION,
     )
     config = start.config(options.experiment, "train", options.trust)
@@ -121,24 +121,24 @@ def run(argv: list[str]) -> int:
 def _train(config: Config, options: TrainOptions, preset: str | None) -> int:
     from qfleet.training import api
 
-    sitting = options.sitting.resolve()
-    if preset and sitting.display != "silent":
+    run_options = options.run_arguments.resolve()
+    if preset and run_options.display != "silent":
         print(f"preset {preset}; --preset none for plain defaults")
     if options.seeds == 1:
-        with options.sitting.quiet_stdout():
+        with options.run_arguments.quiet_stdout():
             one = api.train(
-                config=config, run_dir=options.run_dir, name=options.name, sitting=sitting
+                config=config, run_dir=options.run_dir, name=options.name, options=run_options
             )
-        return finish(one, options.sitting)
-    with options.sitting.quiet_stdout():
+        return finish(one, options.run_arguments)
+    with options.run_arguments.quiet_stdout():
         trained = api.train_seeds(
             options.seeds,
             config=config,
             run_dir=options.run_dir,
             name=options.name,
-            sitting=sitting,
+            options=run_options,
         )
-    if options.sitting.json:
+    if options.run_arguments.json:
         extra = {"run_dir": str(trained.folder), "curve": trained.curve and str(trained.curve)}
         print(json_module.dumps({**trained.aggregate, **extra}))
     else:

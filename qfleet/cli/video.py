@@ -48,14 +48,14 @@ def run(argv: list[str]) -> int:
     from qfleet.core.errors import ConfigError
     from qfleet.telemetry.runs import resolve_run
     from qfleet.training import api
-    from qfleet.training.video import film
+    from qfleet.training.video import record_video
 
     if options.max_frames < 1 or options.fps < 1 or options.seed < 0:
         raise ConfigError("--max-frames and --fps must be at least 1, --seed at least 0")
     folder = resolve_run(options.run, api.RUNS)
     policy = api.load(folder, options.which, options.trust, options.device)
     out = options.out or folder / "videos" / f"{options.which}-seed{options.seed}.gif"
-    frames, total = film(policy, out, options.seed, options.max_frames, options.fps)
+    frames, total = record_video(policy, out, options.seed, options.max_frames, options.fps)
     if options.json:
         print(json_module.dumps({"path": str(out), "frames": frames, "return": total}))
     else:

@@ -48,7 +48,7 @@ class Signals:
 
 
 @contextlib.contextmanager
-def unheard_by_children() -> Iterator[None]:
+def blocked_in_children() -> Iterator[None]:
     """Processes that are started in here never hear SIGTERM, nor do those that they start."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -57,7 +57,7 @@ def unheard_by_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def shrug_if_unheard() -> None:
+def ignore_sigterm_if_blocked() -> None:
     """Where SIGTERM is not heard it does nothing still, but those that are started hear it again.
 
     Environments may start programs, and end them that way.
@@ -94,7 +94,7 @@ def sigterm_unwinds(theirs: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def signals_ignored() -> Iterator[None]:
     """For tidying up, which a second Ctrl-C must not leave half done; it needs deadlines."""
     with handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
         yield

@@ -68,7 +68,7 @@ def make_memory(config: Config, spec: EnvSpec, place: Placement, seed: int) -> R
         compression=config.replay_compression,
     )
     generator = torch.Generator(device=device).manual_seed(seed)
-    unasked = place.unasked and device.type == place.device.type
+    capturable = place.capturable and device.type == place.device.type
     sampler: Sampler
     if config.prioritized_replay:
         sampler = PrioritizedSampler(
@@ -78,10 +78,10 @@ def make_memory(config: Config, spec: EnvSpec, place: Placement, seed: int) -> R
             config.prioritized_replay_eps,
             device,
             generator,
-            unasked,
+            capturable,
         )
     else:
-        sampler = UniformSampler(generator, unasked)
+        sampler = UniformSampler(generator, capturable)
     return Ring(
         spec,
         config.envs,
@@ -92,7 +92,7 @@ def make_memory(config: Config, spec: EnvSpec, place: Placement, seed: int) -> R
         device,
         directory,
         config.replay_compression,
-        unasked,
+        capturable,
     )
 
 
@@ -133,8 +133,8 @@ def make_objective(config: Config, device: torch.device, seed: int) -> Objective
     )
 
 
-def make_updater(config: Config, weights: FlatWeights, unasked: bool) -> Updater:
-    if unasked and has_kernels(config.optimizer, weights.data.device):
+def make_updater(config: Config, weights: FlatWeights, capturable: bool) -> Updater:
+    if capturable and has_kernels(config.optimizer, weights.data.device):
         return FusedUpdater(weights, config.optimizer_eps, config.max_grad_norm)
     optimiser = make_optimiser(config.optimizer, weights.data, config.optimizer_eps)
     return LocalUpdater(weights, optimiser, config.max_grad_norm)

@@ -96,14 +96,14 @@ def build(
             make_updater=lambda weights: (
                 remote(weights, timers[0])
                 if remote
-                else make_updater(config, weights, place.unasked)
+                else make_updater(config, weights, place.capturable)
             ),
             clock=clock,
             timers=timers[0],
             device=place.device,
             seed=seeds.learner,
             # A population's learning rates are a tensor wherever it learns.
-            unasked=place.unasked or config.population > 1,
+            capturable=place.capturable or config.population > 1,
             fused=fused,
         )
         parts = Parts(
@@ -122,7 +122,7 @@ def build(
             notes=list(place.notes),
             members=members,
         )
-        if place.unasked:
+        if place.capturable:
             choice = prepare_learner(parts, memory)
         else:
             choice = apply_asked(config, learner.networks)
@@ -164,7 +164,7 @@ def _act_on_the_device(parts: Parts, env: TensorEnv, place: Placement) -> None:
     parts.env_seeds = [seed for own in seeds_of_envs for seed in own]
     parts.channel = SameWeights()
     started_s = time.monotonic()
-    compiled = place.unasked and may_compile(config, device)
+    compiled = place.capturable and may_compile(config, device)
     # Steps are tried before they are recorded; a torso's own buffers must not remember that.
     kept = [(buffer, buffer.clone()) for buffer in learner.online.buffers()]
     actor = parts.collector = TensorActor(
@@ -196,7 +196,7 @@ def _act_on_the_device(parts: Parts, env: TensorEnv, place: Placement) -> None:
         config.graphs,
         agents=len(parts.members),
     )
-    if place.unasked:
+    if place.capturable:
         learner.online.eval()
         parts.evaluator.prepare()  # now, not in the middle of the run
         learner.online.train()

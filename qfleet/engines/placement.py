@@ -61,7 +61,7 @@ class Placement:
     replay: torch.device
     ahead: bool
     """Whether collecting goes on while the learner learns."""
-    unasked: bool
+    capturable: bool
     """Whether bursts of updates never ask the host, so that they can be recorded."""
     notes: tuple[str, ...] = ()
 
@@ -75,15 +75,15 @@ class Placement:
             )
         if config.engine == "device":
             _refuse_other_replay(config, spec, device)
-            return cls(device, device, ahead=False, unasked=has_streams(device))
+            return cls(device, device, ahead=False, capturable=has_streams(device))
         on_pipeline = config.engine == "pipeline"
         replay, why = _place_replay(config, spec, device if on_pipeline else torch.device("cpu"))
         ahead = on_pipeline and not config.lockstep and (in_background or device.type != "cpu")
         notes = [why] if why else []
         if on_pipeline and not config.lockstep and not ahead:
             notes.append("collecting in turn with learning: these envs need the same interpreter")
-        unasked = on_pipeline and has_streams(device)
-        if on_pipeline and device.type != "cpu" and not unasked:
+        capturable = on_pipeline and has_streams(device)
+        if on_pipeline and device.type != "cpu" and not capturable:
             notes.append(f"updates are not recorded: torch queues nothing on {device.type}")
         in_a_thread = ahead or (on_pipeline and config.lockstep)
         if not in_a_thread and config.inference_device != "auto":
@@ -91,10 +91,10 @@ class Placement:
                 f"inference_device '{config.inference_device}' is for a pipeline that collects "
                 "while it learns; here the learner's network acts, so leave it out"
             )
-        if unasked and config.prioritized_replay and replay.type == "cpu":
-            unasked = False
+        if capturable and config.prioritized_replay and replay.type == "cpu":
+            capturable = False
             notes.append("updates are not recorded: priorities are kept on the host")
-        return cls(device, replay, ahead, unasked, tuple(notes))
+        return cls(device, replay, ahead, capturable, tuple(notes))
 
 
 def _refuse_other_replay(config: Config, spec: EnvSpec, device: torch.device) -> None:

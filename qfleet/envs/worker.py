@@ -15,7 +15,7 @@ CLOSE    –                                       none: the process ends
 =======  ======================================  =================================================
 
 A reply is empty, or JSON with ``faults`` (survived ones, for ``on_fault``) and ``error`` (the text
-of one that was not). The first reply, unasked, says that the process is up.
+of one that was not). The first reply, capturable, says that the process is up.
 """
 
 from __future__ import annotations

@@ -39,11 +39,11 @@ class Ring:
         device: torch.device,
         directory: Path | None = None,
         compression: Compression = "none",
-        unasked: bool = False,
+        capturable: bool = False,
     ) -> None:
         """``capacity`` counts transitions over all envs; ``directory`` keeps them in files there.
 
-        ``unasked``: ``sample`` never asks the host, so whoever samples has asked ``can_sample``;
+        ``capturable``: ``sample`` never asks the host, so whoever samples has asked ``can_sample``;
         the sampler must be made so too.
 
         The sampler's generator must live on ``device``.
@@ -72,8 +72,8 @@ class Ring:
             self.close()
             raise
         self.device = device
-        self._unasked = unasked
-        if unasked:
+        self._unasked = capturable
+        if capturable:
             # Bursts are recorded while the ring is empty; what they read must do as indices.
             for column in (self._action, self._reward, self._flags):
                 column.zero_()

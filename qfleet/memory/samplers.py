@@ -4,7 +4,7 @@ In: the window of rows whose starts are old enough (and not too old) to sample, 
 some of them out, and, when prioritised, the last error of each sample.
 Out: flat indices (row × envs + env) and importance weights.
 
-A sampler made ``unasked`` draws without ever asking the host for a value, so that its draws can be
+A sampler made ``capturable`` draws without ever asking the host for a value, so that its draws can be
 recorded into a graph; what depends on the window is then kept in tensors.
 """
 
@@ -76,7 +76,7 @@ class Sampler(Protocol):
 
 
 CANDIDATES = 16
-"""Draws per sample that an unasked sampler makes at once, to take the first that is no SKIP."""
+"""Draws per sample that an capturable sampler makes at once, to take the first that is no SKIP."""
 LEAST_CANDIDATES = 4096
 """Of all samples together: so many are never all SKIP while anything can be sampled at all."""
 
@@ -84,9 +84,9 @@ LEAST_CANDIDATES = 4096
 class UniformSampler:
     """Every eligible start is equally likely: draw from the window, redraw what is SKIP."""
 
-    def __init__(self, generator: torch.Generator, unasked: bool = False) -> None:
+    def __init__(self, generator: torch.Generator, capturable: bool = False) -> None:
         """``generator`` must live on the device of the ring."""
-        self._generator, self._unasked = generator, unasked
+        self._generator, self._unasked = generator, capturable
         # As a tensor: wrapping a Python number costs more than the operation on it.
         self._skip = torch.tensor(SKIP, dtype=torch.uint8, device=generator.device)
         self._window = Window(0, 0)
@@ -197,10 +197,10 @@ class PrioritizedSampler:
         eps: float,
         device: torch.device,
         generator: torch.Generator,
-        unasked: bool = False,
+        capturable: bool = False,
     ) -> None:
         """``generator`` must live on ``device``."""
-        self._unasked = unasked
+        self._unasked = capturable
         self._find = Compilable(self._find_leaves, is_sized=True)
         self._reweigh = Compilable(self._set_leaves)
         self._rows, self._num_envs = capacity_rows, num_envs

@@ -20,7 +20,7 @@ _POLICIES = ("best", ".old-best", "agents")
 
 def check_vacant(path: Path) -> None:
     """Refuse a folder that holds a run, unless that run came to nothing."""
-    if not (path / CONFIG).exists() or came_to_nothing(path):
+    if not (path / CONFIG).exists() or has_no_progress(path):
         return
     if has_checkpoint(path / "checkpoints"):
         mend = f"continue it with: qfleet resume {path}"
@@ -29,7 +29,7 @@ def check_vacant(path: Path) -> None:
     raise ConfigError(f"run folder '{path}' holds a run already; {mend}")
 
 
-def came_to_nothing(path: Path) -> bool:
+def has_no_progress(path: Path) -> bool:
     """Whether a run was started here that left no step, no policy and no checkpoint."""
     try:
         # A run makes this file, empty, before any other: without it, these files are not a run's.
@@ -47,5 +47,5 @@ def came_to_nothing(path: Path) -> bool:
 
 def how_to_start_anew(path: Path) -> str:
     """The command for a run that has no checkpoint: here, or where its curves have to stay."""
-    where = f" --run-dir {path}" if came_to_nothing(path) else ""
+    where = f" --run-dir {path}" if has_no_progress(path) else ""
     return f"qfleet train --config {path / CONFIG}{where}"

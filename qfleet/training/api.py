@@ -34,7 +34,7 @@ from qfleet.telemetry.runs import (
 )
 from qfleet.training import resize_request
 from qfleet.training.result import Result
-from qfleet.training.run import Callback, Run, Sitting
+from qfleet.training.run import Callback, Run, RunOptions
 
 RUNS = Path("runs")
 
@@ -92,15 +92,19 @@ def train(
     config: Config | None = None,
     run_dir: Path | str | None = None,
     name: str | None = None,
-    sitting: Sitting | None = None,
+    options: RunOptions | None = None,
+    sitting: RunOptions | None = None,
     callbacks: Sequence[Callback] = (),
     **fields: Any,
 ) -> Trained:
-    """Train one agent. ``fields`` are fields of Config by name; ``config`` sets all at once."""
+    """Train one agent. ``fields`` are fields of Config by name; ``config`` sets all at once.
+
+    ``sitting`` is the former name of ``options``.
+    """
     config = _configure(env, algo, preset, config, fields)
     folder = _folder(config, run_dir, name)
     with _removed_if_refused(folder):
-        run = Run(config, folder, sitting or Sitting(), callbacks)
+        run = Run(config, folder, options or sitting or RunOptions(), callbacks)
     return _go(run)
 
 
@@ -113,7 +117,8 @@ def train_seeds(
     config: Config | None = None,
     run_dir: Path | str | None = None,
     name: str | None = None,
-    sitting: Sitting | None = None,
+    options: RunOptions | None = None,
+    sitting: RunOptions | None = None,
     callbacks: Sequence[Callback] = (),
     **fields: Any,
 ) -> TrainedSeeds:
@@ -135,7 +140,7 @@ def train_seeds(
     for seed in seeds:
         one = config.replace(seed=seed)
         with _removed_if_refused(folder):
-            run = Run(one, folder / f"seed-{seed}", sitting or Sitting(), callbacks)
+            run = Run(one, folder / f"seed-{seed}", options or sitting or RunOptions(), callbacks)
         runs.append(_go(run))
         if runs[-1].interrupted_by is not None:
             break
@@ -152,7 +157,8 @@ def resume(
     address: str | None = None,
     replay_dir: str | None = None,
     track: Literal["none", "wandb", "mlflow"] | None = None,
-    sitting: Sitting | None = None,
+    options: RunOptions | None = None,
+    sitting: RunOptions | None = None,
     callbacks: Sequence[Callback] = (),
     trust: bool = False,
 ) -> Trained:
@@ -195,7 +201,7 @@ def resume(
         raise ConfigError(
             f"'{folder}' has done all its {checkpoint.env_steps} steps; --steps N sets a new total"
         )
-    runner = Run(config, folder, sitting or Sitting(), callbacks, checkpoint)
+    runner = Run(config, folder, options or sitting or RunOptions(), callbacks, checkpoint)
     for alert in alerts:
         runner.alert(alert)
     return _go(runner)

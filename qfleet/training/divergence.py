@@ -21,7 +21,7 @@ EXPLODING_LOGS = 3
 """Consecutive log intervals of exploding Q-values after which a run, or an agent, is given up."""
 
 
-class Watch:
+class DivergenceGuard:
     def __init__(self, config: Config, faults: FaultLog, folder: Path) -> None:
         self._config, self._faults, self._folder = config, faults, folder
         self._skipped = [0] * config.population

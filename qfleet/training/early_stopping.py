@@ -19,7 +19,7 @@ class Verdict(NamedTuple):
     """Whether the learning rate is to be lowered."""
 
 
-class Judge:
+class EarlyStopping:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.best_return: float | None = None

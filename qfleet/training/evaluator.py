@@ -17,7 +17,7 @@ MOST_ENVS = 16
 """Environments on the host that play an evaluation side by side."""
 
 
-class Examiner:
+class Evaluator:
     """Environments on the host are made when they are first needed, and kept."""
 
     def __init__(self) -> None:

@@ -84,7 +84,7 @@ def agreed(workers: int) -> str:
     return f"{several(workers)} from now on"
 
 
-def heed(folder: Path, resize: Callable[[int], None]) -> str | None:
+def handle(folder: Path, resize: Callable[[int], None]) -> str | None:
     """Do what somebody wishes, if anybody does; what to tell of it."""
     wish = folder / FILE
     try:

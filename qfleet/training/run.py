@@ -41,22 +41,22 @@ from qfleet.telemetry.trace import Trace, merge_lanes, write_chrome_trace
 from qfleet.telemetry.writers import Writers, drop_metrics_beyond
 from qfleet.training import resize_request, tournament
 from qfleet.training.best_policy import save_best
-from qfleet.training.divergence import Watch
-from qfleet.training.early_stopping import Judge
-from qfleet.training.evaluator import Examiner
+from qfleet.training.divergence import DivergenceGuard
+from qfleet.training.early_stopping import EarlyStopping
+from qfleet.training.evaluator import Evaluator
 from qfleet.training.result import Result, learning_scalars, make_result, pipeline_scalars
 from qfleet.training.stage_rates import Stages, measure_stages
 from qfleet.training.standings import Standings
 
 
 @dataclass(frozen=True)
-class Sitting:
-    """How this sitting goes. Never part of the experiment: it changes no schedule."""
+class RunOptions:
+    """How one invocation runs. Not part of the experiment: it changes no schedule."""
 
     stop_after: int | None = None
     """Stop once this many env steps are done in total; `qfleet resume` goes on."""
     max_wall_s: float | None = None
-    """Stop once this sitting has lasted this long; `qfleet resume` goes on."""
+    """Stop after this many seconds; `qfleet resume` goes on."""
     display: Literal["live", "plain", "silent"] = "silent"
     """How progress is shown."""
     trace: bool = False
@@ -87,14 +87,14 @@ class Run:
         self,
         config: Config,
         folder: Path,
-        sitting: Sitting,
+        options: RunOptions,
         callbacks: Sequence[Callback] = (),
         checkpoint: Checkpoint | None = None,
     ) -> None:
         config, self._chosen = settle(validate(config))
         self.config, self.folder = config, folder
-        self._sitting, self._callbacks = sitting, callbacks
-        self._progress = Progress(config.steps, mode=sitting.display)
+        self._options, self._callbacks = options, callbacks
+        self._progress = Progress(config.steps, mode=options.display)
         self._faults = FaultLog(notify=self._progress.message)
         # First of all: whoever runs here already must not lose a byte to us.
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,23 +116,23 @@ class Run:
         agents = checkpoint.parts.get("agents") if checkpoint is not None else None
         members = None if agents is None else agents["members"]
         try:
-            self._trace = Trace() if sitting.trace else None
+            self._trace = Trace() if options.trace else None
             self.parts: Parts = build(config, self._faults, restarted_at, self._trace, members)
         except BaseException:
             self._torch_settings.restore()
             self._lock.close()
             raise
-        self._examiner = Examiner()
+        self._evaluator = Evaluator()
         self._marks = {"log": 0, "eval": 0, "checkpoint": 0, "round": 0}
         self._standings = Standings(config.population)
         self._going_on: list[int] | None = None
         """Agents that go on in a smaller batch, once the engine has let go of this one."""
         self.evaluation: Evaluation | None = None
         self._evaluated_at = -1
-        self._judge = Judge(config)
-        self._watch = Watch(config, self._faults, folder)
+        self._early_stopping = EarlyStopping(config)
+        self._divergence = DivergenceGuard(config, self._faults, folder)
         self._learning_since: tuple[float, int] | None = None
-        """When this sitting's first update was made: time and env steps."""
+        """Time and env steps of this invocation's first update."""
         self._aside_s = 0.0
         """Seconds spent on evaluations and checkpoints since then."""
         self._end_to_end = 0.0
@@ -155,7 +155,7 @@ class Run:
                     ) from None
                 raise
 
-    # --- the sitting ------------------------------------------------------------------------
+    # --- from start to result ------------------------------------------------------------------
 
     def go(self) -> Result:
         """Train until something says stop; leaves a result, and a checkpoint unless it failed."""
@@ -228,7 +228,7 @@ class Run:
 
     def close(self) -> None:
         self.parts.close()
-        self._examiner.close()
+        self._evaluator.close()
         self._torch_settings.restore()
         self._lock.close()
 
@@ -245,7 +245,7 @@ class Run:
         self._faults("alert", message)
 
     def _tell(self, notes: Sequence[str | None]) -> None:
-        if self._sitting.display != "silent":
+        if self._options.display != "silent":
             for note in filter(None, notes):
                 self._progress.message(note)
 
@@ -266,7 +266,7 @@ class Run:
         """Asked by the engine whenever no update is owed: do what is due, then decide."""
         clock, config = self.parts.clock, self.config
         if self.parts.fleet is not None:
-            self._tell([resize_request.heed(self.folder, self.parts.fleet.resize)])
+            self._tell([resize_request.handle(self.folder, self.parts.fleet.resize)])
         if self._learning_since is None and clock.updates > 0:
             self._learning_since = (time.monotonic(), clock.env_steps)
             self._aside_s = 0.0
@@ -297,7 +297,9 @@ class Run:
             return
         self._take_episodes()
         if self.config.pbt_interval:
-            lines = tournament.exploit(self.parts, self._standings, self._watch.bad(self.parts))
+            lines = tournament.exploit(
+                self.parts, self._standings, self._divergence.bad(self.parts)
+            )
             tournament.append_lines(self.folder, lines)
             return
         if self._evaluated_at != self.parts.clock.env_steps:
@@ -305,7 +307,7 @@ class Run:
         if self._evaluated_at != self.parts.clock.env_steps or self._stop is not None:
             self._marks["round"] = mark
             return
-        bad = self._watch.bad(self.parts)
+        bad = self._divergence.bad(self.parts)
         self._going_on = tournament.better_half(self.parts, self._standings, bad)
         line = tournament.stop_others(self.parts, self._standings, self._going_on)
         tournament.append_lines(self.folder, [line])
@@ -327,21 +329,21 @@ class Run:
         return True
 
     def _reason_to_stop(self) -> str | None:
-        sitting = self._sitting
+        options = self._options
         if self._signal is not None:
             return signal.Signals(self._signal).name
         if self.parts.clock.env_steps >= self.config.steps:
             return "steps"
-        if sitting.stop_after is not None and self.parts.clock.env_steps >= sitting.stop_after:
+        if options.stop_after is not None and self.parts.clock.env_steps >= options.stop_after:
             return "stop_after"
         if self._is_out_of_time():
             return "max_wall"
         return None
 
     def _is_out_of_time(self) -> bool:
-        """Whether someone waits for this sitting to end: a signal or the wall clock."""
+        """Return whether a signal or the time limit asks this run to stop."""
         elapsed_s = time.monotonic() - self._started_s
-        limit_s = self._sitting.max_wall_s
+        limit_s = self._options.max_wall_s
         return self._signal is not None or (limit_s is not None and elapsed_s >= limit_s)
 
     def _take_episodes(self) -> None:
@@ -374,14 +376,14 @@ class Run:
         if self.evaluation is not None:
             scalars["eval/mean_reward"] = self.evaluation.mean
         self._progress.update(clock.env_steps, scalars, shares)
-        self._watch.look(self.parts, metrics)
+        self._divergence.look(self.parts, metrics)
         if not self._call("on_log", scalars):
             self._stop = "callback"
 
     def _evaluate(self, record: bool) -> None:
         """Play the greedy policy. ``record`` False only reports: it decides nothing."""
         config, clock = self.config, self.parts.clock
-        evaluation = self._examiner.play(self.parts, self._is_out_of_time)
+        evaluation = self._evaluator.play(self.parts, self._is_out_of_time)
         if evaluation is None:
             return
         self.evaluation, self._evaluated_at = evaluation, clock.env_steps
@@ -398,7 +400,7 @@ class Run:
                 **self._standings.evaluation_scalars(members),
             },
         )
-        verdict = self._judge.weigh(evaluation.mean)
+        verdict = self._early_stopping.weigh(evaluation.mean)
         self._stop = verdict.stop or self._stop
         save_best(self.folder, self.parts, self._standings, better, self._faults)
         if verdict.lower_rate:
@@ -418,7 +420,7 @@ class Run:
             reason = self._stop
             self._evaluate(record=complete)
             self._stop = reason
-        if self._judge.best_return is None and self.evaluation is not None:
+        if self._early_stopping.best_return is None and self.evaluation is not None:
             members = self.parts.members
             save_best(self.folder, self.parts, self._standings, members, self._faults)
         self._checkpoint()
@@ -436,13 +438,13 @@ class Run:
         except EnvironmentFault:
             return
         self._final = dataclasses.replace(self._final, rates=self.stages.as_dict())
-        if self._sitting.display != "silent":
+        if self._options.display != "silent":
             self._progress.message(self.stages.table())
 
     # --- what is kept -----------------------------------------------------------------------
 
     def _checkpoint(self) -> None:
-        if self._watch.bad(self.parts) == set(self.parts.members):
+        if self._divergence.bad(self.parts) == set(self.parts.members):
             return  # never let a diverged checkpoint push a good one out
         try:
             save_checkpoint(
@@ -472,8 +474,8 @@ class Run:
                 "updates": parts.clock.updates,
                 "marks": self._marks,
                 "standings": self._standings.state_dict(),
-                "watch": self._watch.state_dict(),
-                "judge": self._judge.state_dict(),
+                "watch": self._divergence.state_dict(),
+                "judge": self._early_stopping.state_dict(),
                 "evaluation": None
                 if self.evaluation is None
                 else dataclasses.asdict(self.evaluation),
@@ -492,9 +494,9 @@ class Run:
         parts.memory.load_state_dict(state["memory"])
         if parts.agents is not None:
             parts.agents.load_state_dict(state["agents"])
-        self._judge.load_state_dict(own["judge"])
+        self._early_stopping.load_state_dict(own["judge"])
         self._standings.load_state_dict(own["standings"])
-        self._watch.load_state_dict(own["watch"])
+        self._divergence.load_state_dict(own["watch"])
         if not parts.collector.load_state_dict(state["actor"], parts.clock.env_steps):
             parts.memory.end_open_episodes()
             self._progress.message(
@@ -518,17 +520,17 @@ class Run:
         except CheckpointError:
             return
         if kept is not None:
-            best = self._judge.best_return
+            best = self._early_stopping.best_return
             best = kept if best is None else max(kept, best)
             # Envs of a population always go on where they were: this is a run of one agent.
-            self._judge.best_return = self._standings.agents[0].best = best
+            self._early_stopping.best_return = self._standings.agents[0].best = best
 
     def _result(self) -> Result:
         return make_result(
             self.parts,
             wall_s=self.wall_s(),
             evaluation=self.evaluation,
-            best_return=self._judge.best_return,
+            best_return=self._early_stopping.best_return,
             standings=self._standings,
             stopped_by=self._stop or "steps",
         )

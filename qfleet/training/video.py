@@ -28,7 +28,9 @@ BOARD_PIXELS = 32
 """Side of a cell of a board."""
 
 
-def film(policy: Policy, out: Path, seed: int, max_frames: int, fps: int) -> tuple[int, float]:
+def record_video(
+    policy: Policy, out: Path, seed: int, max_frames: int, fps: int
+) -> tuple[int, float]:
     """Write one episode (at most ``max_frames`` long); returns its frames and its return."""
     if out.suffix not in SUFFIXES:
         raise ConfigError(f"cannot write '{out}'; a film ends in {' or '.join(SUFFIXES)}")

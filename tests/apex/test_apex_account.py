@@ -9,7 +9,7 @@ import pytest
 
 from qfleet.engines.actors import remote_actor
 from qfleet.engines.actors.account import Account
-from qfleet.engines.actors.block_messages import seal
+from qfleet.engines.actors.block_messages import encode
 from qfleet.engines.actors.messages import News, Order, Report, Tally
 from qfleet.engines.actors.remote_actor import RemoteActor
 from qfleet.engines.actors.shard import ReplayShard
@@ -150,7 +150,7 @@ def test_without_a_trace_no_span_travels() -> None:
 def test_a_shard_counts_what_it_received_and_gave() -> None:
     config = small(workers=1, buffer_size=100, prioritized_replay=True)
     shard = ReplayShard(config, SPEC, [0])
-    letter = seal(random_block(10, 2, 4), 0, 0, 0, 3, None, "none")
+    letter = encode(random_block(10, 2, 4), 0, 0, 0, 3, None, "none")
     tally = shard.insert(letter).tally
     assert tally[:4] == (20, 0, letter.nbytes, 0)
     news = News(0, np.array([3, 4]), np.ones(2, np.float32))
@@ -164,7 +164,7 @@ def test_a_shard_counts_what_it_received_and_gave() -> None:
 def test_what_compression_saved_is_known_from_the_letter() -> None:
     block = random_block(7, 2, 1, FRAMES)
     block.obs.zero_()
-    plain, packed = seal(block, 0, 0, 0, 3, None, "none"), seal(block, 0, 0, 0, 3, None, "lz4")
+    plain, packed = encode(block, 0, 0, 0, 3, None, "none"), encode(block, 0, 0, 0, 3, None, "lz4")
     assert packed.nbytes < plain.nbytes
     assert packed.plain_nbytes == plain.plain_nbytes == plain.nbytes
 

@@ -32,7 +32,7 @@ from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint, save_ch
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import FleetAccount
 from qfleet.telemetry.fleet_table import fleet_lines
-from qfleet.training.run import Run, Sitting
+from qfleet.training.run import Run, RunOptions
 from support.in_process_cluster import Handle, OneProcess, small
 from support.messages import says
 
@@ -91,7 +91,7 @@ def test_a_run_goes_through_and_says_what_it_cost(
     fields: dict[str, Any], clusters: list[OneProcess], tmp_path: Path
 ) -> None:
     config = small(**fields)
-    result = Run(config, tmp_path / "run", Sitting()).go()
+    result = Run(config, tmp_path / "run", RunOptions()).go()
     assert result.stopped_by == "steps"
     assert result.env_steps >= 400
     # (400 − 40) / 4, to within the last block.
@@ -127,7 +127,7 @@ def test_a_run_goes_through_and_says_what_it_cost(
 def test_the_table_is_shown_and_the_trace_has_a_lane_for_the_learner_and_every_actor(
     clusters: list[OneProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Run(small(), tmp_path / "run", Sitting(display="plain", trace=True)).go()
+    Run(small(), tmp_path / "run", RunOptions(display="plain", trace=True)).go()
     told = capsys.readouterr()
     lines = (told.out + told.err).splitlines()
     assert "fleet         2 actors, 1 shard, 1 host" in lines
@@ -370,7 +370,7 @@ def test_the_learner_has_the_precision_that_was_asked_for(
 ) -> None:
     """As on an accelerator; the CPU stands in for one."""
     host = torch.device("cpu")
-    place = Placement(host, host, ahead=False, unasked=False)
+    place = Placement(host, host, ahead=False, capturable=False)
     monkeypatch.setattr(Placement, "of", lambda *_, **__: place)
     torch.set_float32_matmul_precision("medium")
     with built(small(precision=precision)) as parts:
@@ -395,7 +395,7 @@ def test_checkpoints_hold_the_rings_and_servers_may_change(
 ) -> None:
     folder = tmp_path / "run"
     config = small(servers=2, prioritized_replay=True)
-    Run(config, folder, Sitting(stop_after=200)).go()
+    Run(config, folder, RunOptions(stop_after=200)).go()
     (step,) = list_checkpoints(folder / "checkpoints")[-1:]
     checkpoint = load_checkpoint(folder / "checkpoints")
     assert checkpoint.env_steps == step
@@ -460,7 +460,7 @@ def test_another_number_of_actors_is_refused_and_both_are_named(
     clusters: list[OneProcess], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    Run(small(), folder, Sitting(stop_after=200)).go()
+    Run(small(), folder, RunOptions(stop_after=200)).go()
     checkpoint = load_checkpoint(folder / "checkpoints")
     with (
         built(small(workers=3)) as parts,
@@ -478,7 +478,7 @@ def test_a_resumed_run_goes_on_with_new_episodes(
     clusters: list[OneProcess], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    Run(small(), folder, Sitting(stop_after=200)).go()
+    Run(small(), folder, RunOptions(stop_after=200)).go()
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"servers": 1', '"servers": 2'))
     resumed = qfleet.resume(folder)
@@ -495,7 +495,7 @@ def test_a_resumed_run_goes_on_with_new_episodes(
 def test_a_shard_that_dies_while_it_is_saved_costs_the_checkpoint_only(
     clusters: list[OneProcess], tmp_path: Path
 ) -> None:
-    run = Run(small(), tmp_path / "run", Sitting(stop_after=250))
+    run = Run(small(), tmp_path / "run", RunOptions(stop_after=250))
     state_dict = run.parts.memory.state_dict
     calls: list[int] = []
 

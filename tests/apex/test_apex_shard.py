@@ -8,7 +8,7 @@ import torch
 
 from qfleet.config.config import Config
 from qfleet.core.types import SKIP, Block, EnvSpec
-from qfleet.engines.actors.block_messages import Letter, seal, unseal
+from qfleet.engines.actors.block_messages import BlockMessage, decode, encode
 from qfleet.engines.actors.messages import News
 from qfleet.engines.actors.shard import ReplayShard
 from qfleet.memory.ring import Ring
@@ -24,9 +24,9 @@ def letter_of(
     life: int = 0,
     priority: np.ndarray[tuple[int, int], np.dtype[np.float32]] | None = None,
     compression: str = "none",
-) -> Letter:
+) -> BlockMessage:
     assert compression in ("none", "lz4")
-    return seal(block, 0, life, start, 3, priority, compression)  # type: ignore[arg-type]
+    return encode(block, 0, life, start, 3, priority, compression)  # type: ignore[arg-type]
 
 
 def part(block: Block, start: int, stop: int) -> Block:
@@ -51,7 +51,7 @@ def test_a_letter_holds_what_was_sealed(compression: str) -> None:
     expected = [getattr(block, name).clone() for name in ("obs", "action", "reward", "flags")]
     block.obs.zero_()  # the actor fills the same memory again
     block.reward.zero_()
-    back = unseal(letter)
+    back = decode(letter)
     for name, column in zip(("obs", "action", "reward", "flags"), expected, strict=True):
         assert torch.equal(getattr(back, name), column), name
         assert getattr(back, name).dtype == column.dtype
@@ -70,7 +70,7 @@ def test_compressed_letters_of_plain_frames_are_smaller() -> None:
 def test_actions_beyond_a_byte_survive() -> None:
     block = random_block(3, 2, 1)
     block.action[0, 0] = 300
-    assert int(unseal(seal(block, 0, 0, 0, 1000, None, "none")).action[0, 0]) == 300
+    assert int(decode(encode(block, 0, 0, 0, 1000, None, "none")).action[0, 0]) == 300
 
 
 def test_rows_that_come_in_pieces_are_sampled_as_if_they_had_come_at_once() -> None:

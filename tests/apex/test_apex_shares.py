@@ -11,7 +11,7 @@ import torch
 from qfleet.config.config import Config
 from qfleet.core.types import SKIP
 from qfleet.engines.actors.account import Account
-from qfleet.engines.actors.block_messages import seal
+from qfleet.engines.actors.block_messages import encode
 from qfleet.engines.actors.replay import FarBlock, ShardedReplay
 from qfleet.engines.actors.shard import ReplayShard
 from qfleet.engines.actors.shares import Holding, allot, relative_rarity, shares_of
@@ -41,7 +41,7 @@ def insert(
 ) -> None:
     envs = block.action.shape[1]
     fields = {"life": 0, "priority": None, "compression": "none", **more}
-    letter = seal(block, actor, start=start, num_actions=SPEC.num_actions, **fields)
+    letter = encode(block, actor, start=start, num_actions=SPEC.num_actions, **fields)
     far = FarBlock.of(SPEC, block.rows, envs, 0, actor, cluster.put(letter))
     replay.extend(far)
 

@@ -10,7 +10,7 @@ from qfleet.agent.schedules import own_ladder
 from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.algorithms.objective import Samples
-from qfleet.engines.actors.block_messages import unseal
+from qfleet.engines.actors.block_messages import decode
 from qfleet.engines.actors.messages import Order
 from qfleet.engines.actors.remote_actor import RemoteActor, actor_seed
 from qfleet.engines.actors.shard import ReplayShard
@@ -71,7 +71,7 @@ def test_weights_and_their_version_come_with_the_order() -> None:
     assert torch.equal(actor._weights.data, flat.data)
     assert (report.rows, report.version, letter.version) == (5, 17, 17)
     assert report.letter_bytes == letter.nbytes > 0
-    block = unseal(letter)
+    block = decode(letter)
     chosen = network.q_values(block.obs.view(-1, 4)).argmax(1)
     assert torch.equal(chosen, block.action.view(-1))
     # Without weights it goes on with those that it has.
@@ -98,8 +98,8 @@ def test_first_priorities_are_the_learners_errors_of_the_same_rows(head: str) ->
         samples = Samples(batch.obs, batch.action, batch.reward, batch.discount, batch.next_obs)
         network, objective = actor._network, make_objective(config, HOST, 0)
         with torch.no_grad():
-            outlook = objective.outlook(samples, network)
-            target = objective.target(samples, outlook, network, network)
+            target_terms = objective.target_terms(samples, network)
+            target = objective.target(samples, target_terms, network, network)
             prediction = objective.predict(samples.obs, network)
             expected = objective.loss(prediction, samples.action, network, target).priority
         np.testing.assert_allclose(letter.priority.reshape(-1), expected.numpy(), rtol=1e-5)

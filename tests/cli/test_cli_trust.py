@@ -1,4 +1,4 @@
-"""A stored configuration joins no cluster, writes no files elsewhere and tracks nothing unasked."""
+"""A stored configuration joins no cluster, writes no files elsewhere and tracks nothing capturable."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from qfleet.engines.registry import build
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
 from qfleet.training import stage_rates
-from qfleet.training.run import Sitting
+from qfleet.training.run import RunOptions
 from support.messages import says
 from support.runs import assert_equal, configure, final_state, leaves, resume, train
 
@@ -306,7 +306,7 @@ def test_a_run_that_worked_ahead_resumes_with_new_episodes_and_says_so(
     (stopped,) = list_checkpoints(folder / "checkpoints")
     assert stopped == 300
     capsys.readouterr()
-    qfleet.resume(folder, sitting=Sitting(display="plain"))
+    qfleet.resume(folder, options=RunOptions(display="plain"))
     told = " ".join(capsys.readouterr().err.split())
     assert "open episodes were cut" in told
     result = result_of(folder)

@@ -71,14 +71,14 @@ import json, os, signal, sys
 from pathlib import Path
 from qfleet.callbacks import Callback
 from qfleet.config import Config
-from qfleet.run import Run, Sitting
+from qfleet.run import Run, RunOptions
 
 class Die(Callback):
     def on_log(self, run, scalars):
         if run.parts.clock.env_steps >= int(sys.argv[2]):
             os.kill(os.getpid(), signal.SIGKILL)
 
-Run(Config(**json.loads(sys.argv[3])), Path(sys.argv[1]), Sitting(), [Die()]).go()
+Run(Config(**json.loads(sys.argv[3])), Path(sys.argv[1]), RunOptions(), [Die()]).go()
 """
 
 

@@ -16,7 +16,7 @@ import qfleet
 from qfleet.config.config import Config
 from qfleet.core.types import FIRST, SKIP
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
-from qfleet.training.run import Sitting
+from qfleet.training.run import RunOptions
 from support.runs import STEPS, assert_same_run, configure, final_state, resume, train
 from support.waiting import PHASE_S, deadline
 
@@ -86,7 +86,7 @@ def test_where_an_env_cannot_give_its_state_its_episode_is_cut_and_told(
     folder = tmp_path / "run"
     config = configure("support.stateless_envs:StatelessEnv", buffer_size=1000, max_episode_steps=0)
     train(config, folder, stop_after=300)
-    qfleet.resume(folder, sitting=Sitting(display="plain"), trust=True)
+    qfleet.resume(folder, options=RunOptions(display="plain"), trust=True)
     assert "open episodes were cut" in capsys.readouterr().err
     memory = load_checkpoint(folder / "checkpoints", STEPS).parts["memory"]
     flags, frames = memory["flags"], torch.cat(memory["frames"].tensors)[:, 0]
@@ -105,7 +105,7 @@ import json, os, signal, sys
 from pathlib import Path
 from qfleet.callbacks import Callback
 from qfleet.config import Config
-from qfleet.run import Run, Sitting
+from qfleet.run import Run, RunOptions
 from qfleet.core import files
 
 class Die(Callback):
@@ -120,7 +120,7 @@ def die_in_the_second_checkpoint(name):
 folder, where = Path(sys.argv[1]), sys.argv[2]
 if where == "in a checkpoint":
     files.write_point = die_in_the_second_checkpoint
-Run(Config(**json.loads(sys.argv[3])), folder, Sitting(), [Die()]).go()
+Run(Config(**json.loads(sys.argv[3])), folder, RunOptions(), [Die()]).go()
 """
 
 

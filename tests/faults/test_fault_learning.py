@@ -14,7 +14,7 @@ from qfleet.core.errors import DivergedError, FaultRateError
 from qfleet.core.types import Batch
 from qfleet.memory.ring import Ring
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
-from qfleet.training.run import Sitting
+from qfleet.training.run import RunOptions
 from support.faulty_envs import TINY, faulty, result_of
 from support.messages import holds, says
 
@@ -57,7 +57,7 @@ def test_skips_are_counted_once_across_a_resume(
 ) -> None:
     poison(monkeypatch, lambda drawn: drawn in (20, 50, 120))
     folder = tmp_path / "run"
-    qfleet.train("CartPole-v1", **TINY, run_dir=folder, sitting=Sitting(stop_after=350))
+    qfleet.train("CartPole-v1", **TINY, run_dir=folder, options=RunOptions(stop_after=350))
     assert result_of(folder)["faults"] == {"gradient": 2}
     assert qfleet.resume(folder).result.faults == {"gradient": 3}
 
@@ -83,7 +83,7 @@ def test_exploding_values_raise_the_alarm_then_stop_at_the_last_good_checkpoint(
         "buffer_size": 300,
     }
     with pytest.raises(DivergedError) as caught:
-        qfleet.train(**asked, run_dir=folder, sitting=Sitting(display="plain"))
+        qfleet.train(**asked, run_dir=folder, options=RunOptions(display="plain"))
     assert holds(str(caught.value), "checkpoint", "200", "--max-abs-q", "1e+07")
     assert "exploding_q" in capsys.readouterr().err
     result = result_of(folder)

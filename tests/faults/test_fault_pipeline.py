@@ -21,7 +21,7 @@ from qfleet.core.errors import EnvironmentFault, FaultRateError
 from qfleet.core.types import FIRST, SKIP
 from qfleet.engines import placement
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
-from qfleet.training.run import Sitting
+from qfleet.training.run import RunOptions
 from support.faulty_envs import TINY, FaultyEnv, faulty, result_of
 from support.messages import says
 from support.processes import children_of, count_lines, is_alive, needs_proc, start_qfleet
@@ -186,7 +186,7 @@ def test_ctrl_c_ends_a_pipeline_in_good_order(tmp_path: Path) -> None:
     assert list_checkpoints(folder / "checkpoints") == [result["env_steps"]]
     wait_until(lambda: not any(map(is_alive, processes)), "the end of the processes")
     more = result["env_steps"] + 100
-    resumed = qfleet.resume(folder, sitting=Sitting(stop_after=more))
+    resumed = qfleet.resume(folder, options=RunOptions(stop_after=more))
     assert resumed.result.env_steps >= more
     assert resumed.result.stopped_by == "stop_after"
     rows = [json.loads(line)["env_steps"] for line in metrics.open()]

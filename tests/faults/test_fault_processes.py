@@ -16,7 +16,7 @@ import qfleet
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import FIRST, SKIP
 from qfleet.storage.checkpoint import load_checkpoint
-from qfleet.training.run import Sitting
+from qfleet.training.run import RunOptions
 from support.faulty_envs import TINY, FaultyEnv, result_of
 from support.messages import holds
 from support.waiting import deadline
@@ -92,7 +92,7 @@ def test_envs_in_processes_resume_in_mid_episode(tmp_path: Path) -> None:
     """Bit for bit, as those in the run's own process do."""
     whole = qfleet.train("CartPole-v1", **IN_PROCESSES, run_dir=tmp_path / "whole")
     halves = tmp_path / "halves"
-    qfleet.train("CartPole-v1", **IN_PROCESSES, run_dir=halves, sitting=Sitting(stop_after=300))
+    qfleet.train("CartPole-v1", **IN_PROCESSES, run_dir=halves, options=RunOptions(stop_after=300))
     resumed = qfleet.resume(halves)
     assert resumed.result.env_steps == whole.result.env_steps == 600
     parts = [load_checkpoint(folder / "checkpoints").parts for folder in (whole.folder, halves)]

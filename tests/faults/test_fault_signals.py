@@ -14,7 +14,7 @@ import pytest
 import qfleet
 from qfleet.core import signals
 from qfleet.storage.checkpoint import list_checkpoints
-from qfleet.training.run import Sitting
+from qfleet.training.run import RunOptions
 from support.faulty_envs import result_of
 from support.processes import children_of, count_lines, is_alive, needs_proc, start_qfleet
 from support.waiting import PHASE_S, deadline, finish, wait_until
@@ -54,7 +54,7 @@ def test_a_signal_ends_a_run_in_good_order(
     assert set(result["faults"]) <= ({"env_process"} if number == signal.SIGTERM else set())
     wait_until(lambda: not any(map(is_alive, children)), "the end of the children")
     more = result["env_steps"] + 100
-    resumed = qfleet.resume(folder, sitting=Sitting(stop_after=more))
+    resumed = qfleet.resume(folder, options=RunOptions(stop_after=more))
     assert resumed.result.env_steps >= more
     assert resumed.result.stopped_by == "stop_after"
     rows = [json.loads(line)["env_steps"] for line in metrics.open()]
@@ -73,17 +73,17 @@ def test_what_a_cluster_runs_does_not_hear_sigterm_but_what_environments_start_d
     )
     child = tell + (
         "tell()\n"
-        "signals.shrug_if_unheard()\n"
+        "signals.ignore_sigterm_if_blocked()\n"
         "signal.raise_signal(signal.SIGTERM)\n"
         "subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)\n"
     )
     command = [sys.executable, "-c", child, tell + "tell()\n"]
-    with signals.unheard_by_children():
+    with signals.blocked_in_children():
         told = subprocess.run(command, capture_output=True, text=True, timeout=deadline(PHASE_S))
     assert told.stdout.split() == ["True", "True", "False", "True"], told.stderr
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    signals.shrug_if_unheard()  # where it is heard, as in this process, nothing changes
+    signals.ignore_sigterm_if_blocked()  # where it is heard, as in this process, nothing changes
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -97,7 +97,7 @@ def test_the_first_signal_is_a_request_and_the_second_is_not(number: signal.Sign
         signal.raise_signal(number)  # to the program, and to its group
         assert came == [number]
         now_s += 1.0
-        with signals.undisturbed():
+        with signals.signals_ignored():
             signal.raise_signal(number)  # while a cluster is ended
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)

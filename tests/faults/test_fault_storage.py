@@ -17,7 +17,7 @@ from qfleet.cli.main import main
 from qfleet.core import files
 from qfleet.core.errors import CheckpointError, ClusterError, ConfigError, RunBusyError, UserError
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
-from qfleet.training.run import Run, Sitting
+from qfleet.training.run import Run, RunOptions
 from support.faulty_envs import TINY, result_of
 from support.messages import holds, says
 
@@ -30,7 +30,7 @@ def train(folder: Path, **changes: Any) -> qfleet.Trained:
 def halted(tmp_path: Path) -> Path:
     """A run that stopped at 400 of its 600 steps, with checkpoints 200 and 400."""
     folder = tmp_path / "halted"
-    train(folder, checkpoint_freq=200, sitting=Sitting(stop_after=400))
+    train(folder, checkpoint_freq=200, options=RunOptions(stop_after=400))
     assert list_checkpoints(folder / "checkpoints") == [200, 400]
     return folder
 
@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_taken(
 ) -> None:
     flip_a_byte(halted / "checkpoints" / "400" / "learner.safetensors")
     capsys.readouterr()
-    trained = qfleet.resume(halted, sitting=Sitting(display="plain"))
+    trained = qfleet.resume(halted, options=RunOptions(display="plain"))
     told = " ".join(capsys.readouterr().err.split())
     assert holds(told, "checkpoint 400", "damaged")
     assert "SHA-256" in told

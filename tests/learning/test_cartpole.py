@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qfleet.config.presets import PRESETS
-from qfleet.training.run import Run, Sitting
+from qfleet.training.run import Run, RunOptions
 
 
 def final_return(seed: int) -> float:
@@ -17,7 +17,7 @@ def final_return(seed: int) -> float:
     )
     assert config.steps == 50_000
     with tempfile.TemporaryDirectory() as folder:
-        result = Run(config, Path(folder) / "run", Sitting()).go()
+        result = Run(config, Path(folder) / "run", RunOptions()).go()
     assert result.eval_return_mean is not None
     return result.eval_return_mean
 

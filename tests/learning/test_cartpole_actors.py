@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qfleet.config.presets import resolve
-from qfleet.training.run import Run, Sitting
+from qfleet.training.run import Run, RunOptions
 from support.clusters import needs_ray
 
 
@@ -18,7 +18,7 @@ def test_two_actors_reach_475(tmp_path: Path) -> None:
     assert preset == "cartpole-apex"
     assert config.workers == 2
     config = config.replace(target_return=475.0, eval_freq=2500, tensorboard=False)
-    result = Run(config, tmp_path / "run", Sitting()).go()
+    result = Run(config, tmp_path / "run", RunOptions()).go()
     assert result.stopped_by == "target_return", result
     assert result.faults == {}
     assert result.fleet is not None

@@ -8,7 +8,7 @@ import pytest
 
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
-from qfleet.training.run import Run, Sitting
+from qfleet.training.run import Run, RunOptions
 
 
 @pytest.mark.slow
@@ -27,7 +27,7 @@ def test_an_evaluation_of_20_episodes_reaches_475(algo: str, tmp_path: Path) -> 
         }
         config, preset = resolve("CartPole-v1", algo, fields=fields)
         assert preset == f"cartpole-{algo}"
-        result = Run(validate(config), tmp_path / str(seed), Sitting()).go()
+        result = Run(validate(config), tmp_path / str(seed), RunOptions()).go()
         assert result.faults == {}
         best.append(result.best_eval_return)
         if result.stopped_by == "target_return":

@@ -15,7 +15,7 @@ from qfleet.config.presets import resolve
 from qfleet.engines.registry import build
 from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog
-from qfleet.training.run import Run, Sitting
+from qfleet.training.run import Run, RunOptions
 from support.configs import tiny_fields
 from support.toy_envs import Corridor, Drift
 
@@ -50,7 +50,7 @@ def test_a_row_of_the_table_trains(algo: str, tmp_path: Path) -> None:
     names = [name for name, _ in parts.learner.online.named_parameters()]
     initial = parts.learner.weights.data.clone()
     parts.close()
-    run = Run(config, tmp_path / "run", Sitting())
+    run = Run(config, tmp_path / "run", RunOptions())
     after = list(run.parts.learner.online.parameters())
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old, new)  # the same seed gives the same network

@@ -15,15 +15,15 @@ from support.listener import Listener
 CPU = torch.device("cpu")
 
 
-def uniform(unasked: bool, seed: int = 0) -> UniformSampler:
-    return UniformSampler(torch.Generator().manual_seed(seed), unasked)
+def uniform(capturable: bool, seed: int = 0) -> UniformSampler:
+    return UniformSampler(torch.Generator().manual_seed(seed), capturable)
 
 
 def prioritized(
-    rows: int, num_envs: int = 1, alpha: float = 0.6, *, unasked: bool, seed: int = 0
+    rows: int, num_envs: int = 1, alpha: float = 0.6, *, capturable: bool, seed: int = 0
 ) -> PrioritizedSampler:
     generator = torch.Generator().manual_seed(seed)
-    return PrioritizedSampler(rows, num_envs, alpha, 1e-6, CPU, generator, unasked)
+    return PrioritizedSampler(rows, num_envs, alpha, 1e-6, CPU, generator, capturable)
 
 
 def some_skip(rows: int, num_envs: int, share: float, seed: int = 0) -> Tensor:
@@ -65,7 +65,7 @@ WINDOWS = [Window(0, 40), Window(3, 31), Window(25, 62), Window(1017, 1050)]
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_every_eligible_start_is_drawn_equally_often(window: Window) -> None:
     flags = some_skip(40, 3, share=0.3)
-    sampler = uniform(unasked=True)
+    sampler = uniform(capturable=True)
     sampler.move(window, flags)
     counts = count_draws(sampler, 120, draws=500, times=100)
     starts = sorted(eligible(window, flags))
@@ -78,8 +78,8 @@ def test_every_eligible_start_is_drawn_equally_often(window: Window) -> None:
 def test_the_asking_and_the_unasked_one_have_one_distribution() -> None:
     flags, window = some_skip(40, 3, share=0.3), Window(25, 62)
     counts = []
-    for unasked in (False, True):
-        sampler = uniform(unasked, seed=5)
+    for capturable in (False, True):
+        sampler = uniform(capturable, seed=5)
         sampler.move(window, flags)
         counts.append(count_draws(sampler, 120, draws=500, times=100).double())
     asking, other = (count[sorted(eligible(window, flags))] for count in counts)
@@ -94,7 +94,7 @@ def test_a_skip_row_is_never_drawn_where_most_rows_are(window: Window, count: in
     flags = some_skip(40, 3, share=0.9, seed=1)
     starts = eligible(window, flags)
     assert 0 < len(starts) < 0.2 * 120
-    sampler = uniform(unasked=True)
+    sampler = uniform(capturable=True)
     sampler.move(window, flags)
     drawn = {i for _ in range(200) for i in sampler.draw(count, 1.0)[0].tolist()}
     assert drawn == starts
@@ -102,7 +102,7 @@ def test_a_skip_row_is_never_drawn_where_most_rows_are(window: Window, count: in
 
 def test_a_skip_row_is_never_drawn_in_a_batch_of_one() -> None:
     flags, window = some_skip(40, 3, share=0.9, seed=1), Window(0, 40)
-    sampler = uniform(unasked=True)
+    sampler = uniform(capturable=True)
     sampler.move(window, flags)
     drawn = {i for _ in range(200) for i in sampler.draw(1, 1.0)[0].tolist()}
     assert drawn <= eligible(window, flags)
@@ -111,7 +111,7 @@ def test_a_skip_row_is_never_drawn_in_a_batch_of_one() -> None:
 def test_a_window_that_moves_is_followed_round_the_ring() -> None:
     flags = torch.zeros((10, 2), dtype=torch.uint8)
     flags[3] = SKIP
-    sampler = uniform(unasked=True)
+    sampler = uniform(capturable=True)
     for window in (Window(0, 1), Window(0, 4), Window(2, 11), Window(28, 35), Window(30, 40)):
         sampler.move(window, flags)
         index, weight = sampler.draw(1000, 1.0)
@@ -136,11 +136,11 @@ def test_a_restored_uniform_sampler_draws_alike() -> None:
 # --- prioritised ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("unasked", [False, True])
-def test_draws_follow_the_priorities(unasked: bool) -> None:
+@pytest.mark.parametrize("capturable", [False, True])
+def test_draws_follow_the_priorities(capturable: bool) -> None:
     """Both ways of drawing against P(i), hence against each other."""
     priority = [0.1, 1.0, 5.0, 0.0, 2.0, 10.0]
-    sampler = prioritized(7, alpha=0.7, unasked=unasked)
+    sampler = prioritized(7, alpha=0.7, capturable=capturable)
     sampler.move(Window(0, 6), torch.zeros((7, 1), dtype=torch.uint8))
     sampler.update(torch.arange(6), torch.tensor(priority))
     counts = count_draws(sampler, 6, draws=60, times=1000)
@@ -151,7 +151,7 @@ def test_draws_follow_the_priorities(unasked: bool) -> None:
 
 
 def test_every_slice_of_the_mass_is_drawn_once_and_in_random_order() -> None:
-    sampler = prioritized(1000, unasked=True)
+    sampler = prioritized(1000, capturable=True)
     sampler.move(Window(0, 1000), torch.zeros((1000, 1), dtype=torch.uint8))
     index = sampler.draw(100, 1.0)[0]
     assert sorted((index // 10).tolist()) == list(range(100))
@@ -163,7 +163,7 @@ def test_weights_are_those_of_the_asking_one_also_with_beta_in_a_tensor() -> Non
     priority = torch.rand(700, generator=torch.Generator().manual_seed(1)) * 3
     leaf = (priority.double() + 1e-6) ** 0.6
     formula = (700 * leaf / leaf.sum()) ** -0.4
-    sampler = prioritized(701, unasked=True)
+    sampler = prioritized(701, capturable=True)
     sampler.move(Window(0, 700), torch.zeros((701, 1), dtype=torch.uint8))
     sampler.update(torch.arange(700), priority)
     index, weight = sampler.draw(300, torch.tensor(0.4))
@@ -173,7 +173,9 @@ def test_weights_are_those_of_the_asking_one_also_with_beta_in_a_tensor() -> Non
 
 def test_leaves_move_as_those_of_the_asking_one() -> None:
     rows, num_envs = 300, 2
-    asking, other = (prioritized(rows, num_envs, unasked=unasked) for unasked in (False, True))
+    asking, other = (
+        prioritized(rows, num_envs, capturable=capturable) for capturable in (False, True)
+    )
     flags = some_skip(rows, num_envs, share=0.5)
     random = torch.Generator().manual_seed(3)
     for window in (Window(0, 4), Window(0, 250), Window(40, 310), Window(700, 990)):
@@ -192,7 +194,7 @@ def test_leaves_move_as_those_of_the_asking_one() -> None:
 def test_a_lone_start_is_found(at: int) -> None:
     flags = torch.full((2 * BLOCK - 1, 1), SKIP, dtype=torch.uint8)
     flags[at] = 0
-    sampler = prioritized(2 * BLOCK - 1, unasked=True)
+    sampler = prioritized(2 * BLOCK - 1, capturable=True)
     sampler.move(Window(0, 2 * BLOCK - 1), flags)
     assert set(sampler.draw(100, 1.0)[0].tolist()) == {at}
 
@@ -200,7 +202,7 @@ def test_a_lone_start_is_found(at: int) -> None:
 def test_a_restored_prioritised_sampler_draws_and_learns_alike() -> None:
     rows = 700
     flags = torch.zeros((rows, 1), dtype=torch.uint8)
-    one, two = (prioritized(rows, unasked=True, seed=seed) for seed in (1, 2))
+    one, two = (prioritized(rows, capturable=True, seed=seed) for seed in (1, 2))
     two.move(Window(0, 699), flags)  # what it held before must not matter
     one.move(Window(0, 500), flags)
     one.update(torch.arange(400), torch.arange(400) / 7)
@@ -217,14 +219,14 @@ def test_a_restored_prioritised_sampler_draws_and_learns_alike() -> None:
     assert torch.equal(one.leaves, two.leaves)
 
 
-# --- unasked ----------------------------------------------------------------------------------
+# --- capturable ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["uniform", "prioritised"])
 def test_no_draw_asks_the_host(kind: str) -> None:
     flags = some_skip(40, 3, share=0.5)
     sampler: UniformSampler | PrioritizedSampler
-    sampler = uniform(True) if kind == "uniform" else prioritized(40, 3, unasked=True)
+    sampler = uniform(True) if kind == "uniform" else prioritized(40, 3, capturable=True)
     sampler.move(Window(25, 62), flags)
     with Listener() as listener:
         index, weight = sampler.draw(64, torch.tensor(0.4))
@@ -234,7 +236,7 @@ def test_no_draw_asks_the_host(kind: str) -> None:
 
 
 def test_the_asking_one_does_ask() -> None:
-    sampler = uniform(unasked=False)
+    sampler = uniform(capturable=False)
     sampler.move(Window(25, 62), some_skip(40, 3, share=0.5))
     with Listener() as listener:
         sampler.draw(64, 1.0)

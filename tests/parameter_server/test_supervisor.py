@@ -13,7 +13,7 @@ from qfleet.engines.parameter_server.worker import Report
 from qfleet.engines.registry import build
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import STAGES
-from qfleet.training.divergence import Watch
+from qfleet.training.divergence import DivergenceGuard
 from support.messages import says
 from support.server_runs import make_config
 
@@ -54,7 +54,7 @@ def test_values_that_exploded_on_workers_keep_a_checkpoint_from_being_written(
     assert parts.fleet is not None
     told = {"abs_q_max": largest, "skipped": 0.0}
     monkeypatch.setattr(parts.fleet, "metrics", lambda: told)
-    assert Watch(config, FaultLog(), tmp_path).bad(parts) == bad
+    assert DivergenceGuard(config, FaultLog(), tmp_path).bad(parts) == bad
     parts.close()
 
 

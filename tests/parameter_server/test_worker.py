@@ -20,7 +20,7 @@ from qfleet.engines.parameter_server.layout import cut
 from qfleet.engines.parameter_server.ledger import Ledger
 from qfleet.engines.parameter_server.server import Answer, Server
 from qfleet.engines.parameter_server.shard import Push
-from qfleet.engines.parameter_server.worker import Told, Worker, apart, worker_config
+from qfleet.engines.parameter_server.worker import Worker, WorkOrder, apart, worker_config
 from qfleet.engines.registry import build
 from qfleet.telemetry.faults import FaultLog
 from support.server_runs import STEPS, first_weights, make_config
@@ -52,7 +52,7 @@ def run_together(config: Config, steps: int) -> list[Server]:
 
     def go(number: int) -> None:
         try:
-            workers[number].work(Told(0, steps, LONG_S))
+            workers[number].work(WorkOrder(0, steps, LONG_S))
         except BaseException as error:
             failures.append(error)
         finally:
@@ -95,7 +95,7 @@ def test_one_worker_computes_what_serial_does(servers: int, fields: dict[str, An
     config = make_config(servers=servers, **fields)
     shards = make_servers(config)
     worker = make_worker(config, shards)
-    worker.work(Told(0, STEPS, LONG_S))
+    worker.work(WorkOrder(0, STEPS, LONG_S))
     worker.close()
     assert torch.equal(held(shards), serial_weights(config, STEPS))
 
@@ -103,10 +103,10 @@ def test_one_worker_computes_what_serial_does(servers: int, fields: dict[str, An
 def test_slices_change_nothing() -> None:
     config = make_config()
     whole, sliced = make_servers(config), make_servers(config)
-    make_worker(config, whole).work(Told(0, STEPS, LONG_S))
+    make_worker(config, whole).work(WorkOrder(0, STEPS, LONG_S))
     worker = make_worker(config, sliced)
     for until in range(0, STEPS + 1, 100):
-        report = worker.work(Told(0, until, LONG_S))
+        report = worker.work(WorkOrder(0, until, LONG_S))
     assert report.env_steps == STEPS
     assert torch.equal(held(whole), held(sliced))
 
@@ -115,7 +115,7 @@ def test_a_slice_ends_with_its_time() -> None:
     config = make_config()
     ticks = iter(range(10**9))
     worker = make_worker(config, make_servers(config), clock=lambda: float(next(ticks)))
-    report = worker.work(Told(0, STEPS, slice_s=5.0))
+    report = worker.work(WorkOrder(0, STEPS, slice_s=5.0))
     assert 0 < report.env_steps < STEPS
 
 
@@ -160,7 +160,7 @@ def test_a_worker_knows_what_others_did() -> None:
     """Schedules follow the whole run: ε after 400 of 800 steps elsewhere is what it ends at."""
     config = make_config(workers=2, update="async", exploration_fraction=0.5)
     worker = make_worker(config, make_servers(config))
-    near, far = (worker.work(Told(e, u, LONG_S)) for e, u in ((0, 8), (STEPS // 2, 16)))
+    near, far = (worker.work(WorkOrder(e, u, LONG_S)) for e, u in ((0, 8), (STEPS // 2, 16)))
     assert near.exploration_rate > 0.9
     assert far.exploration_rate == config.exploration_final_eps
 
@@ -187,8 +187,8 @@ def test_a_slower_worker_takes_its_share() -> None:
             return super().start(method, *arguments)
 
     worker = Worker(config, 0, [Watched(make_servers(config)[0])])
-    worker.work(Told(0, 240, LONG_S))
-    worker.work(Told(0, 480, LONG_S, share=0.5))
+    worker.work(WorkOrder(0, 240, LONG_S))
+    worker.work(WorkOrder(0, 480, LONG_S, share=0.5))
     whole = [at for at, weight in seen if weight == 16.0]
     half = [at for at, weight in seen if weight == 8.0]
     assert len(whole) + len(half) == len(seen)
@@ -216,13 +216,13 @@ def test_a_lost_server_ends_the_slice_and_another_goes_on() -> None:
     servers = make_servers(config)
     dying = Dying(servers[1], calls=20)
     worker = Worker(config, 0, [DirectLine(servers[0]), dying])
-    report = worker.work(Told(0, STEPS, LONG_S))
+    report = worker.work(WorkOrder(0, STEPS, LONG_S))
     assert report.lost_servers == (1,)
     assert report.env_steps < STEPS
     assert report.traffic["outcomes"]["unanswered"] == 1
     snapshot = servers[1].snapshot()
     other = Server(config, snapshot["weights"], snapshot=snapshot)
-    report = worker.work(Told(0, STEPS, LONG_S, renewed=((1, DirectLine(other)),)))
+    report = worker.work(WorkOrder(0, STEPS, LONG_S, renewed=((1, DirectLine(other)),)))
     assert (report.lost_servers, report.env_steps) == ((), STEPS)
     assert other.account()["epoch"] == 1
     assert other.account()["applied"] > snapshot["counters"]["applied"]
@@ -259,13 +259,13 @@ def test_a_late_worker_that_loses_a_server_in_its_first_burst_waits_as_it_has_to
 
     line = Leaving(servers[0])
     late = Worker(config, 0, [line, DyingAtAPush(servers[1])], is_late=True)
-    report = late.work(Told(0, STEPS, LONG_S))
+    report = late.work(WorkOrder(0, STEPS, LONG_S))
     assert (report.lost_servers, report.updates) == ((1,), 1)
     assert servers[0]._shard.waits(0)
     snapshot = servers[1].snapshot()
     servers[1] = Server(config, snapshot["weights"], snapshot=snapshot)
     line.is_over = True
-    report = late.work(Told(0, STEPS, LONG_S, renewed=((1, DirectLine(servers[1])),)))
+    report = late.work(WorkOrder(0, STEPS, LONG_S, renewed=((1, DirectLine(servers[1])),)))
     assert (report.lost_servers, report.env_steps) == ((), STEPS)
 
 
@@ -285,7 +285,7 @@ def test_what_a_burst_came_to_before_a_server_was_lost_is_counted(update: str) -
 
     worker = Worker(config, 0, [DyingNowAndThen(server)])
     for _ in range(4):
-        report = worker.work(Told(0, STEPS, LONG_S))
+        report = worker.work(WorkOrder(0, STEPS, LONG_S))
     assert report.updates == server.account()["applied"] == (STEPS - 200) // 8 * 8
 
 
@@ -294,12 +294,12 @@ def test_what_a_worker_sent_tells_what_died_with_a_server() -> None:
     servers = make_servers(config)
     dying = Dying(servers[1], calls=10**6)
     worker = Worker(config, 0, [DirectLine(servers[0]), dying])
-    worker.work(Told(0, 400, LONG_S))
+    worker.work(WorkOrder(0, 400, LONG_S))
     snapshot = servers[1].snapshot()
     dying.left = 10
-    assert worker.work(Told(0, STEPS, LONG_S)).lost_servers == (1,)
+    assert worker.work(WorkOrder(0, STEPS, LONG_S)).lost_servers == (1,)
     other = Server(config, snapshot["weights"], snapshot=snapshot)
-    report = worker.work(Told(0, STEPS, LONG_S, renewed=((1, DirectLine(other)),)))
+    report = worker.work(WorkOrder(0, STEPS, LONG_S, renewed=((1, DirectLine(other)),)))
     assert report.traffic["outcomes"]["server-lost"] == 1
     ledger = Ledger()
     ledger.heard(0, report.traffic["sent"][1])
@@ -316,15 +316,15 @@ def test_a_late_worker_takes_part_from_its_first_gradient_on() -> None:
     config = make_config(workers=2, gradient_steps=1)
     servers = make_servers(config)
     early = make_worker(config, servers)
-    early.work(Told(0, 400, LONG_S))
+    early.work(WorkOrder(0, 400, LONG_S))
     late = make_worker(config, servers, 1, is_late=True)
-    report = late.work(Told(0, 48, LONG_S))  # its memory is not full enough to learn from yet
+    report = late.work(WorkOrder(0, 48, LONG_S))  # its memory is not full enough to learn from yet
     assert report.updates == 0
     assert servers[0].account()["present"] == [0]
     assert torch.equal(late._parts.learner.weights.data, held(servers))
-    early.work(Told(0, STEPS, LONG_S))  # and nobody waits for it
+    early.work(WorkOrder(0, STEPS, LONG_S))  # and nobody waits for it
     servers[0].leave(0)
-    report = late.work(Told(0, 400, LONG_S))
+    report = late.work(WorkOrder(0, 400, LONG_S))
     assert servers[0].account()["present"] == [1]
     # It had looked again before it began.
     assert report.traffic["outcomes"] == {"applied": report.updates}
@@ -349,7 +349,7 @@ def test_a_late_workers_first_gradient_is_as_old_as_it_is() -> None:
             return super().start(method, *arguments)
 
     worker = Worker(config, 0, [Meanwhile(server)], is_late=True)
-    report = worker.work(Told(0, 148, LONG_S))
+    report = worker.work(WorkOrder(0, 148, LONG_S))
     assert report.traffic["outcomes"] == {"late": 1, "applied": report.updates - 1}
     # Rounds 1, 2, 3 with its first burst, as the others' first has them: it is in step already.
     assert list(bursts.values())[:3] == [4, 4, 4]
@@ -358,7 +358,7 @@ def test_a_late_workers_first_gradient_is_as_old_as_it_is() -> None:
 def test_messages_outside_of_learning_are_not_taken_from_it() -> None:
     worker = make_worker(make_config(), make_servers(make_config()))
     for _ in range(3):
-        report = worker.work(Told(0, 0, LONG_S))
+        report = worker.work(WorkOrder(0, 0, LONG_S))
     assert report.seconds["communicate"] > 0
     assert report.seconds["learn"] == 0
 
@@ -367,7 +367,7 @@ def test_all_workers_stand_on_one_ladder() -> None:
     config = make_config(workers=2, envs=2, exploration_ladder=True, exploration_final_eps=0.4)
     servers = make_servers(config)
     rates = [
-        make_worker(config, servers, number).work(Told(0, 0, LONG_S)).exploration_rate
+        make_worker(config, servers, number).work(WorkOrder(0, 0, LONG_S)).exploration_rate
         for number in range(3)
     ]
     first, second = epsilon_ladder(4, 0.4).view(2, 2).mean(1).tolist()
@@ -378,10 +378,10 @@ def test_a_worker_that_was_given_up_comes_back() -> None:
     config = make_config(workers=2, update="async")
     servers = make_servers(config)
     worker = make_worker(config, servers)
-    worker.work(Told(0, 240, LONG_S))
+    worker.work(WorkOrder(0, 240, LONG_S))
     before = servers[0].account()["applied"]
     servers[0].leave(0)
-    report = worker.work(Told(0, STEPS, LONG_S))
+    report = worker.work(WorkOrder(0, STEPS, LONG_S))
     assert report.traffic["outcomes"]["not-present"] == 1
     assert servers[0].account()["applied"] > before
 
@@ -417,7 +417,7 @@ def test_a_worker_that_comes_in_the_middle_of_a_burst_ends_it_with_the_others(
             return super().start(method, *arguments)
 
     worker = Worker(config, 0, [Watched(server)], life=1, is_late=True)
-    worker.work(Told(0, 148, LONG_S))
+    worker.work(WorkOrder(0, 148, LONG_S))
     assert list(bursts.values())[: len(sizes)] == sizes
     assert server.account()["version"] == 6 + sum(bursts.values())
 
@@ -449,10 +449,10 @@ def test_a_server_that_could_not_be_reached_has_heard_everything_once(lost: int)
     config = make_config(servers=2)
     servers = make_servers(config)
     worker = Worker(config, 0, [DirectLine(servers[0]), Cut(servers[1], 20, lost)])
-    report = worker.work(Told(0, STEPS, LONG_S))
+    report = worker.work(WorkOrder(0, STEPS, LONG_S))
     assert report.lost_servers == ((1,) if lost == TRIES else ())
     if report.lost_servers:  # the supervisor finds it well: nothing was renewed
-        report = worker.work(Told(0, STEPS, LONG_S))
+        report = worker.work(WorkOrder(0, STEPS, LONG_S))
     assert (report.lost_servers, report.env_steps) == ((), STEPS)
     near, far = (server.account() for server in servers)
     assert far["repeated"] == lost - (lost == TRIES)

@@ -18,7 +18,7 @@ from qfleet.engines.registry import build
 from qfleet.networks.torsos import NatureCNN
 from qfleet.storage.rundir import RunLock
 from qfleet.telemetry.faults import FaultLog
-from qfleet.training.run import Run, Sitting
+from qfleet.training.run import Run, RunOptions
 from support.configs import tiny_fields
 from support.messages import says
 
@@ -68,11 +68,11 @@ def test_two_runs_cannot_share_a_replay_folder(tmp_path: Path) -> None:
     config = Config(
         steps=300, learning_starts=10, buffer_size=200, replay_dir=str(tmp_path / "replay")
     )
-    run = Run(config, tmp_path / "first", Sitting())
+    run = Run(config, tmp_path / "first", RunOptions())
     with pytest.raises(RunBusyError, match="replay"):
-        Run(config, tmp_path / "second", Sitting())
+        Run(config, tmp_path / "second", RunOptions())
     run.close()
-    Run(config, tmp_path / "second", Sitting()).close()
+    Run(config, tmp_path / "second", RunOptions()).close()
 
 
 @pytest.mark.parametrize("mkldnn", [True, False])
@@ -122,7 +122,7 @@ def test_an_evaluation_gives_way_to_the_wall_clock(tmp_path: Path) -> None:
     trained = qfleet.train(
         "support.odd_envs:Endless",
         run_dir=tmp_path / "run",
-        sitting=Sitting(max_wall_s=0.5),
+        options=RunOptions(max_wall_s=0.5),
         **fields,
     )
     assert trained.result.stopped_by == "max_wall"
@@ -190,7 +190,7 @@ def test_an_atari_film_is_in_colour_and_shows_the_game_that_is_played(tmp_path: 
     from PIL import Image
 
     from qfleet.envs.atari import AtariEnvs
-    from qfleet.training.video import film
+    from qfleet.training.video import record_video
 
     fields = {
         **TINY, "steps": 40, "learning_starts": 16, "buffer_size": 64, "batch_size": 2,
@@ -198,12 +198,12 @@ def test_an_atari_film_is_in_colour_and_shows_the_game_that_is_played(tmp_path: 
     }  # fmt: skip
     trained = qfleet.train("ALE/Breakout-v5", run_dir=tmp_path / "run", **fields)
     out = tmp_path / "film.gif"
-    frames, _ = film(trained.policy(), out, seed=3, max_frames=12, fps=30)
+    frames, _ = record_video(trained.policy(), out, seed=3, max_frames=12, fps=30)
     with Image.open(out) as picture:
         assert picture.size == (160, 210)
         assert frames == 12
     with pytest.raises(ConfigError, match=says(".gif", ".mp4")):
-        film(trained.policy(), tmp_path / "film.avi", seed=3, max_frames=2, fps=30)
+        record_video(trained.policy(), tmp_path / "film.avi", seed=3, max_frames=2, fps=30)
     # The camera's pool plays the same game as the policy's.
     config = trained.config.replace(max_episode_steps=0)
     pools = [AtariEnvs(config, "breakout", 1, 3, training=False, colour=c) for c in (False, True)]

@@ -14,7 +14,7 @@ import torch
 import qfleet
 from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
-from qfleet.training.run import Run, Sitting
+from qfleet.training.run import Run, RunOptions
 from support.configs import tiny_fields
 from support.messages import says
 
@@ -132,7 +132,7 @@ def test_a_plateau_lowers_the_learning_rate(tmp_path: Path) -> None:
 
 
 def test_a_sitting_changes_no_schedule(tmp_path: Path) -> None:
-    halted = train(tmp_path / "halted", sitting=Sitting(stop_after=300))
+    halted = train(tmp_path / "halted", options=RunOptions(stop_after=300))
     whole = train(tmp_path / "whole")
     rows = [
         [json.loads(line) for line in (run.folder / "metrics.jsonl").open()]

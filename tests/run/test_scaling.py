@@ -35,15 +35,15 @@ def test_other_engines_keep_their_number() -> None:
 
 def test_a_wish_is_seen_once_and_its_file_is_gone(tmp_path: Path) -> None:
     seen: list[int] = []
-    assert resize_request.heed(tmp_path, seen.append) is None
+    assert resize_request.handle(tmp_path, seen.append) is None
     with RunLock(tmp_path):
         asking = threading.Thread(target=resize_request.ask, args=(tmp_path, 3))
         asking.start()
         while not seen:
-            said = resize_request.heed(tmp_path, seen.append)
+            said = resize_request.handle(tmp_path, seen.append)
         asking.join()
     assert (seen, said) == ([3], "3 workers from now on")
-    assert resize_request.heed(tmp_path, seen.append) is None
+    assert resize_request.handle(tmp_path, seen.append) is None
 
 
 def test_who_asks_hears_why_it_was_refused(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_who_asks_hears_why_it_was_refused(tmp_path: Path) -> None:
     with RunLock(tmp_path):
         asking = threading.Thread(target=ask)
         asking.start()
-        while resize_request.heed(tmp_path, refuse) is None:
+        while resize_request.handle(tmp_path, refuse) is None:
             pass
         asking.join()
     assert [str(error) for error in failures] == [
@@ -72,7 +72,7 @@ def test_who_asks_hears_why_it_was_refused(tmp_path: Path) -> None:
 def test_wishes_of_an_earlier_sitting_are_forgotten(tmp_path: Path) -> None:
     (tmp_path / resize_request.FILE).write_text("3")
     resize_request.forget(tmp_path)
-    assert resize_request.heed(tmp_path, lambda _: None) is None
+    assert resize_request.handle(tmp_path, lambda _: None) is None
 
 
 def test_nobody_is_asked_where_nobody_trains(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_scale_tells_what_it_did_as_json(
             )
             asking.start()
             while asking.is_alive():  # not until it is heard: it may have been refused
-                resize_request.heed(folder, lambda _: None)
+                resize_request.handle(folder, lambda _: None)
             asking.join()
         told.append(json.loads(capsys.readouterr().out))
     assert told == [
@@ -150,7 +150,7 @@ def test_a_wish_that_cannot_be_is_told_and_forgotten(tmp_path: Path) -> None:
     told = [(b"many", "invalid literal"), (b"100", "may have 1 to 8"), (b"\xff", "codec")]
     for text, words in told:
         (tmp_path / resize_request.FILE).write_bytes(text)
-        said = resize_request.heed(tmp_path, refuse)
+        said = resize_request.handle(tmp_path, refuse)
         assert said is not None
         assert words in said
         assert not (tmp_path / resize_request.FILE).exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qfleet.core.errors import ConfigError
-from qfleet.storage.vacancy import came_to_nothing, check_vacant, how_to_start_anew
+from qfleet.storage.vacancy import check_vacant, has_no_progress, how_to_start_anew
 from support.messages import says
 
 
@@ -51,7 +51,7 @@ def test_whatever_a_run_came_to_is_kept(failed: Path, name: str, text: str | Non
         (failed / name).mkdir(parents=True)
     else:
         (failed / name).write_text(text)
-    assert not came_to_nothing(failed)
+    assert not has_no_progress(failed)
     mend = "qfleet resume" if name.startswith("checkpoints") else "another folder"
     with pytest.raises(ConfigError, match=says("run", mend)):
         check_vacant(failed)

@@ -8,7 +8,7 @@ from typing import Any
 
 import qfleet
 from qfleet.config.config import Config
-from qfleet.training.run import Run, Sitting
+from qfleet.training.run import Run, RunOptions
 from support.configs import tiny_config
 
 FIELDS: dict[str, Any] = {
@@ -27,7 +27,7 @@ def configure(**changes: Any) -> Config:
 
 def train(folder: Path, **changes: Any) -> qfleet.Result:
     """Not qfleet.train: the learning curve it draws would cost more than these runs."""
-    return Run(configure(**changes), folder, Sitting()).go()
+    return Run(configure(**changes), folder, RunOptions()).go()
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 from qfleet.config.config import Config
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from qfleet.storage.segments import Segments
-from qfleet.training.run import Run, Sitting
+from qfleet.training.run import Run, RunOptions
 from support.configs import tiny_config
 
 STEPS = 640
@@ -48,13 +48,13 @@ def configure(env: str = "CartPole-v1", algo: str = "dqn", **changes: Any) -> Co
 
 def train(config: Config, folder: Path, stop_after: int | None = None) -> None:
     """Not qfleet.train: the learning curve it draws would cost more than these runs."""
-    Run(config, folder, Sitting(stop_after=stop_after)).go()
+    Run(config, folder, RunOptions(stop_after=stop_after)).go()
 
 
 def resume(folder: Path, stop_after: int | None = None) -> None:
     config = Config(**json.loads((folder / "config.json").read_text()))
     checkpoint = load_checkpoint(folder / "checkpoints")
-    Run(config, folder, Sitting(stop_after=stop_after), checkpoint=checkpoint).go()
+    Run(config, folder, RunOptions(stop_after=stop_after), checkpoint=checkpoint).go()
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Blocks of rows as messages. In: a ``Block`` and where it belongs; out: a ``Letter``, and back.
+"""Blocks of rows as messages. In: a ``Block`` and where it belongs; out: a ``BlockMessage``, and back.
 
 Actions travel in as few bytes as hold them, uint8 frames compressed where replay is to be.
 """
@@ -18,7 +18,7 @@ from qfleet.memory.compression import Compression, load_codec
 
 
 @dataclass(frozen=True)
-class Letter:
+class BlockMessage:
     """What N envs of one actor did in T steps."""
 
     actor: int
@@ -52,7 +52,7 @@ class Letter:
         return self.nbytes - len(self.frames) + self.action.size * math.prod(self.frame_shape)
 
 
-def seal(
+def encode(
     block: Block,
     actor: int,
     life: int,
@@ -60,7 +60,7 @@ def seal(
     num_actions: int,
     priority: NDArray[np.float32] | None,
     compression: Compression,
-) -> Letter:
+) -> BlockMessage:
     """A copy: the block may be overwritten afterwards."""
     frames: NDArray[Any] | bytes = np.ascontiguousarray(block.obs.numpy())
     if compression == "lz4":
@@ -69,7 +69,7 @@ def seal(
     else:
         frames = np.array(frames)
     narrow = np.uint8 if num_actions <= 256 else np.int64
-    return Letter(
+    return BlockMessage(
         actor=actor,
         life=life,
         start=start,
@@ -83,7 +83,7 @@ def seal(
     )
 
 
-def unseal(letter: Letter) -> Block:
+def decode(letter: BlockMessage) -> Block:
     """The block, in memory of its own: what comes from another process may be read-only."""
     rows, envs = letter.action.shape
     if isinstance(letter.frames, bytes):

@@ -95,7 +95,7 @@ def build(
             target=make_network(config, spec, place.device, seeds.network),
             memory=memory,
             objective=make_objective(config, place.device, seeds.objective),
-            make_updater=lambda weights: make_updater(config, weights, unasked=False),
+            make_updater=lambda weights: make_updater(config, weights, capturable=False),
             clock=clock,
             timers=timers,
             device=place.device,

@@ -23,7 +23,7 @@ from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.broadcast import Broadcast
 from qfleet.engines.actors.messages import Order, Report
 from qfleet.engines.actors.replay import FarBlock
-from qfleet.engines.cluster.member_pool import Crew
+from qfleet.engines.cluster.member_pool import MemberPool
 from qfleet.engines.cluster.ray_cluster import RUN_AGAIN, TIMEOUT_S, Cluster
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
@@ -71,7 +71,7 @@ class ActorFleet:
         self._cluster, self._config, self._spec = cluster, config, spec
         self._channel, self._clock, self._waiting = channel, clock, timers.span("idle")
         self._faults, self._account, self._spawn = faults, account, spawn
-        self._crew = Crew(cluster, "actor", config.worker_timeout_s)
+        self._crew = MemberPool(cluster, "actor", config.worker_timeout_s)
         self._members = [_Member(spawn(number, 0)) for number in range(config.workers)]
         self._done: deque[_Done] = deque()
         self._episodes: list[Episode] = []

@@ -58,7 +58,7 @@ class FirstPriorities:
         batch = self._ring.gather(index // envs, index % envs)
         samples = Samples(batch.obs, batch.action, batch.reward, batch.discount, batch.next_obs)
         network = self._network
-        outlook = self._objective.outlook(samples, network)
-        target = self._objective.target(samples, outlook, network, network)
+        target_terms = self._objective.target_terms(samples, network)
+        target = self._objective.target(samples, target_terms, network, network)
         prediction = self._objective.predict(samples.obs, network)
         return self._objective.loss(prediction, samples.action, network, target).priority

@@ -21,8 +21,8 @@ from qfleet.agent.schedules import own_ladder, rows_per_block
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds, mix_seeds
-from qfleet.core.signals import shrug_if_unheard
-from qfleet.engines.actors.block_messages import Letter, seal
+from qfleet.core.signals import ignore_sigterm_if_blocked
+from qfleet.engines.actors.block_messages import BlockMessage, encode
 from qfleet.engines.actors.messages import Order, Report
 from qfleet.engines.actors.priorities import FirstPriorities
 from qfleet.engines.factories import make_objective
@@ -53,7 +53,7 @@ class RemoteActor:
         traced: bool = False,
     ) -> None:
         """``life``: how often it was replaced; ``restarted_at``: env steps at a resume."""
-        shrug_if_unheard()
+        ignore_sigterm_if_blocked()
         self._config, self._number, self._life = config, number, life
         seeds = Seeds.of(config.seed)
         own_seed = actor_seed(seeds.actor, number, life, restarted_at)
@@ -96,7 +96,9 @@ class RemoteActor:
         self._processor_s = time.process_time()
         """What was spent by its last report; starting up is nobody's slice."""
 
-    def work(self, order: Order, weights: NDArray[np.float32] | None) -> tuple[Report, Letter]:
+    def work(
+        self, order: Order, weights: NDArray[np.float32] | None
+    ) -> tuple[Report, BlockMessage]:
         """Collect one block, with ``weights`` from now on if there are any."""
         began_s = time.perf_counter()
         since_s = began_s if self._ended_s is None else self._ended_s
@@ -113,7 +115,7 @@ class RemoteActor:
             with self._timers.span("learn"):
                 priority = self._judge(block)
         with self._timers.span("communicate"):
-            letter = seal(
+            letter = encode(
                 block,
                 self._number,
                 self._life,

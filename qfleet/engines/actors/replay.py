@@ -47,7 +47,7 @@ class FarBlock(Block):
 
     actor: int = 0
     letter: Any = None
-    """Stands for the ``Letter``, which goes from the actor to its shard without coming here."""
+    """Stands for the ``BlockMessage``, which goes from the actor to its shard without coming here."""
 
     @classmethod
     def of(

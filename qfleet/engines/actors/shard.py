@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds, mix_seeds
 from qfleet.core.types import FIRST, EnvSpec, StateDict
-from qfleet.engines.actors.block_messages import Letter, unseal
+from qfleet.engines.actors.block_messages import BlockMessage, decode
 from qfleet.engines.actors.messages import COLUMNS, Answer, Drawn, News, Tally
 from qfleet.engines.actors.shares import Holding, ring_capacity
 from qfleet.engines.cluster.state_arrays import as_arrays, as_tensors
@@ -59,8 +59,8 @@ class _Kept:
         """Life and number of the row that comes next; None where nothing is open."""
         self.starts = 0
 
-    def insert(self, letter: Letter) -> None:
-        block = unseal(letter)
+    def insert(self, letter: BlockMessage) -> None:
+        block = decode(letter)
         if self.follows is not None and self.follows != (letter.life, letter.start):
             self.ring.end_open_episodes()
         if self.follows != (letter.life, letter.start):
@@ -100,7 +100,7 @@ class ReplayShard:
             actor: _Kept(config, spec, mix_seeds(mix_seeds(seed, actor), life)) for actor in actors
         }
 
-    def insert(self, letter: Letter) -> Answer:
+    def insert(self, letter: BlockMessage) -> Answer:
         """Rows of one actor, after those that came before."""
         self._kept[letter.actor].insert(letter)
         self._count(env_steps=letter.action.size, bytes_in=letter.nbytes)

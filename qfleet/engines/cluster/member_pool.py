@@ -18,7 +18,7 @@ from qfleet.core.errors import MemberLost
 from qfleet.engines.cluster.ray_cluster import Cluster
 
 
-class Came(NamedTuple):
+class CallResult(NamedTuple):
     """What became of a call."""
 
     number: int
@@ -43,7 +43,7 @@ class _Call:
     pinged_s: float = 0.0
 
 
-class Crew:
+class MemberPool:
     """Numbered members of one kind, each with one call under way at most."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Crew:
         """Expect nothing more from this member."""
         self._calls.pop(number, None)
 
-    def come(self, wait_s: float) -> list[Came]:
+    def come(self, wait_s: float) -> list[CallResult]:
         """Who has reported or was lost; waits so long for the first of them."""
         by_reference = {call.reference: number for number, call in self._calls.items()}
         came = []
@@ -88,13 +88,13 @@ class Crew:
             try:
                 report = self._cluster.get(reference, f"{self._kind} {number}")
             except MemberLost as error:
-                came.append(Came(number, None, str(error)))
+                came.append(CallResult(number, None, str(error)))
             else:
-                came.append(Came(number, report))
+                came.append(CallResult(number, report))
         for number in [n for n, call in self._calls.items() if self._is_silent(call)]:
             del self._calls[number]
             silence = f"{self._kind} {number} was not heard of for {self._timeout_s:g} s"
-            came.append(Came(number, None, silence))
+            came.append(CallResult(number, None, silence))
         return came
 
     def _is_silent(self, call: _Call) -> bool:

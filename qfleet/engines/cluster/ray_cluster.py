@@ -36,7 +36,7 @@ from qfleet.core.errors import (
     UserError,
     ValueLost,
 )
-from qfleet.core.signals import sigterm_unwinds, undisturbed, unheard_by_children
+from qfleet.core.signals import blocked_in_children, signals_ignored, sigterm_unwinds
 
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 256 * 2**20
@@ -262,7 +262,7 @@ def _start(
         theirs = signal.getsignal(signal.SIGTERM)
         try:
             with sigterm_unwinds(theirs):
-                with unheard_by_children():
+                with blocked_in_children():
                     cluster = _connect(
                         ray,
                         timeout_s,
@@ -282,7 +282,7 @@ def _start(
                 with sigterm_unwinds(theirs):
                     yield cluster
         finally:
-            with undisturbed():
+            with signals_ignored():
                 started = [child for child in this.children() if child not in others]
                 for child in list(started):
                     with contextlib.suppress(psutil.NoSuchProcess):
@@ -364,7 +364,7 @@ def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
                 with sigterm_unwinds(theirs):
                     yield cluster
         finally:
-            with undisturbed():
+            with signals_ignored():
                 ray.shutdown()
 
 

@@ -124,7 +124,7 @@ def build(
         target=make_network(config, spec, device, seeds.network) if config.replay else online,
         memory=memory,
         objective=make_objective(config, device, seeds.objective),
-        make_updater=lambda weights: make_updater(config, weights, unasked=False),
+        make_updater=lambda weights: make_updater(config, weights, capturable=False),
         clock=clock,
         timers=timers,
         device=device,

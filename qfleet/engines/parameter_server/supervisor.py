@@ -19,10 +19,10 @@ from typing import Any
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError
 from qfleet.core.types import Episode
-from qfleet.engines.cluster.member_pool import Crew
+from qfleet.engines.cluster.member_pool import MemberPool
 from qfleet.engines.cluster.ray_cluster import RUN_AGAIN, TIMEOUT_S, Cluster
 from qfleet.engines.parameter_server.servers import LOOK_S, MOST_LOSSES, ServerRow
-from qfleet.engines.parameter_server.worker import RemoteWorker, Report, Told
+from qfleet.engines.parameter_server.worker import RemoteWorker, Report, WorkOrder
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import WorkerAccount
 from qfleet.telemetry.timers import COMPUTING, KIND_OF, STAGES
@@ -114,7 +114,7 @@ class Supervisor:
         self._config, self._cluster, self._servers, self._faults = config, cluster, servers, faults
         self._restarted_at, self._traced = restarted_at, traced
         self._base_env_steps, self._lr_scale = base_env_steps, lr_scale
-        self._crew = Crew(cluster, "worker", config.worker_timeout_s)
+        self._crew = MemberPool(cluster, "worker", config.worker_timeout_s)
         self._asked = self._wanted = config.workers
         """As others may ask for at any moment; as it is in this turn of the thread."""
         self._episodes: list[Episode] = []
@@ -347,7 +347,7 @@ class Supervisor:
             self._servers.leave({number: worker.life})
             return
         own = worker.report.env_steps if worker.report else 0
-        told = Told(
+        order = WorkOrder(
             done - own,
             own + grant,
             self._slice_s(),
@@ -356,7 +356,7 @@ class Supervisor:
             self._servers.renewed_since(worker.renewals),
         )
         worker.renewals = self._servers.renewals
-        self._crew.called(number, worker.handle.work.remote(told), worker.handle.ping.remote)
+        self._crew.called(number, worker.handle.work.remote(order), worker.handle.ping.remote)
 
     def _slice_s(self) -> float:
         return min(LONGEST_SLICE_S, max(LEAST_SLICE_S, SLICE_S_PER_WORKER * self._wanted))

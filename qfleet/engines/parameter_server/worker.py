@@ -17,7 +17,7 @@ from qfleet.agent.schedules import own_ladder
 from qfleet.config.config import Config
 from qfleet.core.errors import GivenUp
 from qfleet.core.seeding import mix_seeds
-from qfleet.core.signals import shrug_if_unheard
+from qfleet.core.signals import ignore_sigterm_if_blocked
 from qfleet.engines import serial
 from qfleet.engines.cluster.ray_cluster import TIMEOUT_S, from_inside
 from qfleet.engines.one_process import build as build_one_process
@@ -31,7 +31,7 @@ from qfleet.telemetry.trace import SpanRecord, Trace
 LANE = "learner"
 
 
-class Told(NamedTuple):
+class WorkOrder(NamedTuple):
     """What a worker has to know for its next slice."""
 
     elsewhere_env_steps: int
@@ -136,20 +136,20 @@ class Worker:
         self._updater.share = float(config.batch_size)
         self._lost: tuple[int, ...] = ()
 
-    def work(self, told: Told) -> Report:
+    def work(self, order: WorkOrder) -> Report:
         """One slice: the loop goes on until time or steps are up, or a server is lost."""
         parts = self._parts
-        parts.clock.elsewhere_env_steps = told.elsewhere_env_steps
+        parts.clock.elsewhere_env_steps = order.elsewhere_env_steps
         assert isinstance(parts.collector, Inline)
-        parts.collector.set_elsewhere(told.elsewhere_env_steps)
-        parts.learner.lr_scale = told.lr_scale
-        if told.share != self._share:
-            self._take_share(told.share)
+        parts.collector.set_elsewhere(order.elsewhere_env_steps)
+        parts.learner.lr_scale = order.lr_scale
+        if order.share != self._share:
+            self._take_share(order.share)
         began_s = self._clock()
-        until_s = began_s + told.slice_s
+        until_s = began_s + order.slice_s
         self._began_s = began_s if self._began_s is None else self._began_s
         try:
-            self._join(told)
+            self._join(order)
             self._lost = ()
             self._servers.ping()
             before_s = self._apart_s()
@@ -157,7 +157,7 @@ class Worker:
                 serial.run(
                     parts,
                     lambda: (
-                        parts.clock.env_steps < told.until_env_steps and self._clock() < until_s
+                        parts.clock.env_steps < order.until_env_steps and self._clock() < until_s
                     ),
                 )
             finally:
@@ -184,8 +184,8 @@ class Worker:
         parts.learner.set_batch_size(samples)
         self._updater.share = float(samples)
 
-    def _join(self, told: Told) -> None:
-        for number, line in told.renewed:
+    def _join(self, order: WorkOrder) -> None:
+        for number, line in order.renewed:
             self._servers.replace(number, line)
         if not self._has_joined:
             self._updater.join(takes_part=not self._is_late)
@@ -195,7 +195,7 @@ class Worker:
             # Its memory is filling, and others go on: it is to begin with the newest weights.
             self._updater.join(takes_part=False)
             self._parts.learner.adopt_weights()
-        elif told.renewed or self._lost:
+        elif order.renewed or self._lost:
             # Or a server that only could not be reached: what it has heard, it knows.
             self._updater.join(self._servers.takes_part)
 
@@ -264,7 +264,7 @@ class RemoteWorker(Worker):
         life: int,
         is_late: bool,
     ) -> None:
-        shrug_if_unheard()
+        ignore_sigterm_if_blocked()
         self._cluster = from_inside(TIMEOUT_S)
         self._node_ip = self._cluster.node_ip()
         lines = [self._line(shard, handle) for shard, handle in enumerate(handles)]
@@ -281,10 +281,10 @@ class RemoteWorker(Worker):
         """Here."""
         return True
 
-    def work(self, told: Told) -> Report:
-        renewed = tuple((shard, self._line(shard, handle)) for shard, handle in told.renewed)
+    def work(self, order: WorkOrder) -> Report:
+        renewed = tuple((shard, self._line(shard, handle)) for shard, handle in order.renewed)
         try:
-            return super().work(told._replace(renewed=renewed))
+            return super().work(order._replace(renewed=renewed))
         except GivenUp:
             # Whoever gave it up could not reach it to end it, and its processor is wanted.
             os._exit(1)

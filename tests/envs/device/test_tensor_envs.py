@@ -198,9 +198,9 @@ def test_a_run_trains_resumes_and_is_filmed(engine: str, tmp_path: Path) -> None
         one, other = (qfleet.load(tmp_path / name, which="last") for name in ("whole", "half"))
         board = make("MinAtar/Breakout-v1").reset()
         assert np.array_equal(one.q_values(board), other.q_values(board))
-        from qfleet.training.video import film
+        from qfleet.training.video import record_video
 
-        frames, _ = film(one, tmp_path / "film.gif", seed=0, max_frames=20, fps=10)
+        frames, _ = record_video(one, tmp_path / "film.gif", seed=0, max_frames=20, fps=10)
         assert 1 < frames <= 20
 
 
