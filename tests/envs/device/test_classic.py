@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qfleet.core.errors import ConfigError
 from qfleet.envs import grid
+from qfleet.lab import maze as lab
 from qfleet.envs.device.acrobot import Acrobot
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.maze import Maze
