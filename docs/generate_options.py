@@ -21,7 +21,8 @@ TARGET = Path(__file__).with_name("options.md")
 
 HEAD = """# Every option of an experiment
 
-Made by `python docs/generate_options.py` from the docstrings in `qfleet/config/config.py`; do not edit.
+Made by `python docs/generate_options.py` from the docstrings in `qfleet/config/config.py`.
+Do not edit.
 
 Each row is a field of `qfleet.Config`, a keyword argument of `qfleet.train` and, with dashes, an
 option of `qfleet train`: `learning_rate` is `--learning-rate`. The defaults are those of

@@ -104,7 +104,7 @@ def test_what_was_found_is_remembered_by_its_key() -> None:
         "bf16, compiled": 0.5,
     }
     first = tune(OPTIONS, True, Stopwatch(table), KEY)
-    capturable = Stopwatch({})
+    unasked = Stopwatch({})
     second = tune(OPTIONS, True, capturable, KEY)
     assert second.from_cache is True
     assert capturable.asked == []

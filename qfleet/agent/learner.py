@@ -1,7 +1,7 @@
 """The learner: batches in, gradients out, and an updater that turns them into weights.
 
 ``learn`` is asked for so many gradient steps; ``_draw`` and ``_train`` make bursts of them;
-``step`` is the gradient step. With ``capturable`` nothing in a burst ever asks the host for a value,
+``step`` is the gradient step. With ``capturable`` nothing in a burst asks the host for a value,
 so that an accelerator can run ahead of it, and ``record`` turns whole bursts into single launches.
 """
 
@@ -103,7 +103,7 @@ class Learner:
         busy = config.prioritized_replay or not self._targets_at_once
         self._beside = SideStream(device, "learner, beside", worthwhile=busy and not has_state)
         self._draws_recorded = capturable and memory.device.type == device.type
-        self._unasked = capturable
+        self._capturable = capturable
         # What a burst reads besides its batches. On an accelerator they are tensors, so that a
         # recorded burst sees new values.
         self._learning_rate: Tensor | float = config.learning_rate
@@ -154,7 +154,7 @@ class Learner:
         rate = self._read_rate()
         beta = schedules.importance_exponent(self._config, self._clock.progress)
         move = self._target_move_due()
-        if self._unasked:
+        if self._capturable:
             # Kernel arguments, not copies from host memory that could change before they happen.
             assert isinstance(self._beta, Tensor)
             assert isinstance(self._target_move, Tensor)
@@ -207,20 +207,20 @@ class Learner:
     def _targets(self, samples: Batch, batches: list[Batch]) -> list[Callable[[], Tensor]]:
         """For every batch a function that finds its targets.
 
-        Within a burst the target network does not change. So its target_terms is found for all batches
+        Within a burst the target network does not change. So its terms are found for all batches
         at once, and whole targets too where they need nothing else; or, where batches must be kept
         apart, one after another and ahead of its use. Without replay they are in the samples.
         """
         if not self._config.replay:
             return [functools.partial(_same, batch.reward) for batch in batches]
         if self._looks_singly:
-            outlooks = [
+            every_terms = [
                 self._ahead.start(functools.partial(self._single_target_terms, batch))
                 for batch in batches
             ]
             return [
                 functools.partial(self._target_later, batch, target_terms)
-                for batch, target_terms in zip(batches, outlooks, strict=True)
+                for batch, target_terms in zip(batches, every_terms, strict=True)
             ]
         size = self._batch_size
         target_terms = self._target_terms(samples)
@@ -293,7 +293,7 @@ class Learner:
             self._target_weights.data.copy_(self.weights.data)
         elif self._target_move > 0:
             self._target_weights.data.lerp_(self.weights.data, self._target_move)
-        if not self._unasked:
+        if not self._capturable:
             self._target_move = 0.0
 
     def _single_target_terms(self, batch: Batch) -> TargetTerms:
@@ -359,7 +359,7 @@ class Learner:
         ``samples``, where the memory is on the host, is a burst's worth of them on the device: only
         learning from them is recorded, and every burst's samples are copied there first.
         """
-        assert self._unasked, "only a learner that never asks the host can be recorded"
+        assert self._capturable, "only a learner that never asks the host can be recorded"
         drawn_from = [self._noise, self._objective.generator]
         drawn_from += self._memory.generators() if self._draws_recorded else []
         self.limit_bursts(updates_at_once)

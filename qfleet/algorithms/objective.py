@@ -109,7 +109,7 @@ class Objective:
     ) -> Tensor:
         """``[B]`` values (q), ``[B, K]`` probabilities (c51) or ``[B, K]`` quantiles (qr, iqn).
 
-        ``target`` is not called: its target_terms is there already.
+        ``target`` is not called: its terms are there already.
         """
         if not self.double:
             if not self.munchausen:

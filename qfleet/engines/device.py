@@ -1,6 +1,6 @@
 """The device engine: environments, acting, replay and learning on one device.
 
-The serial loop with its parts placed otherwise (``qfleet/engines/one_process.py``): the actor steps tensor
+The serial loop with its parts placed otherwise (``one_process.py``): the actor steps tensor
 environments where the learner is, and the memory lies there too. Everything is queued in the order
 of ``serial``. On an accelerator the host only launches, and waits for it where something is read:
 logs, evaluations, checkpoints, and here at the end.

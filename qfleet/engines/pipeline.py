@@ -1,6 +1,6 @@
 """The pipeline engine: collecting goes on in a thread while the learner learns.
 
-The serial loop with its parts placed otherwise (``qfleet/engines/one_process.py``): the actor works one
+The serial loop with its parts placed otherwise (``one_process.py``): the actor works one
 block ahead in a thread with a network of its own, environments step in their own threads or
 processes, inference runs where it is quickest, and on an accelerator the updates of a block are one
 launch that nobody waits for. The order in which blocks enter the memory and updates are made is

@@ -4,7 +4,7 @@ In: the window of rows whose starts are old enough (and not too old) to sample, 
 some of them out, and, when prioritised, the last error of each sample.
 Out: flat indices (row × envs + env) and importance weights.
 
-A sampler made ``capturable`` draws without ever asking the host for a value, so that its draws can be
+A ``capturable`` sampler draws without asking the host for a value, so that its draws can be
 recorded into a graph; what depends on the window is then kept in tensors.
 """
 
@@ -76,7 +76,7 @@ class Sampler(Protocol):
 
 
 CANDIDATES = 16
-"""Draws per sample that an capturable sampler makes at once, to take the first that is no SKIP."""
+"""Draws per sample that a capturable sampler makes at once, to take the first that is no SKIP."""
 LEAST_CANDIDATES = 4096
 """Of all samples together: so many are never all SKIP while anything can be sampled at all."""
 

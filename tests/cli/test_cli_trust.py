@@ -1,4 +1,4 @@
-"""A stored configuration joins no cluster, writes no files elsewhere and tracks nothing capturable."""
+"""A stored configuration joins no cluster, writes no files elsewhere and sends nothing out unasked."""
 
 from __future__ import annotations
 

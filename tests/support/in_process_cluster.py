@@ -1,6 +1,6 @@
 """A cluster without processes: every call is made on the spot, and a member dies when it is told.
 
-In: what ``qfleet.engines.cluster.ray_cluster.Cluster`` is asked for. Out: the same answers, in a fixed order.
+In: what ``ray_cluster.Cluster`` is asked for. Out: the same answers, in a fixed order.
 """
 
 from __future__ import annotations

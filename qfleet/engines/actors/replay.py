@@ -47,7 +47,7 @@ class FarBlock(Block):
 
     actor: int = 0
     letter: Any = None
-    """Stands for the ``BlockMessage``, which goes from the actor to its shard without coming here."""
+    """Reference of the ``BlockMessage``, which travels from the actor to its shard directly."""
 
     @classmethod
     def of(
