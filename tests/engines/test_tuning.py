@@ -104,10 +104,10 @@ def test_what_was_found_is_remembered_by_its_key() -> None:
         "bf16, compiled": 0.5,
     }
     first = tune(OPTIONS, True, Stopwatch(table), KEY)
-    unasked = Stopwatch({})
-    second = tune(OPTIONS, True, capturable, KEY)
+    idle = Stopwatch({})
+    second = tune(OPTIONS, True, idle, KEY)
     assert second.from_cache is True
-    assert capturable.asked == []
+    assert idle.asked == []
     assert second.choice == first.choice
     assert (second.update_s, second.failed) == (first.update_s, first.failed)
     other = Stopwatch(table)

@@ -1,4 +1,4 @@
-"""Environments with unusual habits, for tests/run/test_run_habits.py."""
+"""Environments with unusual habits, for tests/training/test_run_habits.py."""
 
 from __future__ import annotations
 

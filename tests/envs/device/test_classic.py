@@ -20,12 +20,12 @@ from torch import Tensor
 
 from qfleet.core.errors import ConfigError
 from qfleet.envs import grid
-from qfleet.lab import maze as lab
 from qfleet.envs.device.acrobot import Acrobot
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.maze import Maze
 from qfleet.envs.device.mountaincar import MountainCar
 from qfleet.envs.device.protocol import TensorEnv, begin_episodes, step_episodes
+from qfleet.lab import maze as lab
 
 Array = NDArray[Any]
 
