@@ -1,8 +1,8 @@
 """How a batch becomes a gradient in the flat vector: by autograd, or by hand for plain MLPs.
 
 In: a batch and its targets. Out: ``weights.grad`` and the loss's numbers. Both ways form the same
-products in the same order and give the same bits (tests/agent/test_gradients.py); the second one exists
-because autograd's bookkeeping costs more than a small MLP's arithmetic (256×256, batch 64, two slow
+products in the same order and give the same bits (tests/agent/test_gradients.py); the second
+exists because autograd's bookkeeping costs more than a small MLP's arithmetic (256×256, batch 64, two slow
 cores: 0.85 ms by hand, 1.4 ms through autograd).
 """
 

@@ -1,4 +1,4 @@
-"""A stored configuration joins no cluster, writes no files elsewhere and sends nothing out unasked."""
+"""A stored configuration joins no cluster, writes no files elsewhere and sends no data out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of rows as messages: ``encode`` makes a ``BlockMessage`` of a ``Block``, ``decode`` undoes it.
+"""Blocks of rows as messages: ``encode`` makes a ``BlockMessage`` of a ``Block``, ``decode`` a block.
 
 Actions travel in as few bytes as hold them, uint8 frames compressed where replay is to be.
 """

@@ -1,8 +1,9 @@
 """The actors engine (Ape-X): many actors and replay shards in processes, one learner here.
 
-It is the serial loop with its parts placed otherwise (``building.py``): blocks come from whichever actor is done first and go to its shard without passing through this process, samples
-are drawn by the shards while the learner learns. The replay ratio is held where blocks enter the
-memory, by the ordinary limiter.
+It is the serial loop with its parts placed otherwise (``building.py``): blocks come from whichever
+actor is done first and go to its shard without passing through this process, samples are drawn by
+the shards while the learner learns. The replay ratio is held where blocks enter the memory, by the
+ordinary limiter.
 """
 
 from __future__ import annotations
