@@ -2,8 +2,8 @@
 
 In: a batch and its targets. Out: ``weights.grad`` and the loss's numbers. Both ways form the same
 products in the same order and give the same bits (tests/agent/test_gradients.py); the second
-exists because autograd's bookkeeping costs more than a small MLP's arithmetic (256×256, batch 64, two slow
-cores: 0.85 ms by hand, 1.4 ms through autograd).
+exists because autograd's bookkeeping costs more than a small MLP's arithmetic (256×256, batch 64,
+two slow cores: 0.85 ms by hand, 1.4 ms through autograd).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks of rows as messages: ``encode`` makes a ``BlockMessage`` of a ``Block``, ``decode`` a block.
+"""Blocks of rows as messages: a ``Block`` is encoded as a ``BlockMessage``, and decoded again.
 
 Actions travel in as few bytes as hold them, uint8 frames compressed where replay is to be.
 """
