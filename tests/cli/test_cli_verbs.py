@@ -98,9 +98,10 @@ def test_version(flag: str, shell: Shell) -> None:
     assert shell.out == f"qfleet {version('qfleet')}\n"
 
 
-def test_help_answers_without_the_heavy_libraries() -> None:
+@pytest.mark.parametrize("verb", ["--help", "runs"])
+def test_quick_verbs_answer_without_the_heavy_libraries(verb: str, tmp_path: Path) -> None:
     code = (
-        "import sys; from qfleet.cli.main import main; code = main(['--help']); "
+        f"import sys; from qfleet.cli.main import main; code = main(['{verb}']); "
         "print(sorted({'torch', 'gymnasium', 'matplotlib', 'ale_py'} & set(sys.modules)))"
     )
     done = subprocess.run(
@@ -109,6 +110,7 @@ def test_help_answers_without_the_heavy_libraries() -> None:
         text=True,
         timeout=deadline(PHASE_S),
         check=True,
+        cwd=tmp_path,
     )
     assert done.stdout.splitlines()[-1] == "[]"
 
