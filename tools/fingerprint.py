@@ -108,7 +108,8 @@ def run_lines(env: str, row: str, fields: dict[str, Any]) -> Iterator[str]:
             yield f"{path.name}/episodes {digest(episodes)}"
             yield f"{path.name}/manifest {digest(manifest)}"
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-        kept = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+        timed = ("time/", "pipeline/")
+        kept = [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
         # Progress of workers is seen at different moments, so those logs have other rows.
         if fields["engine"] != "parameter-server":
             yield f"metrics {digest(kept)}"
