@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,3 +48,25 @@ def default_signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Schedule files that start clusters as the group "ray".
+
+    pytest-xdist 3.8 takes a test's group from its node id, where pytest 9.2 no longer lets it be
+    written; without this, ``--dist loadgroup`` ignores the mark ``xdist_group``.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    from support.clusters import starts_clusters
+
+    is_ray = functools.cache(lambda file: starts_clusters(config.rootpath / file))
+
+    class RayTogether(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if is_ray(nodeid.split("::")[0]) else super()._split_scope(nodeid)
+
+    return RayTogether(config, log)

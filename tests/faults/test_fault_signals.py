@@ -22,7 +22,11 @@ from support.waiting import PHASE_S, deadline, finish, wait_until
 
 @needs_proc
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, id="SIGINT"),
+        pytest.param(signal.SIGTERM, 143, id="SIGTERM", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_ends_a_run_in_good_order(
     number: signal.Signals, code: int, tmp_path: Path

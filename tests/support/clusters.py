@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -29,3 +30,8 @@ def needs_ray(test: Test) -> Test:
     for mark in RAY_MARKS:
         test = mark(test)
     return test
+
+
+def starts_clusters(path: Path) -> bool:
+    """Return whether a test file has tests with these marks."""
+    return path.is_file() and "support.clusters" in path.read_text(encoding="utf-8")

@@ -103,7 +103,7 @@ def test_where_nobody_trains_the_advice_works(tmp_path: Path, workers: int) -> N
     with pytest.raises(UserError, match=says(f"qfleet resume {resumable} --workers {workers}")):
         qfleet.scale(resumable, workers)
     failed = make_run(tmp_path / "failed")
-    mend = f"train --config {failed}/config.json --run-dir {failed} --workers {workers}$"
+    mend = f"train --config {failed}/config.json --run-dir {failed} --workers {workers}"
     with pytest.raises(UserError, match=says(mend)):
         qfleet.scale(failed, workers)
     with pytest.raises(ConfigError, match=says("actors", "workers")):
