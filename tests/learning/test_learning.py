@@ -108,6 +108,7 @@ def test_the_corridor_is_learnt(algo: str, tmp_path: Path) -> None:
     assert values[:, 1] == pytest.approx([0.81, 0.9, 1.0], abs=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", ["dqn", "c51", "qr-dqn", "iqn", "munchausen-dqn", "rainbow"])
 def test_the_bandit_is_learnt(algo: str, tmp_path: Path) -> None:
     trained = qfleet.train(
@@ -120,6 +121,7 @@ def test_the_bandit_is_learnt(algo: str, tmp_path: Path) -> None:
     assert np.array_equal(trained.policy("last").act(np.eye(3)), [0, 1, 2])
 
 
+@pytest.mark.slow
 def test_stacks_returns_priorities_and_truncation_together(tmp_path: Path) -> None:
     fields = QUICK | {
         "steps": 2400,
@@ -149,6 +151,7 @@ def test_stacks_returns_priorities_and_truncation_together(tmp_path: Path) -> No
     assert values.max() == pytest.approx(5.0, abs=0.8)
 
 
+@pytest.mark.slow
 def test_without_the_stack_the_direction_cannot_be_learnt(tmp_path: Path) -> None:
     """So that the test above does not pass for another reason."""
     trained = qfleet.train(
