@@ -75,13 +75,16 @@ class Adam:
         self.steps.add_(1.0)
         rest = self._rest
         if rest is None:
-            vectors = [[weights], [grad], [self.first], [self.second]]
+            every, grads, firsts, seconds = [weights], [grad], [self.first], [self.second]
         else:
-            vectors = rest.begin(weights, grad)
+            every, grads, firsts, seconds = rest.begin(weights, grad)
         torch._fused_adam_(
-            *vectors,
+            every,
+            grads,
+            firsts,
+            seconds,
             [],
-            [self.steps] * len(vectors[0]),
+            [self.steps] * len(every),
             lr=learning_rate,
             beta1=self.beta1,
             beta2=self.beta2,
@@ -137,20 +140,16 @@ class _Rest:
         self._scratch = torch.zeros(2, VECTOR_FLOATS, dtype=weights.dtype)
         self._ends = [row[: self._size - self._body] for row in self._scratch]
         self._weights: Tensor | None = None
-        self._grad: Tensor | None = None
 
     def begin(self, weights: Tensor, grad: Tensor) -> list[list[Tensor]]:
         """Return the four lists of tensors that the kernel takes."""
         if weights is not self._weights:
             self._weights = weights
             self._weights_body, self._weights_end = weights[: self._body], weights[self._body :]
-        if grad is not self._grad:
-            self._grad = grad
-            self._grad_body, self._grad_end = grad[: self._body], grad[self._body :]
-        torch._foreach_copy_(self._ends, [self._weights_end, self._grad_end])
+        torch._foreach_copy_(self._ends, [self._weights_end, grad[self._body :]])
         return [
             [self._weights_body, self._scratch[0]],
-            [self._grad_body, self._scratch[1]],
+            [grad[: self._body], self._scratch[1]],
             *self._moments,
         ]
 
