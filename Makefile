@@ -9,12 +9,12 @@ STAMP := $(VENV)/.installed
 train: $(STAMP)
 	$(BIN)/qfleet train CartPole-v1
 
-# What a newcomer runs: everything but the tests marked slow, about four minutes on two cores.
+# What a newcomer runs: everything but the tests marked slow. Meant to take under 6 minutes.
 # Tests that start Ray clusters share one of the two processes (--dist loadgroup).
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
-# The whole suite, as .ci/run runs it: under 20 minutes on two cores.
+# The whole suite, as .ci/run runs it. Meant to take under 20 minutes.
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 

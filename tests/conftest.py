@@ -13,8 +13,8 @@ import pytest
 
 TESTS = str(Path(__file__).parent)
 
-# Before torch is imported, which reads it then. Threads of OpenMP that wait would otherwise spin:
-# two processes of tests on two cores take four times as long.
+# Before torch is imported, which reads it then. Waiting OpenMP threads sleep instead of spinning,
+# because the processes of pytest-xdist have more of them than there are cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
