@@ -41,7 +41,8 @@ class Engine(Protocol):
 
 
 def engine(name: str) -> Engine:
-    return cast(Engine, importlib.import_module(ENGINES[name]))
+    """Return the engine's module; ``auto`` that nothing has resolved is ``serial``."""
+    return cast(Engine, importlib.import_module(ENGINES["serial" if name == "auto" else name]))
 
 
 def build(

@@ -44,7 +44,7 @@ def read_attributes(sources: Iterable[str]) -> set[str]:
 
 
 def test_every_field_is_read_outside_config_py() -> None:
-    files = [path for path in CONFIG_FILE.parent.rglob("*.py") if path != CONFIG_FILE]
+    files = [path for path in Path(qfleet.__file__).parent.rglob("*.py") if path != CONFIG_FILE]
     read = read_attributes(path.read_text(encoding="utf-8") for path in files)
     assert [name for name in FIELDS if name not in read] == []
 

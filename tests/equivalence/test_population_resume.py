@@ -69,9 +69,8 @@ def test_stopped_and_resumed_it_is_the_whole_run(
 KILLED = """
 import json, os, signal, sys
 from pathlib import Path
-from qfleet.callbacks import Callback
-from qfleet.config import Config
-from qfleet.run import Run, RunOptions
+from qfleet.training.run import Callback, Run, RunOptions
+from qfleet.config.config import Config
 
 class Die(Callback):
     def on_log(self, run, scalars):

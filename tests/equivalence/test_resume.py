@@ -103,9 +103,8 @@ def test_where_an_env_cannot_give_its_state_its_episode_is_cut_and_told(
 KILLED = """
 import json, os, signal, sys
 from pathlib import Path
-from qfleet.callbacks import Callback
-from qfleet.config import Config
-from qfleet.run import Run, RunOptions
+from qfleet.training.run import Callback, Run, RunOptions
+from qfleet.config.config import Config
 from qfleet.core import files
 
 class Die(Callback):

@@ -84,9 +84,9 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_outlives_a_process_that_dies_or_hangs(
     way: str, kind: str, env_groups: int, tmp_path: Path
 ) -> None:
-    arguments = doomed(
-        way, 101, tmp_path / "once", env_groups=env_groups, env_timeout_s=deadline(2.0)
-    )
+    # Only a process that hangs is to run into the timeout, however slowly others start.
+    timeout_s = deadline(4.0 if kind == "env_timeout" else 60.0)
+    arguments = doomed(way, 101, tmp_path / "once", env_groups=env_groups, env_timeout_s=timeout_s)
     trained = qfleet.train(**arguments, run_dir=tmp_path / "run")
     assert trained.result.env_steps == 600
     assert trained.result.updates == (600 - 40) // 4

@@ -70,7 +70,7 @@ def test_what_a_cluster_runs_does_not_hear_sigterm_but_what_environments_start_d
     # Whether SIGTERM is blocked and what it does: in a child, and then in a child of that child.
     tell = (
         "import signal, subprocess, sys\n"
-        "from qfleet import signals\n"
+        "from qfleet.core import signals\n"
         "def tell():\n"
         "    blocked = signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())\n"
         "    print(blocked, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, flush=True)\n"

@@ -177,7 +177,7 @@ def test_sigterm_while_ray_connects_ends_with_the_usual_code(tmp_path: Path) -> 
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
-from qfleet.cluster import open_cluster
+from qfleet.engines.cluster.ray_cluster import open_cluster
 class Sleeper:
     def sleep(self):
         time.sleep(600)
