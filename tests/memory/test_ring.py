@@ -199,13 +199,13 @@ def test_files_are_refused_for_a_ring_on_a_device(tmp_path: Path) -> None:
 
 
 def test_impossible_measures_and_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match=says("8")):
+    with pytest.raises(ConfigError, match=says("7", "8")):
         Ring(VECTOR, 2, 7, 3, 0.9, uniform(), CPU)
     with pytest.raises(ValueError, match="no stack"):
         Ring(EnvSpec("e", (3, 8), "uint8", 2, frame_stack=4), 1, 50, 1, 0.9, uniform(), CPU)
     ring = Ring(VECTOR, 2, 8, 3, 0.9, uniform(), CPU)
     ring.extend(block_of([0.0] * 4, [FIRST, 0, 0, 0], num_envs=2))
-    with pytest.raises(ValueError, match=says("5", "4")):
+    with pytest.raises(ValueError, match=says("5 rows", "ring", "4")):
         ring.extend(block_of([0.0] * 5, [FIRST, 0, 0, 0, 0], num_envs=2))
     with pytest.raises(ValueError, match=r"block\.obs"):
         ring.extend(block_of([0.0], [FIRST], num_envs=1))

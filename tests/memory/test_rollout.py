@@ -351,7 +351,7 @@ def test_drawing_never_asks_the_host() -> None:
 def test_a_block_of_another_width_is_refused() -> None:
     with pytest.raises(ValueError, match=says("block.obs")):
         make(4).extend(random_block(ROWS, 3, 0))
-    with pytest.raises(ValueError, match=says("6", "5")):
+    with pytest.raises(ValueError, match=says("6 rows", "rollout", "5")):
         make(4).extend(random_block(6, 4, 0))
 
 

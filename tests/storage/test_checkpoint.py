@@ -204,7 +204,7 @@ def test_part_names_cannot_leave_the_folder(tmp_path: Path) -> None:
 
 
 def test_segments_need_a_version_each() -> None:
-    with pytest.raises(ValueError, match=says("2", "1")):
+    with pytest.raises(ValueError, match=says("2", "1", "versions")):
         Segments([torch.ones(1), torch.ones(1)], [0])
 
 

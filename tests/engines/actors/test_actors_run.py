@@ -521,7 +521,7 @@ def test_an_object_store_that_is_too_small_is_refused(
 
 
 def test_rings_too_small_for_their_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match=says("2", "12")):
+    with pytest.raises(ConfigError, match=says("buffer_size", "25", "2 actors", "12")):
         build(small(buffer_size=25, batch_size=4), FaultLog())
 
 

@@ -119,5 +119,5 @@ def test_numbers_beyond_half_precision_are_refused_not_bent() -> None:
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.1, math.nan])
 def test_a_share_that_is_none_is_refused(share: float) -> None:
-    with pytest.raises(ConfigError, match=says("0", "1")):
+    with pytest.raises(ConfigError, match=says(f"{share:g}", "0", "1")):
         TopK(share)

@@ -131,7 +131,7 @@ def test_a_repetition_that_nobody_waits_for_changes_nothing() -> None:
 def test_a_gap_is_an_error_that_says_so() -> None:
     shard = make_shard(Async(), [0.0], workers=1)
     shard.push(make_push(0, 0, [1.0]))
-    with pytest.raises(ProtocolError, match=says("2", "1")):
+    with pytest.raises(ProtocolError, match=says("worker 0", "message 2", "1")):
         shard.push(make_push(0, 2, [1.0]))
     assert weights_of(shard).tolist() == [-1.0]
     assert shard.push(make_push(0, 1, [1.0])).outcome == "applied"
