@@ -38,6 +38,7 @@ def join(cluster: Cluster, token: str, *words: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.slow
 @needs_ray
 def test_the_report_adds_up(cluster: Cluster, tmp_path: Path) -> None:
     words = ["--workers", "2", "--samples", "300", "--features", "5", "--steps", "60"]

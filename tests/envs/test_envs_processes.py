@@ -317,6 +317,7 @@ def test_what_an_env_has_started_ends_with_it() -> None:
     wait_until(lambda: not any(map(is_alive, children)), "the end of the children")
 
 
+@pytest.mark.slow
 def test_workers_end_when_their_parent_is_killed() -> None:
     """One of them waits for a command, the other hangs in its env and cannot see the pipe."""
     script = """
@@ -415,6 +416,7 @@ def test_no_state_from_envs_without_or_with_a_lost_worker() -> None:
         assert envs.state_dict() is not None
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_blocks_no_load() -> None:
     """A state larger than a pipe takes would block whoever writes it for ever."""
     with pool(Config(env_timeout_s=3.0), 1) as (envs, faults):

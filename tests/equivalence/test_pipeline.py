@@ -220,6 +220,7 @@ def test_what_it_computes_does_not_depend_on_timing(
     assert lags[0] == lags[1]
 
 
+@pytest.mark.slow
 def test_pong_does_not_depend_on_timing_either(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(**PONG, engine="pipeline", env_groups=2, block_rows=3)
     one = Watched(config)

@@ -45,7 +45,7 @@ def assert_same_agents(whole: Path, parted: Path) -> None:
     [
         ({}, (200,)),
         # In the middle of an interval, and right where agents take over.
-        ({"pbt_interval": 160}, (240, 320)),
+        pytest.param({"pbt_interval": 160}, (240, 320), marks=pytest.mark.slow),
         # Before, at and after halvings.
         ({"halving_interval": 240}, (160, 240, 400)),
     ],
@@ -81,6 +81,7 @@ Run(Config(**json.loads(sys.argv[3])), Path(sys.argv[1]), RunOptions(), [Die()])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"pbt_interval": 80}, {"halving_interval": 240}], ids=str)
 def test_killed_it_loses_no_more_than_since_its_checkpoint(
     changes: dict[str, Any], tmp_path: Path

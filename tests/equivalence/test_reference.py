@@ -34,7 +34,7 @@ BASE = Config(
         {},
         {"train_freq": 64, "gradient_steps": 32},
         {"tau": 0.05, "target_update_interval": 2},
-        {"train_freq": 1, "seed": 4, "net_arch": (64,)},
+        pytest.param({"train_freq": 1, "seed": 4, "net_arch": (64,)}, marks=pytest.mark.slow),
     ],
     ids=["plain", "bursts", "soft target", "every step"],
 )

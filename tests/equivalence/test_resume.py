@@ -35,7 +35,7 @@ SHORT_ROLLOUTS: dict[str, Any] = {
     [
         (configure(), (137, 411)),
         (configure(), (3,)),
-        (configure(algo="rainbow"), (271,)),
+        pytest.param(configure(algo="rainbow"), (271,), marks=pytest.mark.slow),
         pytest.param(configure(algo="iqn"), (322,), marks=pytest.mark.slow),
         (configure(algo="munchausen-dqn"), (199, 201)),
         (configure(envs=8, vectorize="native"), (333,)),
@@ -123,7 +123,9 @@ Run(Config(**json.loads(sys.argv[3])), folder, RunOptions(), [Die()]).go()
 """
 
 
-@pytest.mark.parametrize("where", ["between", "in a checkpoint"])
+@pytest.mark.parametrize(
+    "where", [pytest.param("between", marks=pytest.mark.slow), "in a checkpoint"]
+)
 def test_a_killed_run_goes_on_from_its_last_whole_checkpoint(where: str, tmp_path: Path) -> None:
     config = configure(checkpoint_freq=150)
     train(config, tmp_path / "whole")

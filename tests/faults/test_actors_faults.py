@@ -30,6 +30,7 @@ def members(pid: int, kind: str) -> set[int]:
     return {child for child, title in descendants(pid).items() if title.startswith(f"ray::{kind}")}
 
 
+@pytest.mark.slow
 def test_killed_actors_and_shards_are_replaced_and_a_signal_leaves_nothing_behind(
     tmp_path: Path,
 ) -> None:
@@ -101,6 +102,7 @@ def test_killed_actors_and_shards_are_replaced_and_a_signal_leaves_nothing_behin
     )
 
 
+@pytest.mark.slow
 def test_an_object_store_that_is_too_small_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         building, "_open", lambda config, _: open_cluster(config.workers, store_bytes=80 * 2**20)

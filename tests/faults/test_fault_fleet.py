@@ -77,6 +77,7 @@ def few_more_steps(steps: int) -> Callable[[Run], bool]:
     return act
 
 
+@pytest.mark.slow
 def test_one_worker_is_serial_and_a_run_resumes_with_two(tmp_path: Path) -> None:
     """Across processes too; and what is resumed may have other workers and servers (row 30)."""
     told = {**SMALL, "algo": "double-dqn", "steps": 600}
@@ -196,6 +197,7 @@ def test_a_stopped_worker_holds_sync_up_until_it_is_given_up(tmp_path: Path) -> 
     assert trained.result.faults["worker"] == 1
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize(
     ("number", "code"),

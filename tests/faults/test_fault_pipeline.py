@@ -79,7 +79,11 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("way", "kind", "env_groups"),
-    [("SIGKILL", "env_process", 1), ("SIGKILL", "env_process", 2), ("hang", "env_timeout", 2)],
+    [
+        ("SIGKILL", "env_process", 1),
+        pytest.param("SIGKILL", "env_process", 2, marks=pytest.mark.slow),
+        pytest.param("hang", "env_timeout", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_outlives_a_process_that_dies_or_hangs(
     way: str, kind: str, env_groups: int, tmp_path: Path
@@ -155,6 +159,7 @@ def test_a_process_that_always_dies_ends_in_a_typed_error(tmp_path: Path) -> Non
     assert "exit code -9" in result_of(tmp_path / "run")["stopped_by"]
 
 
+@pytest.mark.slow
 @needs_proc
 def test_ctrl_c_ends_a_pipeline_in_good_order(tmp_path: Path) -> None:
     folder = tmp_path / "run"

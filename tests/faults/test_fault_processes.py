@@ -54,7 +54,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
 
 
-@pytest.mark.parametrize("way", ["SIGKILL", "SIGSEGV"])
+@pytest.mark.parametrize("way", ["SIGKILL", pytest.param("SIGSEGV", marks=pytest.mark.slow)])
 def test_a_run_outlives_the_processes_of_its_envs(way: str, tmp_path: Path) -> None:
     trained = qfleet.train(**mortal(way, at=111), run_dir=tmp_path / "run")
     # 300 rows: each env dies in its 111th step, is another from then on, and dies as such again.
@@ -71,6 +71,7 @@ def test_a_run_outlives_the_processes_of_its_envs(way: str, tmp_path: Path) -> N
         assert (flags[died_in + 1] & FIRST).all()
 
 
+@pytest.mark.slow
 def test_a_run_outlives_an_env_that_hangs(tmp_path: Path) -> None:
     arguments = mortal("hang", at=150, env_timeout_s=deadline(2.0))
     trained = qfleet.train(**arguments, run_dir=tmp_path / "run")

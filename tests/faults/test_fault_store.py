@@ -106,6 +106,7 @@ def start_small(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @needs_ray
 @needs_proc
 @pytest.mark.usefixtures("nobody_left")

@@ -54,6 +54,7 @@ def nodes_of(cluster: Cluster, call: Any) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_answers_are_of_their_own_update_and_short_ones_pass_by_the_store(
     cluster: Cluster,
 ) -> None:
