@@ -1,4 +1,4 @@
-"""Many seeds, one statement. In: scores or curves of several seeds; out: IQM and its interval.
+"""Statistics over seeds: the interquartile mean (IQM) and its bootstrap confidence interval.
 
 The interquartile mean and the percentile bootstrap follow Agarwal et al. 2021 (arXiv 2108.13264).
 """
@@ -15,7 +15,7 @@ MAX_GRID_POINTS = 400
 
 
 def iqm(values: ArrayLike) -> float:
-    """Mean without the lowest and the highest quarter (floor(n/4) values at each end)."""
+    """Return the mean without the lowest and highest quarter (floor(n/4) values at each end)."""
     array = np.asarray(values, dtype=np.float64).ravel()
     if array.size == 0:
         raise ValueError("the IQM of no values is undefined")
@@ -29,7 +29,7 @@ def bootstrap_ci(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of ``statistic`` over ``values`` ``[n]``."""
+    """Return the percentile bootstrap interval of ``statistic`` over ``values`` ``[n]``."""
     array = np.asarray(values, dtype=np.float64).ravel()
     if array.size == 0:
         raise ValueError("the interval of no values is undefined")
@@ -48,9 +48,9 @@ def aggregate_curves(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Step grid, IQM, low and high of curves ``(steps, values)``, where all of them have data.
+    """Return step grid, IQM, and lower and upper bound of curves ``(steps, values)``.
 
-    The grid is empty when the curves share no range of steps.
+    The grid covers the steps where all curves have data; it is empty when they share no range.
     """
     cleaned = [_increasing(steps, values) for steps, values in curves]
     empty = np.empty(0)
@@ -63,7 +63,7 @@ def aggregate_curves(
     if grid.size > MAX_GRID_POINTS:
         grid = np.linspace(first, last, MAX_GRID_POINTS)
     columns = np.array([np.interp(grid, steps, values) for steps, values in cleaned]).T
-    # One set of resampled seeds for the whole curve: the band then belongs to whole runs.
+    # One set of resampled seeds for the whole curve, so that the band resamples whole runs.
     chosen = _resample(len(cleaned), resamples, seed)
     low, high = np.empty(grid.size), np.empty(grid.size)
     for point, column in enumerate(columns):
@@ -87,7 +87,7 @@ def _tails(level: float) -> tuple[float, float]:
 
 
 def _increasing(steps: ArrayLike, values: ArrayLike) -> tuple[FloatArray, FloatArray]:
-    """Sorted by step; of several values at one step the last one written counts."""
+    """Return the curve sorted by step; of several values at one step the last one is kept."""
     newest = dict(zip(np.asarray(steps, np.float64), np.asarray(values, np.float64), strict=True))
     ordered = sorted(newest.items())
     return np.array([s for s, _ in ordered]), np.array([v for _, v in ordered])

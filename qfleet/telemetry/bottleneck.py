@@ -1,4 +1,4 @@
-"""Which stage holds a run back. In: how fast each stage is alone; out: a diagnosis in plain words.
+"""Bottleneck analysis: compare the rate of each stage alone with the rate of the whole run.
 
 All rates are in env steps per second, so that stages can be compared.
 """
@@ -15,15 +15,15 @@ from qfleet.telemetry.formatting import format_rate, format_steps
 Stage: TypeAlias = Literal["env", "inference", "learner"]
 
 OVERHEAD_BELOW = 0.7
-"""A run below this share of its slowest stage is held back by no stage, but by the waits between
-them."""
+"""Below this share of its slowest stage's rate, a run is limited by the waits between stages, not
+by a stage."""
 LARGER = 8
-"""How many times larger the batches are that a slow learner is advised to try."""
+"""Factor by which the advice for a slow learner enlarges the batches."""
 
 
 @dataclass(frozen=True)
 class StageRates:
-    """How fast each stage is with nothing else to wait for, and how fast the run is."""
+    """The rate of each stage measured alone, and that of the whole run, in env steps per second."""
 
     env_only: float | None
     inference_only: float | None
@@ -32,7 +32,7 @@ class StageRates:
     end_to_end: float
 
     def measured(self) -> dict[Stage, float]:
-        """The stages that apply."""
+        """Return the rates of the stages that were measured."""
         rates: dict[Stage, float | None] = {
             "env": self.env_only,
             "inference": self.inference_only,
@@ -43,11 +43,11 @@ class StageRates:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What holds a run back, and what would move it."""
+    """The bottleneck of a run, and a sentence that says what would make the run faster."""
 
     bottleneck: Literal["env", "inference", "learner", "overhead"]
     share_of_slowest: float
-    """The run's speed as a share of its slowest stage's."""
+    """The run's rate as a share of its slowest stage's rate."""
     sentence: str
 
 
@@ -61,9 +61,10 @@ def diagnose(
     batch_size: int,
     share_a_device: bool = False,
 ) -> Diagnosis:
-    """Name the bottleneck. ``device_type`` is that of the learner: cpu, cuda …
+    """Return the bottleneck. ``device_type`` is that of the learner: cpu, cuda …
 
-    ``share_a_device``: all stages take turns there, and no core or overlap would help.
+    ``share_a_device``: all stages take turns on one device, so neither more CPU cores nor more
+    overlap would help.
     """
     alone = rates.measured()
     if not alone:
@@ -96,7 +97,7 @@ def diagnose(
 
 
 def rates_table(rates: StageRates, diagnosis: Diagnosis) -> str:
-    """Four lines of figures, then the sentence."""
+    """Return a table of the four rates, followed by the diagnosis in a sentence."""
     lines = []
     for name, rate in (
         ("env-only", rates.env_only),
@@ -148,8 +149,8 @@ def _overhead(rates: StageRates, slowest: Stage, cores: int, envs: int, device_t
         f"The stages wait for each other: {_short(rates.end_to_end)} steps/s are {share} of the "
         f"{_short(alone[slowest])} of the slowest stage ({slowest})"
     )
-    # On a CPU a stage alone may take all the cores. Together they share them, and no amount of
-    # overlap makes that faster than taking turns.
+    # On a CPU a stage that is measured alone may use all cores. Together the stages share the
+    # cores, and overlap cannot make that faster than taking turns.
     turns = 1.0 / sum(1.0 / rate for rate in alone.values())
     if device_type == "cpu" and rates.end_to_end >= OVERHEAD_BELOW * turns:
         return (

@@ -1,6 +1,7 @@
-"""Faults that were survived. In: ``(kind, message)``; out: counts, rare notices, a rate limit.
+"""Log of faults that a run survived: counts per kind, rate-limited notices, a maximum fault rate.
 
-Nothing is repaired silently: every fault is counted, but a flood of them must not flood the screen.
+Every fault is counted, so that nothing is repaired silently; notices are limited in rate, so that
+many faults do not flood the screen.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Kind:
 
 
 class FaultLog:
-    """Counts faults per kind and tells ``notify`` at most once per kind in ten seconds."""
+    """Counter of faults per kind that calls ``notify`` at most once per kind in ten seconds."""
 
     def __init__(
         self,
@@ -43,11 +44,11 @@ class FaultLog:
         self._notify = notify
         self._clock = clock
         self._kinds: dict[str, _Kind] = {}
-        self._lock = threading.Lock()  # environments report from their own threads
+        self._lock = threading.Lock()  # environments report from other threads
         self._closed = False
 
     def close(self) -> None:
-        """The run is over: what is reported from now on is not counted and not told."""
+        """Ignore all further faults: the run is over."""
         self._closed = True
 
     def __call__(self, kind: str, message: str) -> None:
@@ -67,7 +68,7 @@ class FaultLog:
             self._notify(notice)
 
     def flush(self) -> None:
-        """Notify of what is still held back; for the end of a run."""
+        """Send the notices that the rate limit has held back; called at the end of a run."""
         now_s = self._clock()
         with self._lock:
             pending = [(kind, entry) for kind, entry in self._kinds.items() if entry.unseen]
@@ -86,13 +87,13 @@ class FaultLog:
             return list(entry.first_messages) if entry else []
 
     def check_rate(self, kind: str, opportunities: int, max_rate: float) -> None:
-        """Stop the run when more than ``max_rate`` of ``opportunities`` were faults."""
+        """Raise FaultRateError if more than ``max_rate`` of ``opportunities`` were faults."""
         count = self.counts.get(kind, 0)
         if count < MIN_FAULTS_TO_STOP or count <= max_rate * opportunities:
             return
         raise FaultRateError(
             f"{kind}: {count} faults in {opportunities} exceed the tolerated rate {max_rate:g}; "
-            f"first: {self.first_messages(kind)[0]}; mend the cause or raise --max-fault-rate"
+            f"first: {self.first_messages(kind)[0]}; fix the cause or raise --max-fault-rate"
         )
 
     def state_dict(self) -> dict[str, Any]:

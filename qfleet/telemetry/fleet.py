@@ -1,9 +1,10 @@
-"""What many processes did and cost. In: an account per worker, server and shard; out: one of all.
+"""Accounts of the processes of a run: one per worker, server and shard, and one of all together.
 
-``FleetAccount.as_dict`` is ``fleet`` in ``result.json``, ``lines`` are for the terminal, and
-``fleet_plots`` draws. A worker's time is computing (it steps, acts, copies, learns), communicating
-(its messages are under way), waiting (for others), or other: what none of its spans covers. Actors
-are workers too: what they collect goes to shards of a replay memory, and a learner has the weights.
+``FleetAccount.as_dict`` becomes ``fleet`` in ``result.json``, ``fleet_table`` prints it and
+``fleet_plots`` draws it. A worker's time is divided into computing (stepping environments, choosing
+actions, copying, learning), communicating (its messages are in flight), waiting (for other
+processes) and other (not covered by any span). Actors are workers too: their transitions go to
+shards of a replay memory, and a separate learner holds the weights.
 """
 
 from __future__ import annotations
@@ -22,36 +23,37 @@ from qfleet.telemetry.trace import SpanRecord
 
 OTHER = "other"
 STRAGGLES = 1.5
-"""A worker that takes more than so many times as long as the median for a step is named."""
+"""A worker is reported as straggler if its time per step exceeds the median by this factor."""
 
 
 @dataclass(frozen=True)
 class WorkerAccount:
-    """What one worker did, over all its lives."""
+    """What one worker did, including its predecessors if it was restarted."""
 
     number: int
     host: str
-    """Empty as long as it has not reported."""
+    """Empty until the worker has reported."""
     env_steps: int
     updates: int | None
-    """None: it is an actor, which makes none."""
+    """None for an actor, which makes no updates."""
     wall_s: float
-    """Since its first step; starting the process is not in it."""
+    """Since the worker's first step; starting the process is not included."""
     processor_s: float
     seconds: Mapping[str, float]
-    """By ``timers.STAGES``: communicate is messages under way, idle is waiting for others."""
+    """By ``timers.STAGES``: communicate is messages in flight, idle is waiting for others."""
     bytes_sent: int
     bytes_received: int
     messages: int
     outcomes: Mapping[str, int] = field(default_factory=dict)
-    """What became of what it sent, once for each server: applied, kept, dropped by reason …"""
+    """What servers did with its messages, counted once per server: applied, kept, dropped (by
+    reason) …"""
     packing_s: float = 0.0
-    """What compressing took, before messages left; part of computing."""
+    """Time spent compressing messages before they were sent; part of computing."""
     calls: Sequence[tuple[int, float]] = ()
     """Bytes and seconds of some of its messages."""
     restarts: int = 0
     staleness: Mapping[int, int] = field(default_factory=dict)
-    """How many of its blocks were of weights so many updates old; of gradients, servers know."""
+    """Age of the weights in updates → number of an actor's blocks; servers count gradients."""
 
     @property
     def env_steps_per_s(self) -> float | None:
@@ -59,17 +61,20 @@ class WorkerAccount:
 
     @property
     def own_pace(self) -> float | None:
-        """Env steps per second that it did not wait for others; at a barrier all rates are one."""
+        """Env steps per second, without the time spent waiting for other processes.
+
+        At a barrier the plain rates of all workers are equal, so they do not show a straggler.
+        """
         return _ratio(self.env_steps, self.wall_s - self.seconds.get("idle", 0.0))
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of its wall time, by kind and ``OTHER``."""
+        """Shares of the worker's wall time, by kind and ``OTHER``."""
         return shares_of(self.seconds, self.wall_s)
 
     def as_dict(self) -> dict[str, Any]:
         figures = dict(vars(self))
-        # Thousands of pairs, of which the fit is what one wants to know.
+        # Thousands of pairs; ``FleetAccount.message_cost`` summarises them.
         del figures["calls"]
         return {
             **figures,
@@ -84,7 +89,7 @@ class WorkerAccount:
 
 @dataclass(frozen=True)
 class ServerAccount:
-    """What one server did: its shard's counters, and its restores."""
+    """What one server did: the counters of its share of the weights, and its restores."""
 
     number: int
     version: int
@@ -97,17 +102,17 @@ class ServerAccount:
     bytes_in: int
     bytes_out: int
     staleness: Mapping[int, int]
-    """How many gradients were of weights so many updates old."""
+    """Age of the weights in updates → number of gradients."""
     restores: int = 0
     lost: int = 0
-    """What workers had sent that is in no weights: sent after the snapshots that were gone back to,
-    or under way when the server died."""
+    """Gradients that workers sent but that are in no weights: sent after the snapshot that was
+    restored, or in flight when the server died."""
     unknown: int = 0
-    """Times that a worker died when this server could not be asked what it had sent: so often
-    ``lost`` may be too small by what that worker sent since its last report."""
+    """Number of times that a worker died while this server could not report what the worker had
+    sent. Each time, ``lost`` may miss what that worker sent since its last report."""
 
     def as_dict(self) -> dict[str, Any]:
-        # Not asdict, which gets Counters wrong.
+        # Not asdict, which does not copy Counters correctly.
         return {
             **vars(self),
             "dropped": dict(self.dropped),
@@ -117,25 +122,25 @@ class ServerAccount:
 
 @dataclass(frozen=True)
 class ShardAccount:
-    """What one shard of a replay memory did, over all its lives, as far as it was heard of."""
+    """What one shard of a replay memory did, restarts included, as far as it was reported."""
 
     number: int
     processor_s: float
     env_steps: int
-    """That it received."""
+    """Env steps that the shard received."""
     samples: int
-    """That it gave."""
+    """Samples that the shard sent to the learner."""
     bytes_in: int
-    """Letters and priorities."""
+    """Block messages and priorities."""
     bytes_out: int
     restarts: int
     lost: int
-    """Transitions that could be sampled when it was lost."""
+    """Transitions that were in the shard, and could be sampled, when it died."""
 
 
 @dataclass(frozen=True)
 class Staleness:
-    """A histogram of ages, in updates, and what it comes to."""
+    """A histogram of ages of weights, in updates, with its mean and percentiles."""
 
     counts: Mapping[int, int]
 
@@ -152,7 +157,7 @@ class Staleness:
         return self.percentile(95)
 
     def percentile(self, percent: int) -> int | None:
-        """The smallest age that so many of a hundred do not exceed."""
+        """Return the smallest age that ``percent`` % of all ages do not exceed; None if empty."""
         so_far = 0
         for age, count in sorted(self.counts.items()):
             so_far += count
@@ -175,24 +180,24 @@ class Staleness:
 
 @dataclass(frozen=True)
 class FleetAccount:
-    """All processes of a run."""
+    """What all processes of a run did together."""
 
     update: str | None
-    """How gradients became weights: sync, async …; None where one learner has them."""
+    """How gradients became weights: sync, async …; None for actors, which have one learner."""
     wall_s: float
     driver_processor_s: float
     workers: Sequence[WorkerAccount]
     servers: Sequence[ServerAccount] = field(default=())
     uncompressed_bytes_sent: int | None = None
-    """What the workers would have sent without compression; None where there was none."""
+    """Bytes that workers would have sent without compression; None if nothing was compressed."""
     uncompressed_bytes_received: int | None = None
     shards: Sequence[ShardAccount] = field(default=())
     learner: Mapping[str, float] | None = None
-    """Shares of its time, as those of a worker; None where every worker learns."""
+    """Shares of the learner's time, as ``WorkerAccount.shares``; None where every worker learns."""
     member: str = "worker"
-    """What a worker is called here."""
+    """The word for a worker in tables and plots: worker, actor."""
     aged: str = "gradient"
-    """What is made with weights that may be old."""
+    """What staleness is counted for: gradient, block."""
 
     @property
     def name(self) -> str:
@@ -200,7 +205,7 @@ class FleetAccount:
 
     @property
     def rows(self) -> list[tuple[str, float | None, Mapping[str, float]]]:
-        """Everybody whose time is known: name, env steps per second, shares."""
+        """Name, env steps per second and shares of each worker, and of the learner if any."""
         rows: list[tuple[str, float | None, Mapping[str, float]]] = [
             (f"{self.member} {worker.number}", worker.env_steps_per_s, worker.shares)
             for worker in self.workers
@@ -213,24 +218,24 @@ class FleetAccount:
 
     @property
     def env_steps_per_s(self) -> float | None:
-        """Of all workers, while they worked: neither starting processes nor evaluating counts."""
+        """Rate of all workers together, without starting processes and without evaluations."""
         return _ratio(self.env_steps, max((w.wall_s for w in self.workers), default=0.0))
 
     @property
     def processor_s(self) -> float:
-        """Of all processes."""
+        """CPU time of all processes, in seconds."""
         total_s = self.driver_processor_s + sum(worker.processor_s for worker in self.workers)
         total_s += sum(server.processor_s for server in self.servers)
         return total_s + sum(shard.processor_s for shard in self.shards)
 
     @property
     def processors_busy(self) -> float | None:
-        """How many at a time, in the mean."""
+        """Mean number of CPU cores in use: CPU time over wall time."""
         return _ratio(self.processor_s, self.wall_s)
 
     @property
     def shares(self) -> dict[str, float | None]:
-        """Of the workers' time, each worker counting alike."""
+        """Mean over workers of their time shares, unweighted."""
         present = [worker.shares for worker in self.workers if worker.wall_s > 0]
         return {
             kind: statistics.fmean(shares[kind] for shares in present) if present else None
@@ -239,17 +244,17 @@ class FleetAccount:
 
     @property
     def straggler_ratio(self) -> float | None:
-        """How many times as long as the median the slowest worker takes for a step of its own."""
+        """Time per step of the slowest worker over the median's, without waits for others."""
         return _slowness(worker.own_pace for worker in self.workers)
 
     @property
     def rate_ratio(self) -> float | None:
-        """The same by env steps per second, waits included: what is left of it at a barrier."""
+        """The same ratio with waits included; at a barrier it is close to 1."""
         return _slowness(worker.env_steps_per_s for worker in self.workers)
 
     @property
     def straggler(self) -> int | None:
-        """The slowest worker, if it is ``STRAGGLES`` times as slow as the median."""
+        """The slowest worker, if it is over ``STRAGGLES`` times as slow as the median."""
         paces = {w.number: w.own_pace for w in self.workers if w.own_pace is not None}
         if len(paces) < 2:
             return None
@@ -258,7 +263,7 @@ class FleetAccount:
 
     @cached_property
     def staleness(self) -> Staleness:
-        """Of all servers together, a gradient counting once for each; or of all actors' blocks."""
+        """Staleness of gradients, counted once per server, or of all actors' blocks."""
         counts: Counter[int] = Counter()
         for found in [each.staleness for each in self.servers] + [
             w.staleness for w in self.workers
@@ -268,7 +273,7 @@ class FleetAccount:
 
     @property
     def bytes_sent(self) -> int:
-        """By workers, to servers or shards."""
+        """Bytes that workers sent to servers or shards."""
         return sum(worker.bytes_sent for worker in self.workers)
 
     @property
@@ -289,7 +294,7 @@ class FleetAccount:
 
     @property
     def saved_sent(self) -> float | None:
-        """Share of what would have been sent that compression saved."""
+        """Share of the uncompressed bytes that compression saved."""
         return _saved(self.bytes_sent, self.uncompressed_bytes_sent)
 
     @property
@@ -301,19 +306,19 @@ class FleetAccount:
         return fit_cost([call for worker in self.workers for call in worker.calls])
 
     def speed_up(self, baseline_env_steps_per_s: float | None) -> float | None:
-        """Over one worker that makes so many env steps per second."""
+        """Return the speed-up over one worker that runs at ``baseline_env_steps_per_s``."""
         rate = self.env_steps_per_s
         if baseline_env_steps_per_s is None or rate is None:
             return None
         return _ratio(rate, baseline_env_steps_per_s)
 
     def efficiency(self, baseline_env_steps_per_s: float | None) -> float | None:
-        """Speed-up as a share of the ideal, which is the number of workers."""
+        """Return the speed-up as a share of the ideal, which is the number of workers."""
         speed_up = self.speed_up(baseline_env_steps_per_s)
         return None if speed_up is None else speed_up / len(self.workers)
 
     def as_dict(self, baseline_env_steps_per_s: float | None = None) -> dict[str, Any]:
-        """Everything, as JSON takes it; null where it does not apply."""
+        """Return all figures as JSON values; None where a figure does not apply."""
         return {
             "update": self.update,
             "wall_s": self.wall_s,
@@ -348,23 +353,23 @@ class FleetAccount:
 
 
 class Processes(Protocol):
-    """Who can say what many processes did: the fleet of a parameter server, or the actors'."""
+    """An engine's processes that can be accounted for: a parameter server's fleet, or actors."""
 
     def account(self) -> FleetAccount | None:
-        """None before anybody has reported."""
+        """Return the account; None until a process has reported."""
         ...
 
     def env_steps_per_s(self) -> float | None:
-        """From when everybody had reported once until the newest report."""
+        """Return the rate from when all workers had reported once until the newest report."""
         ...
 
     def lanes(self) -> Iterable[tuple[str, list[SpanRecord]]]:
-        """What everybody did when, on this process's clock, where a trace is wanted."""
+        """Return each process's name and spans, on this process's clock, if a trace is recorded."""
         ...
 
 
 def shares_of(seconds: Mapping[str, float], wall_s: float) -> dict[str, float]:
-    """Of this wall time, by kind and ``OTHER``; ``seconds`` are by stage."""
+    """Return shares of ``wall_s`` by kind and ``OTHER``; ``seconds`` are by stage."""
     shares = dict.fromkeys((*KINDS, OTHER), 0.0)
     if wall_s > 0:
         for stage, spent_s in seconds.items():
@@ -378,7 +383,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _slowness(rates: Iterable[float | None]) -> float | None:
-    """Median over slowest; None for less than two workers, or one that never moved."""
+    """Return median over slowest rate; None for fewer than two workers or a slowest rate of 0."""
     known = [rate for rate in rates if rate is not None]
     return _ratio(statistics.median(known), min(known)) if len(known) > 1 else None
 
@@ -388,5 +393,5 @@ def _saved(actual: int, uncompressed: int | None) -> float | None:
 
 
 def _named(counts: Mapping[int, int]) -> dict[str, int]:
-    """JSON's keys are text."""
+    """Return the counts with keys as strings, as JSON requires."""
     return {str(age): count for age, count in sorted(counts.items())}

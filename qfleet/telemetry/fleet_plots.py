@@ -1,4 +1,4 @@
-"""Pictures of a fleet. In: its account; out: how old the weights were, and what workers did."""
+"""Plots of a ``FleetAccount``: a histogram of staleness, and each worker's time shares."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from qfleet.telemetry.timeline import BAR_HEIGHT, KIND_COLOURS, LANE_INCHES
 from qfleet.telemetry.timers import KINDS
 
 TAIL = 40
-"""Bars of a histogram; what is older goes into the last one."""
+"""Bars of the histogram; all greater ages are counted in the last bar."""
 
 
 def draw_fleet(account: FleetAccount, plots_dir: Path) -> list[Path]:
-    """Draw ``staleness.png`` and ``shares.png``; what there is nothing to draw of is left out."""
+    """Draw ``staleness.png`` and ``shares.png``, each only if it has data; return their paths."""
     made = []
     if account.workers:
         inches = 1.4 + LANE_INCHES * len(account.rows)
@@ -45,7 +45,7 @@ def _draw(draw: Any, account: FleetAccount, path: Path, inches: float) -> Path:
 
 
 def _shares(axes: Any, account: FleetAccount) -> None:
-    """A bar per worker, of a length of 100 %; what no span covers is left white."""
+    """Draw a bar of length 100 % per worker; time that no span covers is left white."""
     rows = range(len(account.rows))
     shares = [shares for _, _, shares in account.rows]
     begins = [0.0] * len(shares)
@@ -73,8 +73,8 @@ def _staleness(axes: Any, account: FleetAccount) -> None:
     ages, median = account.staleness, account.staleness.percentile(50)
     assert ages.mean is not None
     assert median is not None
-    # So wide that half of all lie in the first half: a learner of its own makes many updates
-    # between two blocks of an actor.
+    # Bars are wide enough that half of all ages lie in the first half of the plot: a learner in its
+    # own process makes many updates between two blocks of an actor.
     width = max(1, -(-2 * median // TAIL))
     last = TAIL * width
     counts: Counter[int] = Counter()

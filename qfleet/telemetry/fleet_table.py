@@ -1,4 +1,4 @@
-"""What a fleet did and cost, as a short table for the terminal. In: an account; out: lines."""
+"""A ``FleetAccount`` as a short table for the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LABEL = "{:<14}"
 
 
 def fleet_lines(account: FleetAccount, baseline_env_steps_per_s: float | None = None) -> list[str]:
-    """A short table; what does not apply is left out."""
+    """Return the lines of the table; rows that do not apply are left out."""
     lines = [
         LABEL.format("fleet") + _size(account),
         LABEL.format("processors") + _processors(account),
@@ -99,7 +99,7 @@ def _messages(account: FleetAccount) -> str:
     if cost.bandwidth_bytes_per_s is not None:
         per_byte = f" + bytes at {cost.bandwidth_bytes_per_s / 1e6:,.4g} MB/s"
     well = "" if cost.explained is None else f", {cost.explained:.0%} explained"
-    # Servers are asked all at once, and the last answer ends it.
+    # A worker sends to all servers at once, and waits for the last reply.
     servers = len(account.servers)
     what = "one" if servers <= 1 else f"one to each of {servers} servers"
     return (
@@ -110,7 +110,7 @@ def _messages(account: FleetAccount) -> str:
 
 def _packing(account: FleetAccount) -> str:
     seconds = sum(worker.packing_s for worker in account.workers)
-    # Actors pack too, but count that as part of sending.
+    # Actors compress too, but their time for it is counted as sending.
     return f" in {seconds:.2f} s of packing" if account.saved_sent and seconds else ""
 
 

@@ -1,4 +1,4 @@
-"""Numbers as people and JSON want them. In: any scalar; out: short text, or a finite number."""
+"""Format numbers: scalars to short text for people, or to finite numbers for JSON."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import SupportsFloat
 
 
 def finite(value: object) -> float | None:
-    """``value`` as a plain Python number; None where it is missing, NaN, infinite or no number."""
+    """Return ``value`` as a Python number; None if it is missing, NaN, infinite or not a number."""
     if isinstance(value, int):
         return int(value)
-    # None and plain floats go first: asking a protocol is a hundred times dearer.
+    # None and plain floats are tested first: an isinstance check of a protocol is a hundred times
+    # slower.
     if value is None or not isinstance(value, (float, SupportsFloat)):
         return None
     number = float(value)
@@ -18,7 +19,7 @@ def finite(value: object) -> float | None:
 
 
 def format_score(value: float) -> str:
-    """A return: two decimals where they still matter, one above that."""
+    """Format a return: two decimals below 10, one above, three significant digits from 1e7."""
     if abs(value) >= 1e7:
         return f"{value:.3g}"
     return f"{value:.2f}" if abs(value) < 10 else f"{value:,.1f}"
@@ -29,7 +30,7 @@ def format_rate(per_s: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``27 s``, ``3 m 05 s``, ``2 h 07 m``, ``3 d 04 h``."""
+    """Format a duration: ``27 s``, ``3 m 05 s``, ``2 h 07 m``, ``3 d 04 h``."""
     whole = max(0, round(seconds))
     for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m")):
         if whole >= unit_s:
@@ -38,7 +39,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_steps(steps: float) -> str:
-    """An axis tick: ``500``, ``20k``, ``1.5M``."""
+    """Format an axis tick: ``500``, ``20k``, ``1.5M``."""
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(steps) >= size:
             return f"{steps / size:.6g}{suffix}"

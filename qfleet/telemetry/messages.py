@@ -1,4 +1,4 @@
-"""What a message costs. In: sizes and times of some; out: latency and bandwidth that explain them.
+"""The cost of a message: fit latency and bandwidth to measured message sizes and times.
 
 seconds ≈ latency + bytes / bandwidth
 """
@@ -11,29 +11,29 @@ from dataclasses import dataclass
 import numpy as np
 
 LEAST_CALLS = 3
-"""Two are explained by any line through them."""
+"""A line fits any two points exactly, so that two calls say nothing about the fit."""
 LEAST_SPREAD = 2.0
-"""How many times as large as the smallest message the largest must be: where all are of about one
-size, nobody can tell what a byte costs."""
+"""Least ratio of the largest message to the smallest: messages of about one size do not determine
+the cost per byte."""
 
 
 @dataclass(frozen=True)
 class MessageCost:
-    """A line through what was measured, by least squares."""
+    """A least-squares line through measured (bytes, seconds)."""
 
     latency_s: float
     bandwidth_bytes_per_s: float | None
-    """None where larger messages took no longer."""
+    """None if larger messages took no longer."""
     explained: float | None
-    """Share of the times' variance that the line accounts for; None where all took as long."""
+    """Share of the times' variance that the line explains (R²); None if all times are equal."""
     messages: int
-    """How many were measured."""
+    """Number of measured messages."""
 
 
 def fit_cost(calls: Sequence[tuple[int, float]]) -> MessageCost | None:
-    """The line through (bytes, seconds); None where they do not tell.
+    """Fit a line to (bytes, seconds); return None if the calls do not determine one.
 
-    Neither latency nor bandwidth is ever negative: the best line with that in mind is taken.
+    The fit is constrained: neither latency nor bandwidth is negative.
     """
     if len(calls) < LEAST_CALLS:
         return None

@@ -1,7 +1,7 @@
-"""Learning curves. In: groups of runs and a metric's name; out: a picture on disk.
+"""Plots of learning curves: one metric of groups of runs, drawn into an image file.
 
-A single run shows what it collected (thin) and how it was evaluated (bold). A group of seeds shows
-its interquartile mean with a 95 % bootstrap band.
+A single run is drawn as its training return (thin) and its evaluation return (bold). A group of
+seeds is drawn as its interquartile mean with a 95 % bootstrap band.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 LINE_STYLES = ("-", "--", ":")
 FORMATS = (".png", ".svg", ".pdf")
 CROWD = 5
-"""More groups than this are drawn without bands, which would hide each other."""
+"""With more groups than this, curves are drawn without bands, because bands would overlap."""
 TEXT_COLOUR = "#333333"
 MUTED_COLOUR = "#888888"
 AXIS_NAMES = {
@@ -34,7 +34,7 @@ AXIS_NAMES = {
 
 
 def learning_curve(groups: dict[str, list[RunData]], metric: str, out: Path) -> Path:
-    """Draw ``metric`` over env steps, one line per group; returns ``out``."""
+    """Draw ``metric`` over env steps, one line per group; return ``out``."""
     if out.suffix.lower() not in FORMATS:
         raise ConfigError(f"plot file '{out}' must end in {', '.join(FORMATS)}")
     runs = [run for members in groups.values() for run in members]
@@ -43,7 +43,7 @@ def learning_curve(groups: dict[str, list[RunData]], metric: str, out: Path) -> 
         known = {name for run in runs for name in run.metric_names()}
         if not known:
             names = ", ".join(str(run.path) for run in runs)
-            raise ConfigError(f"nothing has been logged yet in {names}; there is nothing to plot")
+            raise ConfigError(f"no metric has been logged yet in {names}; plot after the first log")
         raise UnknownNameError("metric", metric, known)
 
     import matplotlib as mpl
@@ -99,7 +99,7 @@ def _draw_portrait(axes: Any, run: RunData) -> None:
 def _draw_groups(axes: Any, groups: dict[str, list[RunData]], metric: str) -> None:
     envs = {run.env for members in groups.values() for run in members}
     for number, (label, members) in enumerate(groups.items()):
-        if len(envs) == 1:  # the title already says it
+        if len(envs) == 1:  # the title already names the environment
             label = label.removeprefix(f"{members[0].env} · ")
         colour = PALETTE[number % len(PALETTE)]
         style = LINE_STYLES[number // len(PALETTE) % len(LINE_STYLES)]
@@ -116,7 +116,7 @@ def _draw_groups(axes: Any, groups: dict[str, list[RunData]], metric: str) -> No
         for steps, values in curves:
             marker = "o" if len(steps) == 1 else ""
             axes.plot(steps, values, color=colour, ls=style, lw=2.0, marker=marker, label=label)
-            label = "_"  # the legend names a group once
+            label = "_"  # one legend entry per group
 
 
 def _clean(axes: Any) -> None:

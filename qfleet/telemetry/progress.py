@@ -1,6 +1,6 @@
-"""A run while it goes on. In: env steps, scalars, time shares; out: a live panel, lines or nothing.
+"""Progress display of a run: env steps, scalars and time shares as a live panel or plain lines.
 
-Nothing here may cost a run: values may be missing, updates may come at any pace.
+The display must never stop a run: values may be missing, and updates may come at any rate.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ STAGE_COLOURS = {
 LINE_INTERVAL_S = 2.0
 POINT_INTERVAL_S = 0.5
 WINDOW_POINTS = 40
-"""The speed shown is that of the last ~20 s, so that it follows the phases of a run."""
+"""The rate shown is that of the last ~20 s, so that it follows the phases of a run."""
 SHARE_BAR_CELLS = 32
 
 
 def choose_mode(quiet: bool, stream: TextIO) -> Mode:
-    """Live on a terminal that can redraw, lines elsewhere."""
+    """Return "silent" if ``quiet``, "live" on a terminal that can redraw, "plain" elsewhere."""
     if quiet:
         return "silent"
     return "live" if stream.isatty() and os.environ.get("TERM") != "dumb" else "plain"
 
 
 class Progress:
-    """Shows how far a run is; a context manager, or ``start`` … ``stop``."""
+    """Display of a run's progress; a context manager, or ``start`` … ``stop``."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Progress:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._total = max(1, total_env_steps)
-        # Standard error by default: standard output belongs to results.
+        # Standard error by default: standard output is for results.
         self._console = console or Console(stderr=True)
         self._mode = mode
         self._clock = clock
@@ -115,7 +115,7 @@ class Progress:
                 self._print_line(now_s)
 
     def message(self, text: str) -> None:
-        """Say something beside the progress, such as a fault; a silent display says it too."""
+        """Print a message, for example about a fault; a silent display prints it too."""
         self._say(text)
 
     def stop(self) -> None:
@@ -130,7 +130,7 @@ class Progress:
             past_s, past_steps = self._points[0]
             if now_s > past_s and env_steps >= past_steps:
                 self._rate = (env_steps - past_steps) / (now_s - past_s)
-        # Points are kept apart in time, so that frequent updates do not shrink the window.
+        # A minimum interval between points, so that frequent updates do not shorten the window.
         if not self._points or now_s - self._points[-1][0] >= POINT_INTERVAL_S:
             self._points.append((now_s, env_steps))
 
@@ -175,7 +175,7 @@ class Progress:
 
     def _say(self, text: str) -> None:
         encoding = self._console.encoding
-        if not encoding.lower().startswith("utf"):  # a Windows code page knows no ε
+        if not encoding.lower().startswith("utf"):  # e.g. a Windows code page, which has no ε
             text = text.replace("ε", "eps").replace("×", "x")
             text = text.encode(encoding, "replace").decode(encoding)
         self._console.out(text, highlight=False)
@@ -183,7 +183,10 @@ class Progress:
     # --- live -------------------------------------------------------------------------------
 
     def _render(self) -> RenderableType:
-        """Called from rich's refresh thread; reads only values that are replaced whole."""
+        """Return the live panel.
+
+        rich calls this from its refresh thread, so it only reads attributes replaced as a whole.
+        """
         head = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=self._total, completed=min(self._env_steps, self._total), width=30)
         cells: list[RenderableType] = [
@@ -208,7 +211,7 @@ class Progress:
 
 
 def _share_bar(shares: Mapping[str, float]) -> Text:
-    """Where the time goes: a stacked bar over the wall time, and its percentages."""
+    """Return a stacked bar of time shares of the wall time, with their percentages."""
     bar, legend = Text.assemble(("time ", "dim")), Text()
     left = SHARE_BAR_CELLS
     for stage, share in shares.items():

@@ -1,4 +1,4 @@
-"""The last word of a run. In: its ``result.json`` as a dict; out: a few lines for the terminal."""
+"""The final report of a run: its ``result.json`` as a few lines for the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qfleet.telemetry.timers import STAGES
 
 
 def final_report(result: dict[str, Any], run_dir: Path, curve_png: Path | None) -> Text:
-    """Lines of ``name  value``; a key that is null or missing leaves its line out."""
+    """Return lines of ``name  value``; a line is left out if its key is null or missing."""
     rows = [
         ("score", _score(result)),
         ("best", _with(result, "best_eval_return", format_score)),
@@ -37,7 +37,7 @@ def final_report(result: dict[str, Any], run_dir: Path, curve_png: Path | None) 
 
 
 def _agents(agents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A table of a population's agents, best first; a number that is not there is a dash."""
+    """Return a table of a population's agents, best first; a missing number is a dash."""
     if not agents:
         return []
     varied = list(agents[0]["values"])
@@ -61,7 +61,7 @@ def _agents(agents: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _goodness(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Best return first, the last one where there was no best."""
+    """Return the sort key of an agent: its best return, then its last one."""
     best, last = (finite(row.get(key)) for key in ("best_eval_return", "eval_return_mean"))
     return (-math.inf if best is None else best, -math.inf if last is None else last)
 

@@ -1,6 +1,6 @@
-"""Run folders, read back. In: a path or a run's name; out: its configuration, result and metrics.
+"""Read run folders: configuration, result and metrics of a run, by its path or name.
 
-Nothing here trusts a file to be whole: a run may be going on, or may have been killed in a write.
+Any file may be incomplete: the run may still be training, or may have been killed during a write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOT_COMPUTED = frozenset(
     ("seed", "device", "threads", "replay_dir", "env_timeout_s", "tensorboard", "track")
     + ("log_interval", "checkpoint_freq", "keep_checkpoints")
 )
-"""Fields in which two seeds of one experiment may differ."""
+"""Fields in which runs of one experiment may differ: they do not change what is computed."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class RunData:
     """``<run>`` or ``<run>/seed-3``."""
     config: dict[str, Any]
     result: dict[str, Any] | None
-    """None while it runs, or after a crash."""
+    """None while the run is training, or after a crash."""
     metrics: list[dict[str, Any]]
 
     @property
@@ -46,7 +46,7 @@ class RunData:
         return str(self.config.get("algo", "?"))
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
-        """Env steps and values of one metric, where it has a finite value."""
+        """Return env steps and values of one metric, where its value is finite."""
         pairs = [(row["env_steps"], finite(row.get(metric))) for row in self.metrics]
         kept = [(step, value) for step, value in pairs if value is not None]
         return [step for step, _ in kept], [value for _, value in kept]
@@ -57,7 +57,7 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Read one run folder; only ``config.json`` must be there."""
+    """Read one run folder; only ``config.json`` is required."""
     config = _read_object(path / "config.json")
     if config is None:
         raise ConfigError(f"'{path}' is not a run folder: it has no readable config.json")
@@ -76,7 +76,7 @@ def run_name(path: Path) -> str:
 
 
 def seed_folders(path: Path) -> list[Path]:
-    """The runs in a folder: its ``seed-*`` folders in order, or the folder itself."""
+    """Return the runs in a folder: its ``seed-*`` folders in order, or the folder itself."""
     seeds = [child for child in _folders(path) if _is_seed(child) and _has_config(child)]
     if seeds:
         return sorted(seeds, key=lambda seed: (len(seed.name), seed.name))
@@ -84,12 +84,12 @@ def seed_folders(path: Path) -> list[Path]:
 
 
 def find_runs(root: Path) -> list[Path]:
-    """Every run folder below ``root``, and those of runs with several seeds."""
+    """Return every run folder below ``root``; of a run with several seeds, its seed folders."""
     return [run for folder in _folders(root) for run in seed_folders(folder)]
 
 
 def resolve_run(name_or_path: str, root: Path) -> Path:
-    """The folder of a run given by its path or by its name below ``root``."""
+    """Return the folder of a run given by its path or by its name below ``root``."""
     asked = Path(name_or_path)
     if name_or_path and seed_folders(asked):
         return asked
@@ -105,11 +105,11 @@ def resolve_run(name_or_path: str, root: Path) -> Path:
 
 
 def group_runs(runs: Sequence[RunData], by_algo: bool = False) -> dict[str, list[RunData]]:
-    """Label → runs that are seeds of one experiment.
+    """Group runs that are seeds of one experiment; return label → runs.
 
     Runs share a group when their configurations differ at most in the seed and in fields that do
-    not change what is computed; otherwise a band would pass a difference of settings off as noise.
-    ``by_algo`` pools them by algorithm all the same.
+    not change what is computed; otherwise a band would show a difference of settings as noise.
+    ``by_algo`` groups by algorithm instead, whatever else differs.
     """
     groups: dict[str, list[RunData]] = {}
     if by_algo:
@@ -137,7 +137,7 @@ def _computed(run: RunData) -> dict[str, Any]:
 
 
 def _differences(run: RunData, rivals: list[RunData]) -> list[str]:
-    """``name=value`` for the first few fields in which ``run`` is not like its rivals."""
+    """Return ``name=value`` of the first three fields in which ``run`` differs from ``rivals``."""
     own = _computed(run)
     differing = [
         name for name in own if any(_computed(rival).get(name) != own[name] for rival in rivals)
@@ -177,6 +177,6 @@ def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError:
-            continue  # torn by a crash, or being written right now
+            continue  # cut off by a crash, or being written right now
         if isinstance(row, dict) and isinstance(row.get("env_steps"), int):
             yield row

@@ -1,7 +1,7 @@
-"""A picture of a trace. In: a ``Trace``; out: an image with a row per lane and a bar per span.
+"""Plots of a ``Trace``: an image with a row per lane and a bar per span.
 
-``draw_timeline`` shows the stages of this process's threads; ``draw_workers`` shows which of many
-workers compute, communicate and wait.
+``draw_timeline`` shows the stages of this process's threads; ``draw_workers`` shows when each
+worker computes, communicates and waits.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from qfleet.telemetry.timers import COMMUNICATING, COMPUTING, KIND_OF, KINDS, ST
 from qfleet.telemetry.trace import Lane, Trace
 
 WINDOW_SPANS = 60
-"""Spans of the busiest lane that are shown where no length of time is asked for."""
+"""Number of spans of the busiest lane that are shown if no length of time is given."""
 SHORTEST_WINDOW_S = 1e-6
-"""A trace may hold nothing but one span of no length."""
+"""Least window: a trace may hold only one span of length 0."""
 MAX_BARS = 600
-"""Bars that a lane has room for: two pixels each. Narrower ones would paint over each other, and
-the picture would show whichever stage is drawn last."""
+"""Bars that a lane has room for, at two pixels each. Narrower bars would be drawn over each other,
+and the image would show the stage that is drawn last."""
 COLUMNS = 300
-"""Columns of a lane with more spans than that; each shows the stages' shares of its time."""
+"""Columns of a lane with more than ``MAX_BARS`` spans; each shows the stages' shares of time."""
 BAR_HEIGHT = 0.72
 LANE_INCHES = 0.42
-# The terminal's names for the colours of the stages, as they are best seen on white.
+# The terminal's names for the stages' colours → colours with enough contrast on white.
 HUES = {
     "cyan": PALETTE[4],
     "green": PALETTE[2],
@@ -40,12 +40,12 @@ HUES = {
 COLOURS = {stage: HUES[name] for stage, name in STAGE_COLOURS.items()} | {"idle": "#E2E2E2"}
 KIND_COLOURS = {COMPUTING: PALETTE[2], COMMUNICATING: PALETTE[5], WAITING: COLOURS["idle"]}
 OTHER_COLOUR = PALETTE[1]
-"""For spans that are of none of the stages."""
+"""For spans of an unknown stage."""
 RESTS = ("idle", WAITING)
 
 
 class _Row:
-    """A lane as arrays, because a trace holds some 100,000 spans."""
+    """A lane as arrays, because a trace holds about 100,000 spans."""
 
     def __init__(self, lane: Lane) -> None:
         spans = lane.spans()
@@ -61,10 +61,10 @@ class _Row:
         return float((self.end_s - self.start_s)[np.isin(self.stage, RESTS)].sum())
 
     def join_kinds(self) -> None:
-        """Make kinds of the stages, and one span of neighbours of a kind.
+        """Replace stages by their kinds, and merge neighbouring spans of one kind into one span.
 
-        What lies between two spans of a kind is of that kind too, unless it is longer than both
-        together: then nobody knows what it was.
+        The gap between two spans of a kind is merged too, unless it is longer than both spans
+        together: then what happened in it is unknown.
         """
         if not len(self.stage):
             return
@@ -78,19 +78,19 @@ class _Row:
         self.end_s = self.end_s[lasts]
 
     def cut(self, begin_s: float, end_s: float) -> None:
-        """Keep what lies inside the window; its begin becomes time 0."""
+        """Clip all spans to the window; the window's begin becomes time 0."""
         inside = (self.start_s <= end_s) & (self.end_s >= begin_s)
         self.stage = self.stage[inside]
         self.start_s = np.maximum(self.start_s[inside], begin_s) - begin_s
         self.end_s = np.minimum(self.end_s[inside], end_s) - begin_s
 
     def spent_s(self, stage: str, edges_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds spent in ``stage`` between each edge and the next."""
+        """Return the seconds spent in ``stage`` between each edge and the next."""
         chosen = self.stage == stage
         start_s, end_s = self.start_s[chosen], self.end_s[chosen]
         if not len(start_s):
             return np.zeros(len(edges_s) - 1)
-        # The time spent so far rises during spans and stands still between them.
+        # The cumulative time rises during spans and is constant between them.
         after_s = np.cumsum(end_s - start_s)
         before_s = after_s - (end_s - start_s)
         times_s = np.stack([start_s, end_s], axis=1).ravel()
@@ -99,18 +99,19 @@ class _Row:
 
 
 def draw_timeline(trace: Trace, path: Path, seconds: float | None = None) -> Path:
-    """Draw the last ``seconds`` of ``trace``, all lanes; returns ``path``.
+    """Draw the last ``seconds`` of ``trace``, all lanes; return ``path``.
 
-    Without ``seconds``: about ``WINDOW_SPANS`` spans of the busiest lane, up to its last one, so
-    that single spans can be seen and what happens after the work is done is not shown.
+    Without ``seconds``, the window covers about ``WINDOW_SPANS`` spans of the busiest lane and ends
+    with its last span, so that single spans are visible and the time after the work is not shown.
     """
     return _draw([_Row(lane) for lane in trace.lanes], path, seconds, of_workers=False)
 
 
 def draw_workers(trace: Trace, path: Path, seconds: float | None = None) -> Path:
-    """The same with a worker per lane: who computes, communicates and waits, whatever the stage.
+    """Draw when each worker computes, communicates and waits; return ``path``.
 
-    At a barrier all wait for the slowest; without one nobody does.
+    Each lane is a worker, and stages are reduced to these three kinds. At a barrier all workers
+    wait for the slowest; without a barrier none does.
     """
     rows = [_Row(lane) for lane in trace.lanes]
     for row in rows:
@@ -182,19 +183,19 @@ def _draw(rows: list[_Row], path: Path, seconds: float | None, *, of_workers: bo
 
 
 def _window(rows: list[_Row], seconds: float | None) -> tuple[float, float]:
-    """Begin and end of what is shown, in seconds of the trace's clock."""
+    """Return begin and end of the window, in seconds of the trace's clock."""
     if seconds is not None:
         first_s = min(float(row.start_s.min()) for row in rows)
         last_s = max(float(row.end_s.max()) for row in rows)
         return last_s - max(min(seconds, last_s - first_s), SHORTEST_WINDOW_S), last_s
-    # The number of spans decides where nobody was busy at all.
+    # If no lane was busy at all, the lane with the most spans is taken.
     busiest = max(rows, key=lambda row: (row.busy_s(), len(row.start_s)))
     start_s, last_s = busiest.start_s, float(busiest.end_s.max())
     if len(start_s) <= WINDOW_SPANS:
         shown_s = last_s - float(start_s.min())
     else:
-        # How long so many spans in a row usually take: the median is deaf to a long pause, and
-        # stretches, unlike single spans, are alike where long and short spans alternate.
+        # The usual duration of WINDOW_SPANS consecutive spans: the median is robust against a long
+        # pause, and stretches, unlike single spans, are alike where long and short spans alternate.
         shown_s = float(np.median(start_s[WINDOW_SPANS:] - start_s[:-WINDOW_SPANS]))
     return last_s - max(shown_s, SHORTEST_WINDOW_S), last_s
 
@@ -202,7 +203,7 @@ def _window(rows: list[_Row], seconds: float | None) -> tuple[float, float]:
 def _draw_bars(axes: Any, row: _Row, number: int, length_s: float) -> None:
     spans_s = row.end_s - row.start_s
     colours = [_colour(stage) for stage in row.stage]
-    # A white line tells two spans of one stage apart; a narrow bar would be nothing but line.
+    # A white edge separates two spans of one stage; a narrow bar would be all edge.
     is_wide = spans_s > length_s / COLUMNS
     axes.broken_barh(
         list(zip(row.start_s * 1e3, spans_s * 1e3, strict=True)),
@@ -216,7 +217,7 @@ def _draw_bars(axes: Any, row: _Row, number: int, length_s: float) -> None:
 def _draw_columns(axes: Any, row: _Row, number: int, stages: list[str], length_s: float) -> None:
     edges_s = np.linspace(0.0, length_s, COLUMNS + 1)
     column_s = length_s / COLUMNS
-    # The axis points down: stacking upwards means towards smaller numbers.
+    # The axis points down, so columns are stacked towards smaller numbers.
     base = np.full(COLUMNS, number + BAR_HEIGHT / 2)
     for stage in stages:
         top = base - row.spent_s(stage, edges_s) / column_s * BAR_HEIGHT

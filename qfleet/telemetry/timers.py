@@ -1,4 +1,4 @@
-"""Where the time goes. In: ``with timers.span("env"): ...``; out: seconds and shares per stage."""
+"""Timers: ``with timers.span("env"): ...`` adds up seconds and shares of time per stage."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ STAGES = ("env", "act", "copy", "learn", "communicate", "idle")
 COMPUTING, COMMUNICATING, WAITING = "computing", "communicating", "waiting"
 KINDS = (COMPUTING, COMMUNICATING, WAITING)
 KIND_OF = dict.fromkeys(STAGES, COMPUTING) | {"communicate": COMMUNICATING, "idle": WAITING}
-"""What a stage is where many work together: messages are under way, or others are waited for."""
+"""Stage → kind, for accounts of several processes: computing, communicating or waiting."""
 
 
 class Span:
-    """Adds the time spent inside it to one stage. One object per stage, so it cannot nest."""
+    """A context manager that adds its duration to one stage. It is reused, so it cannot nest."""
 
     __slots__ = ("_seconds", "_stage", "_start_s")
 
@@ -33,7 +33,8 @@ class Span:
 
 
 class TracedSpan(Span):
-    """Also leaves a record of each time. A class of its own, so that plain spans pay nothing."""
+    """A span that also records each entry in a lane. A separate class, so that plain spans cost no
+    more."""
 
     __slots__ = ("_lane",)
 
@@ -48,12 +49,12 @@ class TracedSpan(Span):
 
 
 class Timers:
-    """Seconds per stage. Each thread keeps its own: spans of one object must not overlap."""
+    """Seconds per stage. Each thread has its own object, because spans of one must not overlap."""
 
     def __init__(self, trace_lane: Lane | None = None) -> None:
         self._lane = trace_lane
         self.threads = 1
-        """How many threads spent these seconds."""
+        """Number of threads that spent these seconds."""
         self.seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
         self._spans: dict[str, Span] = {
             stage: Span(self.seconds, stage)
@@ -63,14 +64,14 @@ class Timers:
         }
 
     def add(self, stage: str, start_s: float, end_s: float) -> None:
-        """A span that was measured elsewhere, in seconds of ``perf_counter``."""
+        """Add a span that was measured elsewhere, in seconds of ``perf_counter``."""
         self.seconds[stage] += end_s - start_s
         if self._lane is not None and end_s > start_s:
             self._lane.add(stage, start_s, end_s)
 
     @classmethod
     def merged(cls, several: Iterable[Timers]) -> Timers:
-        """The seconds of several threads in one; a snapshot, the originals go on alone."""
+        """Return the summed seconds of several threads: a copy, independent of the originals."""
         total = cls()
         total.threads = 0
         for timers in several:
@@ -83,12 +84,12 @@ class Timers:
         return self._spans[stage]
 
     def shares(self, wall_s: float) -> dict[str, float | None]:
-        """Share of ``wall_s`` per stage; None for stages never entered; idle is the rest.
+        """Return each stage's share of ``wall_s``; None for stages never entered; idle is the rest.
 
         Threads overlap, so the shares of merged timers add up to the number of threads, as in
-        ``top``: three threads that step environments all the time give env 3.0. The rest is what
-        they did not spend in any other stage: idle 0.5 is one thread that waited half of the
-        time, or two that waited a quarter each.
+        ``top``: three threads that step environments all the time give env 3.0. Idle is the
+        time not spent in any other stage: idle 0.5 is one thread that waited half of the time, or
+        two that waited a quarter each.
         """
         if wall_s <= 0:
             return dict.fromkeys(STAGES)
@@ -103,6 +104,6 @@ class Timers:
         return dict(self.seconds)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # In place: the spans hold this very dictionary.
+        # In place: the spans refer to this dictionary.
         for stage in STAGES:
             self.seconds[stage] = float(state.get(stage, 0.0))

@@ -1,7 +1,7 @@
-"""What every thread did, span by span. In: stages with start and end; out: spans, or a JSON file.
+"""A trace: the spans of every thread, and a JSON file of them in the Chrome trace format.
 
-Each thread writes into its own lane, so that recording needs no lock. The file is for
-chrome://tracing and ui.perfetto.dev.
+Each thread writes into its own lane, so that recording needs no lock. chrome://tracing and
+ui.perfetto.dev read the file.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from qfleet.core.errors import ConfigError
 
 SpanRecord: TypeAlias = tuple[str, float, float]
 """Stage, start and end, in seconds of ``time.perf_counter``. A plain tuple, because the garbage
-collector stops looking at those."""
+collector stops tracking tuples of atomic values."""
 PID = 1
-"""The process in the file that holds our lanes; events from elsewhere name another one."""
+"""The process id of qfleet's lanes in the file; extra events use another one."""
 
 
 class Lane:
-    """The spans of one thread. ``Trace.lane`` makes them."""
+    """The spans of one thread; made by ``Trace.lane``."""
 
     __slots__ = ("_limit", "_spans", "_tickets", "dropped", "name")
 
     def __init__(self, name: str, tickets: Iterator[int], limit: int) -> None:
         self.name = name
         self.dropped = 0
-        """Spans that came after the trace was full."""
+        """Number of spans that were not recorded because the trace was full."""
         self._spans: list[SpanRecord] = []
         self._tickets = tickets
         self._limit = limit
@@ -42,11 +42,11 @@ class Lane:
             self.dropped += 1
 
     def spans(self) -> list[SpanRecord]:
-        """A copy, which may be taken while the lane's thread goes on recording."""
+        """Return a copy of the spans; safe while the lane's thread goes on recording."""
         return self._spans.copy()
 
     def take(self) -> list[SpanRecord]:
-        """What has come since this was last asked, by the lane's own thread; it is forgotten."""
+        """Return and clear the recorded spans; only the lane's own thread may call this."""
         taken, self._spans = self._spans, []
         return taken
 
@@ -54,18 +54,18 @@ class Lane:
 class Trace:
     """Lanes by name, which together hold at most ``limit`` spans.
 
-    The limit is shared, not one per lane: so all lanes stop at the same moment, and a picture of
+    The limit is shared, not one per lane, so that all lanes stop at the same moment and a plot of
     the trace's end shows every thread.
     """
 
     def __init__(self, limit: int = 200_000) -> None:
         self._limit = limit
-        # Drawing a ticket is a single step of the interpreter: threads cannot draw the same one.
+        # ``next`` on a count is atomic in the interpreter: two threads never get the same ticket.
         self._tickets = count()
         self._lanes: dict[str, Lane] = {}
 
     def lane(self, name: str) -> Lane:
-        """The lane of this name, made if need be; it belongs to one thread at a time."""
+        """Return the lane of this name, made on first use; only one thread at a time may use it."""
         return self._lanes.setdefault(name, Lane(name, self._tickets, self._limit))
 
     @property
@@ -82,10 +82,10 @@ def merge_lanes(
     spans: Mapping[str, Iterable[SpanRecord]],
     offsets_s: Mapping[str, float],
 ) -> None:
-    """Add spans of other processes, by lane; ``offsets_s`` on their clocks make times on ours.
+    """Add spans of other processes, by lane; times plus ``offsets_s`` are times on our clock.
 
-    Each lane's spans are in order. All lanes are filled side by side, so that a trace that becomes
-    full shows all of them up to one moment.
+    Each lane's spans must be in order. Spans of all lanes are added in order of time, so that a
+    trace that becomes full shows all lanes up to the same moment.
     """
 
     def moved(name: str) -> Iterator[tuple[float, float, str, str]]:
@@ -102,12 +102,12 @@ def merge_lanes(
 def write_chrome_trace(
     trace: Trace, path: Path, extra_events: Iterable[Mapping[str, Any]] = ()
 ) -> Path:
-    """Write ``trace`` as Chrome trace events; returns ``path``.
+    """Write ``trace`` as Chrome trace events; return ``path``.
 
-    ``ts`` is in µs of ``time.perf_counter``. ``extra_events`` (GPU kernels, say) go in as they
-    are: on that clock, with a ``pid`` other than ``PID``.
+    ``ts`` is in µs of ``time.perf_counter``. ``extra_events`` (e.g. GPU kernels) are written
+    unchanged: they must be on the same clock, with a ``pid`` other than ``PID``.
     """
-    # Only here: it brings torch along, and timers are imported by verbs that must start quickly.
+    # Imported here because it imports torch, and commands that must start fast import timers.
     from qfleet.core.files import atomic_write_text
 
     text = json.dumps(

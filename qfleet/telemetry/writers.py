@@ -1,6 +1,6 @@
-"""Where scalars are kept. In: ``env_steps`` and scalars; out: metrics.jsonl, TensorBoard, trackers.
+"""Writers of scalars: metrics.jsonl, TensorBoard and experiment trackers.
 
-``metrics.jsonl`` is the truth that plots and reports read; the others carry the same numbers.
+Plots and reports read ``metrics.jsonl``; the other writers receive the same numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qfleet.telemetry.formatting import finite
 
 METRICS_FILE = "metrics.jsonl"
 TRACKER_FILE = "tracker.json"
-"""Holds the tracker's own id of this run, so that a resumed run continues its curves."""
+"""File with the tracker's id of this run, so that a resumed run continues its curves."""
 
 
 class _Tracker(Protocol):
@@ -28,7 +28,7 @@ class _Tracker(Protocol):
 
 
 class Writers:
-    """Opens every sink a configuration asks for and writes the same scalars to each."""
+    """All writers that a configuration selects; each receives the same scalars."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Writers:
         config: dict[str, Any],
         resume_env_steps: int | None,
     ) -> None:
-        # All imports come before the first side effect: a missing package leaves nothing behind.
+        # All imports come before the first side effect, so that a missing package leaves no files.
         summary_writer = _import_tensorboard().SummaryWriter if tensorboard else None
         module = None if track == "none" else _import_tracker(track)
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ class Writers:
         if self._tracker is not None:
             try:
                 self._tracker.log(env_steps, present)
-            except Exception as error:  # a tracker's server must never cost a run
+            except Exception as error:  # a failing tracker must never stop a run
                 self._tracker = None
                 warnings.warn(f"tracking stopped at env step {env_steps}: {error}", stacklevel=2)
 
@@ -87,7 +87,7 @@ class Writers:
 
 
 def drop_metrics_beyond(path: Path, env_steps: int) -> None:
-    """Drop lines past ``env_steps`` and torn ones, so that a resumed curve has one truth."""
+    """Drop incomplete lines and lines past ``env_steps``, which a resumed run writes again."""
     if not path.exists():
         return
     kept = []
@@ -99,7 +99,7 @@ def drop_metrics_beyond(path: Path, env_steps: int) -> None:
         at = row.get("env_steps") if isinstance(row, dict) else None
         if isinstance(at, int) and at <= env_steps:
             kept.append(line + "\n")
-    # Replaced in one move: a crash here leaves the old file, never half of it.
+    # Replaced atomically: a crash here leaves the old file, never a part of it.
     scratch = path.with_suffix(".jsonl.tmp")
     scratch.write_text("".join(kept), encoding="utf-8", newline="\n")
     os.replace(scratch, path)
@@ -138,7 +138,7 @@ def _saved_id(run_dir: Path, track: str) -> str | None:
         saved = json.loads((run_dir / TRACKER_FILE).read_text(encoding="utf-8"))
         return str(saved[track])
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # never tracked, or by another tracker: it starts a run of its own
+        return None  # not tracked, or by another tracker: start a new tracker run
 
 
 def _save_id(run_dir: Path, track: str, run_id: str) -> None:
@@ -156,7 +156,7 @@ class _Wandb:
             resume="allow",
         )
         _save_id(run_dir, "wandb", self._run.id)
-        # wandb's own step may not go back, as it does after a resume; a step metric may.
+        # wandb's own step must not decrease, as it would after a resume; a step metric may.
         self._run.define_metric("*", step_metric="env_steps")
 
     def log(self, env_steps: int, scalars: Mapping[str, float]) -> None:
