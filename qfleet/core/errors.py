@@ -1,7 +1,7 @@
-"""Every error a user can meet.
+"""Every error that qfleet raises for the user.
 
-Each message names the thing, the value and the mend. The command line prints it as one line and
-exits with ``exit_code``; ``--debug`` shows the traceback.
+Each message says what is wrong with which value, what is allowed and what to do. The command line
+prints it as one line and exits with ``exit_code``; ``--debug`` shows the traceback.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Iterable
 
 
 class QfleetError(Exception):
-    """Base of all errors that qfleet raises on purpose."""
+    """Base class of all errors that qfleet raises on purpose."""
 
     exit_code = 1
 
 
 class UserError(QfleetError):
-    """The request itself is wrong; nothing was started and nothing was lost."""
+    """An invalid request: nothing was started and nothing was lost."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A configuration value that cannot work, alone or beside another."""
+    """An invalid configuration value, or a combination of values that cannot work."""
 
 
 class UnknownNameError(UserError):
@@ -44,54 +44,54 @@ class UnsupportedEnvError(UserError):
 
 
 class MemoryRefusedError(UserError):
-    """The replay memory would not fit; says the largest capacity that does."""
+    """A replay memory that does not fit into memory; the message names the largest that does."""
 
 
 class RunBusyError(UserError):
-    """Another process is writing into this run's folder."""
+    """A run folder that another process is writing into."""
 
 
 class CheckpointError(QfleetError):
-    """A checkpoint is missing, damaged or of another kind."""
+    """A checkpoint that is missing, damaged or of another kind."""
 
     exit_code = 2
 
 
 class EnvironmentFault(QfleetError):
-    """An environment failed more often than the configuration tolerates."""
+    """An environment that failed more often than the configuration tolerates."""
 
 
 class FaultRateError(QfleetError):
-    """Bad rewards, observations or gradients came more often than the configuration tolerates."""
+    """Invalid rewards, observations or gradients more often than the configuration tolerates."""
 
 
 class DivergedError(QfleetError):
-    """Q-values left every sensible range; names the last good checkpoint."""
+    """Divergence: Q-values beyond the limit. The message names the last good checkpoint."""
 
 
 class ProtocolError(QfleetError):
-    """A worker and a parameter server have lost track of each other, or never spoke the same."""
+    """A worker and a parameter server whose states or message formats do not match."""
 
 
 class GivenUp(ProtocolError):
-    """A worker that was cut off is heard again, and another has its place."""
+    """A worker that was unreachable and has been replaced reports again."""
 
 
 class ClusterError(QfleetError):
-    """A cluster that cannot be started, reached or used, or a worker of it that was lost."""
+    """A cluster that cannot be started, reached or used, or that lost a process."""
 
 
 class StoreFullError(ClusterError):
-    """The cluster's object store is full, and so is the disk that stands in for it."""
+    """The cluster's object store is full, and so is the disk that it spills to."""
 
 
 class ValueLost(ClusterError):
-    """What a call was given lay on a machine that is gone; who was called is well."""
+    """An argument of a call was stored on a machine that is gone; the called process is alive."""
 
 
 class MemberLost(ClusterError):
-    """A process of the cluster died, or the call of it that was under way did."""
+    """A process of the cluster died, or a call to it failed in flight."""
 
 
 class MemberSilent(MemberLost):
-    """It did not answer in time, or cannot be reached; it may live on, and answer later."""
+    """A process did not answer in time or cannot be reached; it may be alive and answer later."""

@@ -1,4 +1,4 @@
-"""Files that survive a crash: what goes in is on the disk, whole, when these functions return."""
+"""Crash-safe file writes: when these functions return, the complete data is on the disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import IO, Any
 
 
 def write_point(name: str) -> None:
-    """Called before every step that a crash could interrupt; tests replace it to crash there."""
+    """Do nothing. Called before every step that a crash could interrupt; tests replace it to crash
+    there."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -41,7 +42,7 @@ def remove_tree(path: Path) -> None:
 
 
 def _role(path: Path) -> str:
-    """A folder's name without the process id that temporary names end in."""
+    """Return a folder's name without the process id that temporary names end in."""
     return path.name.rsplit("-", 1)[0] if path.name.startswith(".tmp-") else path.name
 
 
@@ -52,7 +53,7 @@ def sync(file: IO[Any], name: str) -> None:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Replace a file so that a reader, or a crash, finds the old text or the new and no mixture."""
+    """Replace a file atomically: a reader, or a crash, finds either the old text or the new."""
     tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         tmp.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Objects that live outside qfleet: ``package.module:Name`` in, the Python object out."""
+"""Plugins: import an object from outside qfleet by its path, ``package.module:Name``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def load_object(path: str, kind: str) -> Any:
         raise ConfigError(f"{kind} '{path}' is not of the form package.module:Name")
     current = os.getcwd()
     if current not in sys.path and "" not in sys.path:
-        # A console script does not see the user's own folder; last, so that it shadows nothing.
+        # A console script does not have the current folder on sys.path. It is appended, so that it
+        # shadows no other module.
         sys.path.append(current)
-    importlib.invalidate_caches()  # the file may be younger than the import system's listing
+    importlib.invalidate_caches()  # the file may be newer than the import system's listing
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -31,7 +32,7 @@ def load_object(path: str, kind: str) -> Any:
         raise ConfigError(f"cannot import {kind} '{path}': {_line(error)}; {mend}") from error
     except Exception as error:
         raise ConfigError(
-            f"cannot import {kind} '{path}': {_line(error)}; mend the module '{module_name}'"
+            f"cannot import {kind} '{path}': {_line(error)}; fix the module '{module_name}'"
         ) from error
     try:
         return getattr(module, name)
@@ -42,6 +43,6 @@ def load_object(path: str, kind: str) -> Any:
 
 
 def _line(error: Exception) -> str:
-    """An error as one line, with its class where the message alone would say little."""
+    """Return an error as one line, with its class unless it is an ImportError."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ImportError) else f"{type(error).__name__}: {text}"

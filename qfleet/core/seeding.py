@@ -1,4 +1,4 @@
-"""Where chance comes from: one seed in, a seed per consumer out; generators from a checkpoint."""
+"""Seeding: derive a seed per consumer from one seed, and restore generators of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Seeds:
-    """One independent stream per consumer, all from ``config.seed``."""
+    """One independent seed per consumer, all derived from ``config.seed``."""
 
     network: int
     memory: int
@@ -29,10 +29,10 @@ class Seeds:
 
 
 def restore_generator(generator: torch.Generator, state: Tensor) -> None:
-    """Set the state; where it is another kind of device's, draw a seed from it instead.
+    """Set the generator's state; derive a seed from it if it is of another kind of device.
 
-    Where a part lives may change between two sittings, and with it the kind of its generator. The
-    run then goes on reproducibly, though not with the numbers it would have drawn.
+    A resumed run may place a component on another device, whose generator has another kind of
+    state. The run then continues reproducibly, but not with the numbers it would have drawn.
     """
     if state.shape == generator.get_state().shape:
         generator.set_state(state)
@@ -42,11 +42,11 @@ def restore_generator(generator: torch.Generator, state: Tensor) -> None:
 
 
 _SEED_LIMIT = 2**31
-"""The emulator's seeds are signed 32-bit numbers, and it reads a negative one as "no seed"."""
+"""The Atari emulator's seeds are signed 32-bit numbers; it reads a negative one as "no seed"."""
 
 
 def env_seeds(seed: int, count: int) -> list[int]:
-    """Seeds of ``count`` environments; the first ones do not depend on ``count``."""
+    """Return ``count`` distinct seeds; seed i does not depend on ``count``."""
     sequence = np.random.SeedSequence(seed)
     seeds: dict[int, None] = {}
     while len(seeds) < count:
@@ -56,10 +56,10 @@ def env_seeds(seed: int, count: int) -> list[int]:
 
 
 def rebuilt_seed(seed: int, rebuilds: int) -> int:
-    """Seed of an environment that was rebuilt; its first one would replay the same failure."""
+    """Return the seed of a rebuilt environment; the old seed would replay the same failure."""
     return mix_seeds(seed, rebuilds)
 
 
 def mix_seeds(seed: int, salt: int) -> int:
-    """Another seed, decided by both."""
+    """Return a seed derived from ``seed`` and ``salt``."""
     return int(np.random.SeedSequence([seed, salt]).generate_state(1)[0]) % _SEED_LIMIT

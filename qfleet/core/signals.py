@@ -1,7 +1,8 @@
-"""Ctrl-C and SIGTERM: a request that the run grants at its next block, or a way out that tidies up.
+"""Signal handling: SIGINT and SIGTERM request a stop; a second one stops at once.
 
-Whoever ends a job may send SIGTERM to all its processes at once: batch systems, service managers
-and ``timeout`` do. The run alone is to heed it, since it needs the others for its checkpoint.
+A run stops at its next block and writes a checkpoint. Batch systems, service managers and
+``timeout`` may send SIGTERM to all processes of a job at once. Only the main process handles it,
+because it needs the others to write the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from types import FrameType
 from typing import Any
 
 AT_ONCE_S = 0.5
-"""Signals so close together are one: ``timeout`` sends its own to the program and to its group."""
+"""Signals within this time count as one: ``timeout`` signals both the program and its group."""
 
 
 class Signals:
-    """Hands the first signal to ``on_signal``; a later one ends the program at once."""
+    """A context manager that calls ``on_signal`` at the first signal; a later one stops at once."""
 
     def __init__(
         self, on_signal: Callable[[int], None], clock: Callable[[], float] = time.monotonic
@@ -31,7 +32,7 @@ class Signals:
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self._previous[number] = signal.signal(number, self._handle)
-            except ValueError:  # not the main thread, e.g. a notebook's worker: nothing to catch
+            except ValueError:  # not the main thread, e.g. of a notebook: handlers cannot be set
                 return
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -49,7 +50,7 @@ class Signals:
 
 @contextlib.contextmanager
 def blocked_in_children() -> Iterator[None]:
-    """Processes that are started in here never hear SIGTERM, nor do those that they start."""
+    """Block SIGTERM for all processes started in this context, and for their children."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -58,9 +59,9 @@ def blocked_in_children() -> Iterator[None]:
 
 
 def ignore_sigterm_if_blocked() -> None:
-    """Where SIGTERM is not heard it does nothing still, but those that are started hear it again.
+    """If SIGTERM is blocked in this process, ignore it instead, so that child processes receive it.
 
-    Environments may start programs, and end them that way.
+    Environments may start programs and end them with SIGTERM.
     """
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -69,9 +70,10 @@ def ignore_sigterm_if_blocked() -> None:
 
 @contextlib.contextmanager
 def sigterm_unwinds(theirs: Any) -> Iterator[None]:
-    """SIGTERM unwinds the block, so that it is tidied up, and ends with the usual code.
+    """Let SIGTERM unwind the block, so that it cleans up, and exit with code 128 + SIGTERM.
 
-    Whoever handled it before, as a run does that wants its checkpoint, goes on doing so.
+    ``theirs`` is the previous handler. If it is callable, as that of a run that writes a
+    checkpoint, it stays in place.
     """
     if callable(theirs):
         with handling({signal.SIGTERM: theirs}):
@@ -89,22 +91,26 @@ def sigterm_unwinds(theirs: Any) -> Iterator[None]:
         except SystemExit:
             if not came:
                 raise
-            # Ray, where it was waiting, has put a code of its own in place of ours.
+            # Ray, if it was waiting, has replaced our exit code by its own.
             raise SystemExit(128 + came[0]) from None
 
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
-    """For tidying up, which a second Ctrl-C must not leave half done; it needs deadlines."""
+    """Ignore SIGINT and SIGTERM during clean-up, so that a second Ctrl-C does not interrupt it.
+
+    The clean-up must have deadlines.
+    """
     with handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
         yield
 
 
 @contextlib.contextmanager
 def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Set signal handlers, and restore the previous ones at exit."""
     before = {}
     for number, handler in handlers.items():
-        # Outside the main thread signals are somebody else's business.
+        # Outside the main thread Python does not allow setting handlers.
         with contextlib.suppress(ValueError):
             before[number] = signal.signal(number, handler)
     try:

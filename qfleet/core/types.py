@@ -1,10 +1,11 @@
-"""The nouns that flow through qfleet, and the seams between its rooms. Read this first.
+"""The data types that flow through qfleet, and the interfaces of its components. Read this first.
 
     env ──► actor ──► memory ──► learner ──► updater ──► weights ──► actor
 
 An actor turns environment steps into *blocks*, a memory turns blocks into *batches*, a learner
 turns batches into gradients, an updater turns gradients into weights, and a weights channel brings
-a version of them back to the actors. Engines only decide where each of these lives.
+a version of the weights back to the actors. An engine decides in which thread, process and device
+each of them runs.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
 
-# Row flags, one byte a row. They are all a memory needs to know about episodes.
+# Row flags, one byte per row. A memory needs to know nothing else about episodes.
 TERMINATED = 1
-"""The action ended the task: nothing is worth anything afterwards, so do not bootstrap."""
+"""The action ended the task: all later states have value 0, so targets do not bootstrap."""
 SKIP = 2
-"""The action led nowhere usable (the autoreset row after an episode's end, a faulty step). Its
-observation is true, so earlier rows bootstrap from it, but it is never sampled as a start."""
+"""The row holds no usable transition (the autoreset row after an episode's end, a faulty step). Its
+observation is valid, so earlier rows bootstrap from it, but it is never sampled as a start."""
 FIRST = 4
-"""The observation opens an episode: frame stacks must not reach behind it."""
+"""The observation is the first of an episode: frame stacks must not include earlier rows."""
 
 StateDict: TypeAlias = dict[str, Any]
-"""Checkpoint state: tensors, and JSON values (numbers, strings, lists, dicts). Nothing else."""
+"""Checkpoint state: only tensors and JSON values (numbers, strings, lists, dicts)."""
 
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """What an environment looks like to everything behind it."""
+    """The interface of an environment: its observations and actions."""
 
     env_id: str
     obs_shape: tuple[int, ...]
@@ -44,7 +45,7 @@ class EnvSpec:
     """``uint8``, ``float32`` or ``int64`` (discrete observations, one-hot encoded by networks)."""
     num_actions: int
     frame_stack: int = 1
-    """How many frames are stacked along the first axis of an observation; 1: not a stack."""
+    """Number of frames stacked along the first axis of an observation; 1: no stack."""
     frame_skip: int = 1
     """Emulator frames per env step."""
     num_obs_values: int = 0
@@ -56,7 +57,7 @@ class EnvSpec:
 
     @property
     def frame_shape(self) -> tuple[int, ...]:
-        """Shape of what a memory stores per row: one frame, however many are stacked."""
+        """Shape of what a memory stores per row: one frame, even if observations are stacks."""
         return self.obs_shape if self.frame_stack == 1 else self.obs_shape[1:]
 
     @property
@@ -75,11 +76,11 @@ class Step(NamedTuple):
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
     invalid: NDArray[np.bool_]
-    """The action taken in this row led nowhere usable: an autoreset row or a faulty step."""
+    """The row holds no usable transition: an autoreset row or a faulty step."""
     fresh: NDArray[np.bool_]
-    """``obs`` opens a new episode."""
+    """``obs`` is the first of a new episode."""
     life_lost: NDArray[np.bool_] | None = None
-    """Ends the task for learning but not the game (episodic life)."""
+    """A life was lost, which ends the task for learning but not the game (episodic life)."""
 
 
 class VectorEnv(Protocol):
@@ -93,7 +94,7 @@ class VectorEnv(Protocol):
     num_envs: int
     seeds: list[int]
     in_background: bool
-    """Whether a step goes on by itself between ``send`` and ``recv``."""
+    """Whether a step runs in the background between ``send`` and ``recv``."""
 
     def reset(self) -> NDArray[Any]: ...
 
@@ -104,19 +105,19 @@ class VectorEnv(Protocol):
     def send(self, actions: NDArray[np.int64]) -> None:
         """Start a step of all envs without waiting for it. ``actions`` may be changed afterwards.
 
-        One step can be in flight. Until its ``recv``, nothing but ``close`` may be called.
+        Only one step can be in flight. Until its ``recv``, only ``close`` may be called.
         """
         ...
 
     def recv(self) -> Step:
         """Wait for the step that ``send`` has started.
 
-        The returned arrays may be overwritten from the next call on, be it ``send`` or ``reset``.
+        The next call of ``send`` or ``reset`` may overwrite the returned arrays.
         """
         ...
 
     def state_dict(self) -> StateDict | None:
-        """The envs' exact state, or None where they cannot give it."""
+        """Return the envs' exact state, or None if they do not support it."""
         ...
 
     def load_state_dict(self, state: StateDict) -> None: ...
@@ -126,21 +127,21 @@ class VectorEnv(Protocol):
 
 @dataclass
 class Clock:
-    """The one clock. Every schedule is a function of it, and it is in the checkpoint.
+    """The counters of a run's progress, part of the checkpoint; schedules are functions of them.
 
-    ``env_steps`` counts calls of every env, the autoreset call included, so that engines whose
-    environments live on a device know it without asking the device.
+    ``env_steps`` counts all steps of every env, including the autoreset step, so that engines with
+    environments on a device know the count without synchronising with the device.
     """
 
     env_steps: int = 0
     updates: int = 0
     frame_skip: int = 1
     elsewhere_env_steps: int = 0
-    """Steps of other workers of the same run, as far as they are known here."""
+    """Env steps of the run's other workers, as far as they are known to this process."""
 
     @property
     def progress(self) -> int:
-        """Env steps of the whole run: what schedules are a function of."""
+        """Env steps of the whole run, which all schedules depend on."""
         return self.env_steps + self.elsewhere_env_steps
 
     @property
@@ -150,14 +151,14 @@ class Clock:
 
 @dataclass
 class Block:
-    """Time-major rows ``[T, N]``: what N envs did in T steps."""
+    """Time-major rows ``[T, N]``: T steps of N envs."""
 
     obs: Tensor
-    """``[T, N, *frame_shape]``: what each action was chosen on (the newest frame of a stack)."""
+    """``[T, N, *frame_shape]``: observation of each action (of a stack, its newest frame)."""
     action: Tensor
     """int64 ``[T, N]``."""
     reward: Tensor
-    """float32 ``[T, N]``, as learnt from (clipped where asked)."""
+    """float32 ``[T, N]``, clipped if ``clip_rewards`` is set."""
     flags: Tensor
     """uint8 ``[T, N]``: TERMINATED | SKIP | FIRST."""
     version: int = 0
@@ -170,7 +171,7 @@ class Block:
 
 @dataclass
 class Batch:
-    """Samples to learn from, ``[B, ...]``. γ and n are already inside: no loss ever sees them."""
+    """Samples to learn from, ``[B, ...]``. γ and n are already applied; losses do not need them."""
 
     obs: Tensor
     action: Tensor
@@ -178,7 +179,7 @@ class Batch:
     reward: Tensor
     """n-step sum of discounted rewards, float32 ``[B]``."""
     discount: Tensor
-    """γ^k for a bootstrap k steps on; 0 where the task terminated, not where it was truncated."""
+    """γ^k for a bootstrap k steps later; 0 if the task terminated, but not if it was truncated."""
     next_obs: Tensor
     weight: Tensor
     """Importance weight; ones unless replay is prioritised."""
@@ -189,12 +190,12 @@ class Batch:
         return self.action.shape[0]
 
     def split(self, size: int) -> list[Batch]:
-        """Cut a burst's worth of samples into batches of ``size``."""
+        """Split the samples of a burst of updates into batches of ``size``."""
         columns = zip(*(getattr(self, name).split(size) for name in BATCH_FIELDS), strict=True)
         return [Batch(*column) for column in columns]
 
     def copy_(self, other: Batch) -> None:
-        """Take over another batch's values, in place."""
+        """Copy another batch's values into this one, in place."""
         for name in BATCH_FIELDS:
             getattr(self, name).copy_(getattr(other, name))
 
@@ -206,7 +207,7 @@ BATCH_FIELDS = ("obs", "action", "reward", "discount", "next_obs", "weight", "in
 
 
 class Memory(Protocol):
-    """Blocks in, batches out."""
+    """A memory that stores blocks and samples batches."""
 
     device: torch.device
 
@@ -221,19 +222,19 @@ class Memory(Protocol):
     def update_priorities(self, index: Tensor, priority: Tensor) -> None: ...
 
     def generators(self) -> list[torch.Generator]:
-        """What samples are drawn from."""
+        """Return the random generators that sampling uses."""
         ...
 
     def compilables(self) -> list[Compilable]:
-        """What torch.compile may be switched on for."""
+        """Return the functions that torch.compile may be switched on for."""
         ...
 
     def end_open_episodes(self) -> None:
-        """Close what the newest rows left open, because their envs cannot be continued."""
+        """Mark the newest rows as the end of their episodes, because their envs cannot continue."""
         ...
 
     def close(self) -> None:
-        """Let go of files; the memory is not used afterwards."""
+        """Close files; the memory must not be used afterwards."""
         ...
 
     def state_dict(self) -> StateDict: ...
@@ -242,21 +243,21 @@ class Memory(Protocol):
 
 
 class Updater(Protocol):
-    """How gradients become new weights. It owns the optimiser."""
+    """The rule that turns gradients into new weights. It owns the optimiser."""
 
     def apply(
         self, learning_rate: float | Tensor, loss: Callable[[], Tensor] | None = None
     ) -> Mapping[str, Tensor | float]:
         """Turn the gradient in the flat weights' buffer into new weights; return metrics.
 
-        ``loss`` tells the loss that the gradient is of, for those who judge it.
+        ``loss`` returns the loss of the gradient, for updaters that check it for outliers.
 
-        A non-finite gradient changes nothing at all and sets metric ``skipped`` to 1.
+        A non-finite gradient changes no state and sets metric ``skipped`` to 1.
         """
         ...
 
     def compilables(self) -> list[Compilable]:
-        """What torch.compile may be switched on for."""
+        """Return the functions that torch.compile may be switched on for."""
         ...
 
     def state_dict(self) -> StateDict: ...
@@ -265,7 +266,7 @@ class Updater(Protocol):
 
 
 class Lag:
-    """By how many updates the weights that acted were behind those that learnt."""
+    """Statistics of the lag, in updates, of the acting weights behind the learner's weights."""
 
     def __init__(self) -> None:
         self.largest = 0
@@ -282,30 +283,30 @@ class Lag:
 
 
 class WeightsChannel(Protocol):
-    """How a *version* of the weights reaches the actors."""
+    """The channel that brings a *version* of the weights to the actors."""
 
     lag: Lag
 
     def publish(self, version: int) -> None:
-        """Called by the learner's side after updates."""
+        """Publish the weights as ``version``; the learner calls this after updates."""
         ...
 
     def restart(self, version: int) -> None:
-        """The weights were replaced, by those of a checkpoint: nobody may act with older ones."""
+        """Publish weights restored from a checkpoint; no actor may use older ones afterwards."""
         ...
 
     def refresh(self) -> int:
-        """Called before a block is collected; returns the version that then acts."""
+        """Take over the newest available weights for the next block; return their version."""
         ...
 
     def record_lag(self, updates: int) -> None:
-        """A block enters the memory whose weights were so many updates behind the newest."""
+        """Record that a block's weights were ``updates`` updates behind when it was stored."""
         ...
 
 
 @dataclass
 class Episode:
-    """One finished episode, unclipped."""
+    """One finished episode; its reward is the unclipped return."""
 
     env: int
     reward: float
@@ -313,7 +314,7 @@ class Episode:
 
 
 class Collector(Protocol):
-    """Gives blocks of experience: an actor called directly, one that works ahead, many actors."""
+    """A source of blocks: an actor called directly, one that works ahead, or many actors."""
 
     def collect(self, rows: int) -> Block:
         """Return a block of ``rows`` rows."""

@@ -334,7 +334,7 @@ def test_a_users_torso_that_cannot_work(plugin: str, name: str, message: str) ->
     [
         ("qfleet_test_nowhere:Class", "run from the folder that holds it, or install it"),
         ("qfleet_test_needy:Class", "No module named 'qfleet_test_absent'; install what it"),
-        ("qfleet_test_broken:Class", "ZeroDivisionError: division by zero; mend the module"),
+        ("qfleet_test_broken:Class", "ZeroDivisionError: division by zero; fix the module"),
         ("qfleet_test_torsos:", "not of the form package.module:Name"),
         ("qfleet_test_torsos", "not of the form package.module:Name"),
     ],
