@@ -1,8 +1,8 @@
-"""Least squares by parallel gradient descent: the arithmetic, without any cluster.
+"""Least squares by parallel gradient descent: the arithmetic, without a cluster.
 
-In: samples, cut into one share per worker. Out: gradients, what a reduce makes of them, the weights
-that descent should end at, and how many bytes a round should move. A round broadcasts the weights,
-maps them to gradients on every share, reduces these to one, and updates:
+The samples are split into one share per worker. This module computes gradients, their reduction,
+the weights at the minimum, and how many bytes a round should transfer. A round broadcasts the
+weights, maps them to gradients on every share, reduces these to one gradient, and updates:
 
     L(w) = 1/2n Σ (xⱼ·w − yⱼ)²      zⱼ = (xⱼ·w − yⱼ) xⱼ      w ← w − η/n Σ zⱼ
 """
@@ -24,12 +24,13 @@ from qfleet.core.errors import ConfigError
 Floats = NDArray[np.float64]
 FLOAT_BYTES = np.dtype(np.float64).itemsize
 COPIES = 3
-"""Of the data: here, where workers read it, and for a while in the closed form's solver."""
+"""Copies of the data in memory: here, in the workers, and temporarily in the solver of the closed
+form."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Data to fit, and where the fit should end."""
+    """A least-squares problem: its data and its solution."""
 
     features: Floats
     """``[n, d]``"""
@@ -46,7 +47,7 @@ class Problem:
 
     @cached_property
     def solution(self) -> Floats:
-        """The minimum in closed form."""
+        """The weights at the minimum, in closed form."""
         return np.asarray(np.linalg.lstsq(self.features, self.targets, rcond=None)[0])
 
     @cached_property
@@ -56,7 +57,7 @@ class Problem:
 
     @cached_property
     def largest_rate(self) -> float:
-        """Plain gradient descent diverges from this learning rate on."""
+        """The learning rate from which on plain gradient descent diverges."""
         return float(2.0 / np.linalg.eigvalsh(self.curvature)[-1])
 
     @cached_property
@@ -64,18 +65,18 @@ class Problem:
         return loss(self.features, self.targets, self.solution)
 
     def excess_loss(self, weights: Floats) -> float:
-        """Loss above the least one; of a quadratic it is known without a difference of the two."""
+        """Return the loss above the minimum, computed from the curvature to avoid cancellation."""
         away = weights - self.solution
         return float(0.5 * away @ self.curvature @ away)
 
     def distance(self, weights: Floats) -> float:
-        """From the closed form, as a share of its length."""
+        """Return the distance from the closed form, relative to its norm."""
         length = float(np.linalg.norm(self.solution))
         return float(np.linalg.norm(weights - self.solution)) / (length or 1.0)
 
 
 def check_size(samples: int, dimensions: int, available_bytes: int) -> None:
-    """Refuse a problem whose numbers no memory of this size holds."""
+    """Raise ConfigError if the problem does not fit into ``available_bytes``."""
     _check_counts(samples, dimensions)
     most = available_bytes // (COPIES * (dimensions + 1) * FLOAT_BYTES)
     mend = f"use --samples {most} or fewer" if most >= dimensions else "use fewer --features"
@@ -90,15 +91,15 @@ def check_size(samples: int, dimensions: int, available_bytes: int) -> None:
 
 
 def check_descent(steps: int, rate: float) -> None:
-    """Refuse what is no descent."""
+    """Raise ConfigError unless ``steps`` is at least 1 and ``rate`` is positive and finite."""
     _require(steps >= 1, "steps", steps, "must be at least 1")
-    _require(rate > 0 and math.isfinite(rate), "learning_rate", rate, "must be positive")
+    _require(rate > 0 and math.isfinite(rate), "learning_rate", rate, "must be positive and finite")
 
 
 def make_problem(samples: int, dimensions: int, noise: float, seed: int) -> Problem:
-    """Normal features, targets from normal weights, and normal noise on the targets."""
+    """Return a problem with normal features, true weights and noise on the targets."""
     _check_counts(samples, dimensions)
-    _require(noise >= 0 and math.isfinite(noise), "noise", noise, "must be a number from 0 on")
+    _require(noise >= 0 and math.isfinite(noise), "noise", noise, "must be finite and at least 0")
     _require(seed >= 0, "seed", seed, "must not be negative")
     rng = np.random.default_rng(seed)
     features = rng.standard_normal((samples, dimensions))
@@ -107,13 +108,13 @@ def make_problem(samples: int, dimensions: int, noise: float, seed: int) -> Prob
 
 
 def check_shares(samples: int, workers: int) -> None:
-    """Refuse workers that would have nothing to do."""
+    """Raise ConfigError unless there is at least one sample per worker."""
     _require(workers >= 1, "workers", workers, "must be at least 1")
     _require(workers <= samples, "workers", workers, f"must not exceed samples {samples}")
 
 
 def shares(samples: int, workers: int) -> list[slice]:
-    """One run of samples per worker, as even as they come."""
+    """Return one range of samples per worker; their sizes differ by at most 1."""
     check_shares(samples, workers)
     cuts = [samples * k // workers for k in range(workers + 1)]
     return [slice(start, stop) for start, stop in pairwise(cuts)]
@@ -125,23 +126,23 @@ def loss(features: Floats, targets: Floats, weights: Floats) -> float:
 
 
 def map_samples(features: Floats, targets: Floats, weights: Floats) -> Floats:
-    """The gradient zⱼ of every sample, ``[n, d]``."""
+    """Return the gradient zⱼ of every sample, ``[n, d]``."""
     return _residuals(features, targets, weights)[:, None] * features
 
 
 def map_and_reduce(features: Floats, targets: Floats, weights: Floats) -> Floats:
-    """Σ zⱼ over a share, ``[1, d]``: the map and a local reduction in one."""
+    """Return Σ zⱼ over a share, ``[1, d]``: the map and a local reduction in one."""
     return np.asarray((_residuals(features, targets, weights) @ features)[None])
 
 
 def _residuals(features: Floats, targets: Floats, weights: Floats) -> Floats:
-    # Row by row: what a sample comes to must not depend on how many others share its worker,
-    # as it does where a library multiplies block by block.
+    # Row by row: the result of a sample must not depend on how many samples its worker has, as it
+    # does where a library multiplies block by block.
     return np.asarray(np.einsum("nd,d->n", features, weights) - targets)
 
 
 def reduce_vectors(vectors: Floats, how: Literal["sum", "mean", "count"]) -> Floats:
-    """Vectors ``[k, d]`` to one: their sum or mean, ``[d]``, or their number, ``[]``."""
+    """Reduce vectors ``[k, d]`` to their sum or mean, ``[d]``, or to their number, ``[]``."""
     if how == "count":
         return np.asarray(float(len(vectors)))
     total = np.asarray(vectors.sum(axis=0))
@@ -149,7 +150,10 @@ def reduce_vectors(vectors: Floats, how: Literal["sum", "mean", "count"]) -> Flo
 
 
 def gradient(parts: list[Floats], samples: int, *, local_reduction: bool) -> Floats:
-    """The gradient over ``samples`` from what their workers sent: sums, or every sample's own."""
+    """Return the mean gradient over ``samples`` samples.
+
+    ``parts`` are what the workers sent: sums if ``local_reduction``, else one vector per sample.
+    """
     vectors = np.concatenate(parts)
     if local_reduction:
         return reduce_vectors(vectors, "sum") / samples
@@ -159,7 +163,7 @@ def gradient(parts: list[Floats], samples: int, *, local_reduction: bool) -> Flo
 def descend(
     problem: Problem, workers: int, steps: int, rate: float, *, local_reduction: bool
 ) -> Floats:
-    """Synchronous descent from 0, all workers in this process: the weights after every round."""
+    """Run synchronous descent from 0 in this process; return the weights after every round."""
     map_share = map_and_reduce if local_reduction else map_samples
     cuts = shares(problem.samples, workers)
     weights = [np.zeros(problem.dimensions)]
@@ -173,28 +177,30 @@ def descend(
 
 
 def broadcast_bytes(workers: int, dimensions: int) -> int:
-    """What the server sends in a round: the weights, to everyone."""
+    """Return the bytes that the server sends in a round: the weights, to every worker."""
     return workers * dimensions * FLOAT_BYTES
 
 
 def gradient_bytes(workers: int, samples: int, dimensions: int, *, local_reduction: bool) -> int:
-    """What the workers send in a round: m·d numbers, or without local reduction n·d."""
+    """Return the bytes that workers send in a round: m·d numbers, without local reduction n·d."""
     return (workers if local_reduction else samples) * dimensions * FLOAT_BYTES
 
 
 @dataclass(frozen=True)
 class Slowness:
-    """How much longer a worker takes for a gradient than it need."""
+    """An artificial delay of a worker's gradients: a factor, or a latency."""
 
     factor: float = 1.0
     latency_s: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> Slowness:
-        """``4x``: so many times as long. ``50ms``: so much longer."""
+        """Parse ``4x`` (four times as long) or ``50ms`` (50 ms longer)."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(x|ms)", text.strip())
         if match is None or (match[2] == "x" and float(match[1]) < 1):
-            raise ConfigError(f"straggler '{text}' must be a factor from 1x on or a time as 50ms")
+            raise ConfigError(
+                f"straggler '{text}' must be a factor from 1x on or a time, e.g. 50ms"
+            )
         number = float(match[1])
         return cls(factor=number) if match[2] == "x" else cls(latency_s=number / 1000)
 

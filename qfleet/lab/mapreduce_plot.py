@@ -1,4 +1,4 @@
-"""A picture of parallel gradient descent. In: how it went; out: who did what when, and the loss."""
+"""Plot of parallel gradient descent: a timeline of the workers, and the loss over time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from qfleet.telemetry.timeline import BAR_HEIGHT, KIND_COLOURS, LANE_INCHES
 from qfleet.telemetry.timers import KINDS, WAITING
 
 SHOWN_ROUNDS = 6
-"""So few that single spans can be seen."""
+"""Rounds on the timeline: few enough that single spans are visible."""
 
 
 def draw_descent(problem: Problem, descents: dict[str, Descent], path: Path) -> Path:
-    """The timeline of the first of ``descents``, from its middle, above the loss of all."""
+    """Draw the timeline of the first of ``descents``, from its middle, above the loss of all."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"picture '{path}' must end in {', '.join(FORMATS)}")
 
@@ -44,7 +44,7 @@ def draw_descent(problem: Problem, descents: dict[str, Descent], path: Path) -> 
 def _draw_timeline(axes: Any, descent: Descent) -> None:
     from matplotlib.patches import Patch
 
-    # Neither the first rounds, which warm up, nor the end, when some have nothing left to do.
+    # Not the first rounds, which warm up, nor the last, when some workers have nothing left to do.
     first = max(0, (len(descent.times_s) - 1 - SHOWN_ROUNDS) // 2)
     last = min(first + SHOWN_ROUNDS, len(descent.times_s) - 1)
     begin_s, end_s = descent.times_s[first], descent.times_s[last]

@@ -1,8 +1,9 @@
-"""Parallel gradient descent on a cluster. In: a problem and a cluster; out: a ``Descent``.
+"""Parallel gradient descent on a Ray cluster: ``descend_on`` returns a ``Descent``.
 
 The server is this process. In ``sync`` it waits for every worker's gradient before it updates; in
-``async`` it applies each as it arrives, as the gradient of that worker's share alone, and sends the
-new weights back at once. Both make as many gradients: ``steps`` per worker on average.
+``async`` it applies each gradient on arrival, as the gradient of that worker's share alone, and
+sends the new weights back at once. Both compute the same number of gradients: ``steps`` per worker
+on average.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from qfleet.telemetry.timers import COMMUNICATING, COMPUTING, KINDS, WAITING
 
 Mode = Literal["sync", "async"]
 _PINGS = 8
-"""The quickest of so many tells a worker's clock best."""
+"""Pings to compare clocks; the one with the shortest round trip is used."""
 
 
 class Answer(NamedTuple):
-    """What a worker sends; times are of its own clock."""
+    """A worker's reply; times are on the worker's own clock."""
 
     vectors: Floats
     started_s: float
@@ -44,7 +45,7 @@ class Answer(NamedTuple):
 
 
 class Worker:
-    """Lives on the cluster with its share of the data: weights in, gradients out."""
+    """A process on the cluster that computes gradients on its share of the data."""
 
     def __init__(
         self, features: Floats, targets: Floats, local_reduction: bool, slowness: Slowness
@@ -65,7 +66,7 @@ class Worker:
 
 
 class Span(NamedTuple):
-    """What a worker did for a while, in seconds since the first broadcast."""
+    """A period of one kind of activity of a worker, in seconds since the first broadcast."""
 
     kind: str
     start_s: float
@@ -74,7 +75,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Numbers sent and received by the server, as they passed; what wraps them is not counted."""
+    """Arrays sent and received by the server; serialisation overhead is not counted."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -85,20 +86,20 @@ class Traffic:
 
 @dataclass
 class Descent:
-    """How it went."""
+    """The record of one descent: weights, times, traffic and staleness."""
 
     workers: int
     mode: Mode
     local_reduction: bool
     weights: list[Floats] = field(default_factory=list)
-    """At the start, and after every round; of ``async``, after every m-th update."""
+    """Weights at the start and after every round; with ``async``, after every m-th update."""
     times_s: list[float] = field(default_factory=list)
-    """When each of these was there."""
+    """Time of each entry of ``weights``."""
     spans: list[list[Span]] = field(default_factory=list)
-    """Of each worker."""
+    """Spans of each worker."""
     traffic: Traffic = field(default_factory=Traffic)
     staleness: Counter[int] = field(default_factory=Counter)
-    """How many gradients were so many updates older than the weights that they changed."""
+    """Age in updates → number of gradients computed with weights of that age."""
     server_processor_s: float = 0.0
     workers_processor_s: float = 0.0
 
@@ -108,7 +109,7 @@ class Descent:
 
     @property
     def processor_s(self) -> float:
-        """Of gradients and updates, all processes together; the cluster's own is not in it."""
+        """CPU time of gradients and updates in all processes, without that of Ray itself."""
         return self.server_processor_s + self.workers_processor_s
 
     def spent_s(self, worker: int, kind: str) -> float:
@@ -135,7 +136,7 @@ def descend_on(
     local_reduction: bool = True,
     straggler: Slowness | None = None,
 ) -> Descent:
-    """Descend from 0; the last worker is the straggler. The clock runs from the first broadcast."""
+    """Descend from 0; the last worker is the straggler. Time starts at the first broadcast."""
     check_descent(steps, rate)
     server = _Server(cluster, problem, workers, rate, mode, local_reduction, straggler)
     try:
@@ -151,7 +152,7 @@ def descend_on(
 
 
 class _Server:
-    """Holds the weights, and the account of where the time went."""
+    """The server: holds the weights and records times and traffic."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class _Server:
             self.workers.append(cluster.spawn(Worker, *data, local_reduction, slowness))
 
     def begin(self) -> None:
-        """Wait until all workers are there, compare clocks, start ours."""
+        """Wait until all workers have started, compare clocks, and start the time measurement."""
         names = [self._name(k) for k in range(len(self.workers))]
         hellos = [worker.clock_s.remote() for worker in self.workers]
         for hello, name in zip(hellos, names, strict=True):
@@ -185,7 +186,7 @@ class _Server:
         ]
         self._processor_s = time.process_time()
         self._begun_s = time.monotonic()
-        # From when on a worker has nothing to do.
+        # Time since which each worker has nothing to do.
         self._free_s = [0.0] * len(self.workers)
         self._descent.spans = [[] for _ in self.workers]
         self._note_weights()
@@ -223,7 +224,7 @@ class _Server:
             self._update([part], share.stop - share.start)
             if (version + 1) % count == 0:
                 self._note_weights()
-            # All that is still to be done may be on its way already.
+            # The gradients in flight may already be all that are still needed.
             if version + 1 + len(pending) < steps * count:
                 send(k, version + 1)
 
@@ -234,7 +235,7 @@ class _Server:
         return self._descent
 
     def _send(self, k: int, weights: Any, sent_s: float) -> Any:
-        """``weights`` themselves, or where the cluster has them."""
+        """Send ``weights``, an array or a reference to one in the object store, to worker ``k``."""
         self._add(k, WAITING, self._free_s[k], sent_s)
         self._descent.traffic.messages_sent += 1
         self._descent.traffic.bytes_sent += self._weights.nbytes
@@ -247,7 +248,7 @@ class _Server:
         answer: Answer = self._cluster.get(reference, self._name(k))
         received_s = self._now()
         ahead_s = self._ahead_s[k] + self._begun_s
-        # Clocks are compared to within a fraction of a millisecond: order is what is certain.
+        # Clocks agree only to a fraction of a millisecond, so times are clipped to the known order.
         started_s = min(max(answer.started_s - ahead_s, sent_s), received_s)
         ended_s = min(max(answer.ended_s - ahead_s, started_s), received_s)
         self._add(k, COMMUNICATING, sent_s, started_s)
@@ -262,15 +263,15 @@ class _Server:
         return answer.vectors
 
     def _update(self, parts: list[Floats], samples: int) -> None:
-        # What overflows is told below, in one line.
+        # Overflow is reported below, as one error.
         with np.errstate(over="ignore", invalid="ignore"):
             slope = gradient(parts, samples, local_reduction=self._descent.local_reduction)
             self._weights = self._weights - self._rate * slope
         if not np.isfinite(self._weights).all():
             raise DivergedError(
                 f"the weights are no longer finite: learning_rate {self._rate:g} is too large; "
-                f"of one worker it must stay below {self._problem.largest_rate:.3g}, of several "
-                "that do not wait for each other lower still"
+                f"use less than {self._problem.largest_rate:.3g} for one worker, and still less "
+                "for several that do not wait for each other"
             )
 
     def _note_weights(self) -> None:
@@ -285,7 +286,7 @@ class _Server:
         return time.monotonic() - self._begun_s
 
     def _clock_difference(self, worker: Any, name: str) -> float:
-        """Seconds that a worker's clock is ahead of ours: another machine has another clock."""
+        """Return the seconds that a worker's clock, maybe of another machine, is ahead of ours."""
         trips = []
         for _ in range(_PINGS):
             asked_s = time.monotonic()

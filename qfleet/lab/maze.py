@@ -1,8 +1,8 @@
-"""Q-learning in a maze: a table, ε-greedy walks, and the values it finds.
+"""Tabular Q-learning in a maze, with ε-greedy exploration.
 
-In: a maze as text (S start, G goal, # wall, . or space open). Out: the learnt Q-table, the return
-of every episode, the greedy path, and a picture of them. Every step costs 1 and the one that
-reaches the goal earns 10.
+A maze is given as text (S start, G goal, # wall, . or space open). The result holds the learnt
+Q-table, the return of every episode and the greedy path, and can be drawn. Every step costs 1, and
+the step that reaches the goal earns 10.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from qfleet.core.errors import ConfigError
 from qfleet.envs.grid import ACTIONS, GOAL_REWARD, MOVES, STEP_REWARD, Maze
 
 _MAX_STEPS_PER_CELL = 50
-"""Truncates a walk that gets nowhere; a random walk needs far fewer to cover a maze."""
+"""Truncates an episode that does not reach the goal; a random walk covers a maze in far fewer
+steps."""
 
 
 @dataclass(frozen=True)
 class MazeResult:
-    """What was learnt."""
+    """The Q-table, returns and greedy path of a training run."""
 
     maze: Maze
     q: NDArray[np.float64]
-    """``[states, actions]``; 0 where an action was never tried."""
+    """``[states, actions]``; 0 for an action that was never tried."""
     returns: list[float]
     """Undiscounted sum of rewards of every episode."""
     path: list[int]
-    """States of the greedy walk from the start, up to the goal or to the first repeated state."""
+    """States of the greedy path from the start, up to the goal or to the first repeated state."""
     gamma: float
 
     @property
@@ -45,7 +46,7 @@ class MazeResult:
 
     @property
     def path_value(self) -> float:
-        """Discounted rewards along the greedy path."""
+        """Discounted sum of rewards along the greedy path."""
         rewards = [STEP_REWARD] * self.num_steps
         if self.reached_goal:
             rewards[-1] = GOAL_REWARD
@@ -55,7 +56,7 @@ class MazeResult:
 def learn_maze(
     maze: Maze, episodes: int, alpha: float, gamma: float, epsilon: float, seed: int
 ) -> MazeResult:
-    """Walk the maze ε-greedily and learn after every step."""
+    """Train a Q-table with ε-greedy actions, updating it after every step."""
     _require(episodes >= 1, "episodes", episodes, "must be at least 1")
     _require(0 < alpha <= 1, "alpha", alpha, "must lie in (0, 1]")
     _require(0 <= gamma <= 1, "gamma", gamma, "must lie in [0, 1]")
@@ -91,7 +92,7 @@ def _greedy_path(maze: Maze, table: QTable) -> list[int]:
 
 
 def path_art(result: MazeResult) -> str:
-    """The maze as text with the greedy path drawn over it in ^, v, < and >."""
+    """Return the maze as text, with the greedy path drawn over it in ^, v, < and >."""
     maze = result.maze
     cells = [list(row.replace(" ", ".")) for row in maze.rows]
     for state, reached in zip(result.path, result.path[1:], strict=False):
@@ -102,7 +103,7 @@ def path_art(result: MazeResult) -> str:
 
 
 def draw_maze(result: MazeResult, path: Path) -> Path:
-    """Picture of Q(s, a), the greedy actions and path, beside the learning curve."""
+    """Draw Q(s, a), the greedy actions and the greedy path beside the learning curve."""
     if path.suffix.lower() not in _FORMATS:
         raise ConfigError(f"picture '{path}' must end in {', '.join(_FORMATS)}")
 

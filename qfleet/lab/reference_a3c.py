@@ -1,9 +1,9 @@
-"""The actor-critic of A3C on one page: no engine, no seams, lists for a rollout, one worker.
+"""The actor-critic of A3C in one file: no engine, no interfaces, lists for a rollout, one worker.
 
-It is what the ``serial`` engine is held against (tests/equivalence), and what a student may read
-after ``reference_pqn.py``. It shares with the rest of qfleet only the configuration's field names,
-random numbers and the network module; returns are found by recursion from their definition
-and torch's own Adam takes the steps.
+Tests compare the ``serial`` engine with it (tests/equivalence); read it after ``reference_pqn.py``.
+It shares with the rest of qfleet only the configuration's field names, the random numbers and the
+network module; returns are computed by recursion from their definition, and the optimiser is
+torch's own Adam.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qfleet.networks.factory import build_network
 
 
 def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
-    """Train one worker of A3C (1602.01783); returns weights and the episodes' returns."""
+    """Train one worker of A3C (1602.01783); return the weights and the episodes' returns."""
     seeds, count = Seeds.of(config.seed), config.envs
     envs = [gymnasium.make(config.env) for _ in range(count)]
     space = envs[0].action_space
@@ -45,7 +45,7 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
     length = config.train_freq // count
 
     for env_steps in range(0, config.steps, length * count):
-        # Collect a rollout: so many steps of every env, with actions drawn from the policy.
+        # Collect a rollout: ``length`` steps of every env, with actions drawn from the policy.
         for _ in range(length):
             with torch.no_grad():
                 logits = network(torch.from_numpy(np.stack(obs)))[:, :-1]
@@ -75,7 +75,7 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
             for old, new in zip(target.parameters(), weights, strict=True):
                 old.data.lerp_(new.data, config.tau)
 
-        # Learn from it: what follows its newest row is not known yet, so that one has to wait.
+        # Learn from the rollout, except its newest row, whose next observation is not known yet.
         rows = [own[-length - 1 :] for own in rows]
         critic = target if config.target_network else network
         goals = [_n_step_returns(own, critic, config) for own in rows]
@@ -101,7 +101,8 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
 
 
 def _n_step_returns(rows: list[Row], critic: Any, config: Config) -> list[float]:
-    """Of every row but the newest: up to the rollout's or the episode's end, then the critic's."""
+    """Return the return of every row but the newest: rewards up to the end of the rollout or the
+    episode, then the critic's value."""
     with torch.no_grad():
         values = critic(torch.from_numpy(np.stack([row.obs for row in rows])))[:, -1].tolist()
 

@@ -1,8 +1,8 @@
-"""DQN on one page: no engine, no seams, one environment, lists for a memory.
+"""DQN in one file: no engine, no interfaces, one environment, a list as replay memory.
 
-It is what the ``serial`` engine is held against, bit for bit (tests/equivalence), and what a
-student may read first. It shares with the rest of qfleet only the configuration's field names, the
-derivation of seeds and the network module: for the bits to agree, the same products must be formed.
+Tests compare the ``serial`` engine with it, bit for bit (tests/equivalence); it is the place to
+start reading. It shares with the rest of qfleet only the configuration's field names, the
+derivation of seeds and the network module: the bits agree only if the same products are computed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from qfleet.networks.factory import build_network
 
 @dataclass
 class Row:
-    """One call of the environment. ``is_reset``: the call after an episode's end, which only
-    brought the first observation of the next one; its own observation is the true final one."""
+    """One call of the environment. ``is_reset`` marks the call after an episode's end, which only
+    returns the first observation of the next episode; ``obs`` is the final one of the old."""
 
     obs: NDArray[np.float32]
     action: int
@@ -37,7 +37,7 @@ class Row:
 
 
 def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
-    """Train plain DQN (Mnih 2015) on one environment; returns the weights and the returns."""
+    """Train plain DQN (Mnih 2015) on one environment; return the weights and the returns."""
     seeds = Seeds.of(config.seed)
     env = gymnasium.make(config.env)
     assert isinstance(env.action_space, gymnasium.spaces.Discrete)
@@ -46,8 +46,8 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
     assert obs_shape is not None
     spec = EnvSpec(config.env, obs_shape, "float32", num_actions)
     online, target = _network(spec, config, seeds), _network(spec, config, seeds)
-    # One vector holds all weights, so that Adam is one kernel; the network sees views of it. It is
-    # filled up to whole vector registers, because that kernel rounds what is left over differently.
+    # One vector holds all weights, so that Adam is one kernel; the network has views of it. It is
+    # padded to whole vector registers, because that kernel rounds a remainder differently.
     shapes = [weight.shape for weight in online.parameters()]
     flat = torch.cat([weight.detach().reshape(-1) for weight in online.parameters()])
     size = len(flat)
@@ -140,7 +140,7 @@ def _epsilon(config: Config, env_steps: int) -> float:
 
 
 def _draw(rows: list[Row], count: int, generator: torch.Generator) -> list[int]:
-    """Uniform over rows with a successor, the reset rows drawn again."""
+    """Draw rows uniformly from those with a successor; reset rows are drawn again."""
     picks = torch.randint(len(rows) - 1, (count,), generator=generator).tolist()
     while any(rows[i].is_reset for i in picks):
         others = torch.randint(len(rows) - 1, (count,), generator=generator).tolist()
@@ -149,7 +149,7 @@ def _draw(rows: list[Row], count: int, generator: torch.Generator) -> list[int]:
 
 
 def _targets(rows: list[Row], picks: list[int], target: Any, gamma: float) -> Tensor:
-    """r + γ max Q(s'), where s' is the observation in the row that follows, reset row or not."""
+    """Return r + γ max Q(s'); s' is the observation of the next row, even of a reset row."""
     with torch.no_grad():
         values = target(torch.from_numpy(np.stack([rows[i + 1].obs for i in picks]))).amax(1)
     reward = torch.tensor([rows[i].reward for i in picks])

@@ -1,9 +1,9 @@
-"""PQN on one page: no engine, no seams, plain environments in a list, lists for a rollout.
+"""PQN in one file: no engine, no interfaces, a list of environments, lists for a rollout.
 
-It is what the ``serial`` engine is held against (tests/equivalence), and what a student may read
-after ``reference_dqn.py``. It shares with the rest of qfleet only the configuration's field names,
-random numbers and the network module; returns are found by recursion from their definition
-and torch's own RAdam takes the steps.
+Tests compare the ``serial`` engine with it (tests/equivalence); read it after ``reference_dqn.py``.
+It shares with the rest of qfleet only the configuration's field names, the random numbers and the
+network module; returns are computed by recursion from their definition, and the optimiser is
+torch's own RAdam.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from qfleet.networks.factory import build_network
 
 @dataclass
 class Row:
-    """One call of an environment. ``is_reset``: the call after an episode's end, which only
-    brought the first observation of the next one; its own observation is the true final one."""
+    """One call of an environment. ``is_reset`` marks the call after an episode's end, which only
+    returns the first observation of the next episode; ``obs`` is the final one of the old."""
 
     obs: NDArray[np.float32]
     action: int
@@ -37,7 +37,7 @@ class Row:
 
 
 def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
-    """Train PQN (2407.04811) on ``config.envs`` environments; returns weights and returns."""
+    """Train PQN (2407.04811) on ``config.envs`` environments; return weights and returns."""
     seeds, count = Seeds.of(config.seed), config.envs
     envs = [gymnasium.make(config.env) for _ in range(count)]
     space = envs[0].action_space
@@ -58,7 +58,7 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
     length = config.train_freq // count
 
     for env_steps in range(0, config.steps, length * count):
-        # Collect a rollout: so many steps of every env.
+        # Collect a rollout: ``length`` steps of every env.
         chance = draws.random((length, count))
         random_actions = draws.integers(num_actions, size=(length, count))
         for step in range(length):
@@ -80,7 +80,7 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
                         returns.append(episode_returns[i])
                 obs[i] = next_obs
 
-        # Learn from it: what follows its newest row is not known yet, so that one has to wait.
+        # Learn from the rollout, except its newest row, whose next observation is not known yet.
         rows = [own[-length - 1 :] for own in rows]
         goals = [_lambda_returns(own, network, config) for own in rows]
         done = (env_steps + length * count) / config.steps
@@ -89,7 +89,7 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
         order = _order(config, length, shuffling)
         for start in range(0, len(order), config.batch_size):
             picks = order[start : start + config.batch_size]
-            # Counted from the oldest row; the first rollout has one row less.
+            # Rows are counted from the oldest one; the first rollout has one row less.
             missing = length + 1 - len(rows[0])
             places = [(pick % count, pick // count - missing) for pick in picks]
             places = [(i, row) for i, row in places if row >= 0 and not rows[i][row].is_reset]
@@ -116,7 +116,7 @@ def _epsilon(config: Config, env_steps: int) -> float:
 
 
 def _lambda_returns(rows: list[Row], network: Any, config: Config) -> list[float]:
-    """Of every row but the newest."""
+    """Return the λ-return of every row but the newest."""
     with torch.no_grad():
         values = network(torch.from_numpy(np.stack([row.obs for row in rows]))).amax(1).tolist()
 
@@ -133,7 +133,7 @@ def _lambda_returns(rows: list[Row], network: Any, config: Config) -> list[float
 
 
 def _order(config: Config, length: int, counter: Tensor) -> list[int]:
-    """Row · envs + env, each once per epoch, shuffled by sorting random numbers."""
+    """Return indices row · envs + env, each once per epoch, shuffled by sorting random numbers."""
     epochs = config.gradient_steps * config.batch_size // config.train_freq
     of_each = first_counters(counter + torch.arange(length * config.envs))
     keys = [draw_bits(of_each, epoch).numpy() for epoch in range(epochs)]

@@ -1,13 +1,14 @@
-"""Speed-up by workers: what to run, and what the runs come to. No process is started here.
+"""Speed-up with the number of workers: the runs to make, and their results.
 
-In: numbers of workers, ways to update, and a function that trains; out: a ``Point`` per run. Every
-worker makes as many env steps, however many there are, and rates are compared:
+``sweep`` calls a function that trains, for each number of workers and each update rule, and yields
+a ``Point`` per case. The number of env steps per worker is the same in all runs (weak scaling), and
+rates are compared:
 
     speed-up = rate(m) / rate(1) = wall(1) / wall(m) for the same work
     efficiency = speed-up / m
 
-A rate is that of workers at work, ``fleet`` in ``result.json``: starting processes, evaluating and
-writing checkpoints are not in it.
+The rate is ``env_steps_per_s`` of ``fleet`` in ``result.json``, which excludes starting processes,
+evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from qfleet.telemetry.formatting import finite
 from qfleet.telemetry.timers import KINDS
 
 Train: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any] | None]
-"""Fields of a configuration in, ``fleet`` of the run's result out."""
+"""A function that trains with the given fields and returns ``fleet`` of the run's result."""
 
 UNMEASURED: dict[str, Any] = {
     "learning_starts": 0,
@@ -32,16 +33,16 @@ UNMEASURED: dict[str, Any] = {
     "checkpoint_freq": 10**9,
     "tensorboard": False,
 }
-"""Learning from the start, as most of a long run, and as little else as possible."""
+"""Fields with which a run learns from the start, as in most of a long run, and does little else."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run to make."""
+    """The settings of one run."""
 
     update: str
     straggler: float
-    """How many times as long worker 0 takes for a step; 1: there is no straggler."""
+    """Factor on the step latency of worker 0; 1: no straggler."""
     workers: int
 
     @property
@@ -49,7 +50,7 @@ class Case:
         return self.update, self.straggler
 
     def fields(self, steps_per_worker: int) -> dict[str, Any]:
-        """What this run's configuration differs in from the others'."""
+        """Return the configuration fields in which this run differs from the others."""
         return {
             "update": self.update,
             "straggler": self.straggler,
@@ -60,14 +61,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Point:
-    """What a run came to."""
+    """The result of one run."""
 
     update: str
     straggler: float
     workers: int
     env_steps: int
     wall_s: float
-    """Of the workers at work."""
+    """Wall time of the workers, without starting processes, in seconds."""
     env_steps_per_s: float
     speed_up: float
     efficiency: float
@@ -75,9 +76,9 @@ class Point:
     communicating: float | None
     waiting: float | None
     staleness: float | None
-    """In the mean, in updates."""
+    """Mean age of the weights, in updates."""
     processor_s: float | None
-    """Of all processes."""
+    """CPU time of all processes, in seconds."""
 
     @property
     def curve(self) -> tuple[str, float]:
@@ -85,30 +86,30 @@ class Point:
 
 
 def parse_workers(text: str) -> list[int]:
-    """``1,2,4`` → numbers in order; one worker is among them, for others are held against it."""
+    """Parse ``1,2,4`` into sorted numbers; the first must be 1, the baseline of the speed-up."""
     try:
         workers = sorted({int(word) for word in text.split(",")})
     except ValueError:
-        raise ConfigError(f"workers '{text}' must be numbers with commas, as 1,2,4") from None
+        raise ConfigError(f"workers '{text}' must be comma-separated numbers, e.g. 1,2,4") from None
     if workers[0] != 1:
-        raise ConfigError(f"workers '{text}' must begin with 1, which others are compared with")
+        raise ConfigError(f"workers '{text}' must begin with 1, the baseline of the speed-up")
     return workers
 
 
 def parse_updates(text: str, known: Sequence[str]) -> list[str]:
-    """``sync,async`` → names, each once."""
+    """Parse ``sync,async`` into distinct names."""
     names = list(dict.fromkeys(word.strip() for word in text.split(",")))
     for name in names:
         if name not in known:
-            raise ConfigError(f"update '{name}' is unknown; take some of {','.join(known)}")
+            raise ConfigError(f"unknown update '{name}'; choose from {','.join(known)}")
     return names
 
 
 def make_cases(updates: Sequence[str], workers: Sequence[int], straggler: float) -> list[Case]:
-    """The runs in order: of every update first the single worker, which the rest is held against.
+    """Return the runs in order: for each update first the single worker, which is its baseline.
 
-    With a straggler every number of workers is run without it and with it. A single worker is
-    never the straggler: it has nobody to hold up.
+    With a straggler, every number of workers is run without and with it. A single worker is never
+    a straggler, because no other worker waits for it.
     """
     if straggler < 1:
         raise ConfigError(f"straggler {straggler:g} must be at least 1")
@@ -122,7 +123,7 @@ def make_cases(updates: Sequence[str], workers: Sequence[int], straggler: float)
 
 
 def check_sweep(steps_per_worker: int, repeats: int) -> None:
-    """Refuse what measures nothing."""
+    """Raise ConfigError unless both numbers are at least 1."""
     for name, value in (("steps_per_worker", steps_per_worker), ("repeats", repeats)):
         if value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")
@@ -131,7 +132,7 @@ def check_sweep(steps_per_worker: int, repeats: int) -> None:
 def sweep(
     cases: Sequence[Case], steps_per_worker: int, repeats: int, train: Train
 ) -> Iterator[Point]:
-    """Run all cases. Of ``repeats`` runs of a case the one with the median rate stands for all."""
+    """Run all cases; of a case's ``repeats`` runs, yield the one with the median rate."""
     check_sweep(steps_per_worker, repeats)
     baselines: dict[str, float] = {}
     for case in cases:
@@ -143,9 +144,7 @@ def sweep(
 
 def _rated(fleet: Mapping[str, Any] | None, case: Case) -> tuple[float, Mapping[str, Any]]:
     if fleet is None:
-        raise ConfigError(
-            "this engine has no workers to count; use --engine parameter-server or actors"
-        )
+        raise ConfigError("this engine has no workers; use --engine parameter-server or actors")
     rate = finite(fleet["env_steps_per_s"])
     if rate is None or rate <= 0:
         raise ConfigError(
@@ -181,7 +180,7 @@ HEADER = (
 
 
 def row(point: Point) -> str:
-    """A line under ``HEADER``."""
+    """Return the point as a line below ``HEADER``."""
     straggler = f"{point.straggler:g}×" if point.straggler > 1 else "–"
     shares = (point.computing, point.communicating, point.waiting)
     computing, communicating, waiting = ("–" if s is None else f"{s:.0%}" for s in shares)
@@ -194,7 +193,7 @@ def row(point: Point) -> str:
 
 
 def write_csv(points: Sequence[Point], path: Path) -> Path:
-    """A line per point; an empty cell where a figure does not apply."""
+    """Write a line per point; a cell is empty if its figure does not apply. Return ``path``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""A picture of speed-ups. In: points of several curves; out: speed-up and efficiency by workers."""
+"""Plot of speed-up and efficiency over the number of workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qfleet.telemetry.plots import FORMATS, MUTED_COLOUR, PALETTE, TEXT_COLOUR, 
 
 
 def draw_speedup(points: Sequence[Point], title: str, path: Path) -> Path:
-    """A colour per update; dashed with a straggler; the ideal in grey."""
+    """Draw a colour per update, dashed with a straggler, and the ideal in grey; return ``path``."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"picture '{path}' must end in {', '.join(FORMATS)}")
 
