@@ -1,4 +1,4 @@
-"""``qfleet doctor``: what this machine has, and what is quickest on it, by measurement."""
+"""``qfleet doctor``: show hardware and libraries, and measure which settings are fastest."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from qfleet.cli.run_options import quiet_stdout
 if TYPE_CHECKING:
     from qfleet.training.doctor import TuningReport
 
-HELP = "show hardware and libraries; measure what is quickest: vectoriser, envs, precision"
+HELP = "show hardware and libraries; measure the fastest vectoriser, envs, precision"
 
-DESCRIPTION = """Show what this machine has, and measure for a few seconds which way of vectorising
-and how many environments are quickest on it. With --tune: try instead on the accelerator which
-precision is quickest, and whether compiled, and where actions are chosen.
+DESCRIPTION = """Show hardware and libraries, and measure for a few seconds which vectoriser and
+which number of environments are fastest on this machine. With --tune, measure on the accelerator
+instead: which precision is fastest, with or without torch.compile, and which inference device.
 
 Examples:
   qfleet doctor
@@ -34,9 +34,9 @@ class DoctorOptions:
     envs: tuple[int, ...] = (1, 4, 16, 64)
     """Numbers of envs to try."""
     seconds: float = 0.3
-    """How long each measurement lasts."""
+    """Duration of each measurement, in seconds."""
     tune: bool = False
-    """Tune the pipeline for the accelerator, and show every choice with its time."""
+    """Tune the pipeline engine for the accelerator, and show the time of every choice."""
     json: bool = False
     """Print one JSON object and nothing else."""
 
@@ -97,7 +97,7 @@ def _tuning_lines(env: str, report: TuningReport) -> list[str]:
     from qfleet.engines.measured_cache import cache_path
 
     tuning = report.tuning
-    assert tuning is not None, "a report without a tuning says why"
+    assert tuning is not None, "a report without a tuning must have why_nothing"
     lines = [f"µs per update, {env}, {report.device}:"]
     for name, update_s in tuning.update_s.items():
         mark = "  ◄ chosen" if name == str(tuning.choice) else ""
@@ -105,5 +105,5 @@ def _tuning_lines(env: str, report: TuningReport) -> list[str]:
     lines += [f"  {name:<16} {'failed':>10}  {why}" for name, why in tuning.failed.items()]
     lines += ["", *report.notes, ""]
     if tuning.from_cache:
-        return [*lines, f"known from {cache_path()}; remove that file to measure again"]
-    return [*lines, f"kept in {cache_path()}"]
+        return [*lines, f"read from {cache_path()}; remove that file to measure again"]
+    return [*lines, f"saved in {cache_path()}"]

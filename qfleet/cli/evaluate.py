@@ -12,7 +12,7 @@ from qfleet.cli.parsing import parse
 
 HELP = "play episodes with a run's policy and report its returns"
 
-DESCRIPTION = """Play episodes with the greedy policy of a run, in environments of its own.
+DESCRIPTION = """Play episodes with the greedy policy of a run, in new environments.
 
 Examples:
   qfleet evaluate runs/NAME
@@ -25,7 +25,7 @@ class EvaluateOptions:
     run: tyro.conf.Positional[str]
     """Name or folder of the run."""
     episodes: int = 10
-    """How many episodes to play."""
+    """Number of episodes to play."""
     seed: int = 1000
     """Seed of the environments."""
     epsilon: float = 0.0

@@ -1,4 +1,4 @@
-"""``qfleet lab``: small experiments to look at. In: an experiment's name; out: a picture."""
+"""``qfleet lab``: small experiments, each of which draws a plot."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import tyro
 from qfleet.cli.parsing import parse
 from qfleet.core.errors import ConfigError, UnknownNameError
 
-HELP = "small experiments to look at: maze, mapreduce, speedup"
+HELP = "run a small experiment and draw its result: maze, mapreduce, speedup"
 
 EXPERIMENTS = {
     "maze": "Q-learning with a table in a maze: values, greedy path, learning curve",
     "mapreduce": "gradient descent on several workers: what broadcast, map and reduce cost",
-    "speedup": "training with more and more workers: what each of them brings",
+    "speedup": "training with 1, 2, 4 … workers: speed-up and efficiency",
 }
 
-_MAZE_DESCRIPTION = """Learn a maze with a table of Q-values and draw what was learnt.
+_MAZE_DESCRIPTION = """Train a table of Q-values in a maze and draw the values and the greedy path.
 
-Every step costs 1 and the one that reaches the goal earns 10. A maze is a text file of equally long
-lines: S start, G goal, # wall, . open.
+Every step costs 1, and the step that reaches the goal earns 10. A maze is a text file with lines of
+equal length: S start, G goal, # wall, . open.
 
 Examples:
   qfleet lab maze
@@ -34,12 +34,12 @@ Examples:
 
 @dataclass(frozen=True)
 class MazeOptions:
-    """How to learn the maze, and where to put the picture."""
+    """Options of the training, and the file of the plot."""
 
     maze: Path | None = None
-    """File with a maze of your own; without it, the built-in one."""
+    """Text file with a maze; default: the built-in maze."""
     episodes: int = 500
-    """Walks from start to goal."""
+    """Number of training episodes."""
     alpha: float = 0.1
     """Step size of the update."""
     gamma: float = 0.9
@@ -47,16 +47,16 @@ class MazeOptions:
     epsilon: float = 0.1
     """Probability of a random action."""
     seed: int = 0
-    """Seed of everything random."""
+    """Random seed."""
     out: Path = Path("runs/lab/maze.png")
-    """Picture to write (.png, .svg or .pdf)."""
+    """Plot file to write (.png, .svg or .pdf)."""
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print machine-readable output only."""
 
 
 def run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: qfleet lab EXPERIMENT …   (qfleet lab EXPERIMENT --help tells more)\n")
+        print("usage: qfleet lab EXPERIMENT …   (qfleet lab EXPERIMENT --help lists options)\n")
         print("\n".join(f"  {name:<10} {what}" for name, what in EXPERIMENTS.items()))
         print("\nExamples:\n  qfleet lab maze --episodes 2000\n  qfleet lab mapreduce --compare")
         return 0
@@ -103,7 +103,7 @@ def _maze(options: MazeOptions) -> None:
         print(f"greedy path   {result.num_steps} steps")
     else:
         print(f"greedy path   misses the goal after {result.num_steps} steps; try more --episodes")
-    print(f"its value     {result.path_value:.3f} (discounted by {options.gamma:g} a step)")
+    print(f"its value     {result.path_value:.3f} (discounted by {options.gamma:g} per step)")
     print(f"learnt value  {result.q[maze.start].max():.3f}")
     print(f"picture       {picture}")
 

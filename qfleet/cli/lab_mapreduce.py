@@ -1,4 +1,4 @@
-"""``qfleet lab mapreduce``. In: the size of a problem and of a cluster; out: what it cost."""
+"""``qfleet lab mapreduce``: parallel gradient descent on a cluster, and its costs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from qfleet.lab.mapreduce_ray import Descent, descend_on
 from qfleet.telemetry.formatting import finite
 from qfleet.telemetry.timers import KINDS
 
-DESCRIPTION = """Fit least squares by gradient descent on several workers, and see what it costs.
+DESCRIPTION = """Fit least squares by gradient descent on several workers, and report the costs.
 
 Every round broadcasts the weights, maps them to a gradient on each worker's share of the data,
-reduces these to one, and updates. Starts a Ray cluster on this machine, or joins one.
+reduces these to one, and updates. Starts a Ray cluster on this machine, or joins one (--address).
 
 Examples:
   qfleet lab mapreduce
@@ -43,36 +43,36 @@ Examples:
 
 @dataclass(frozen=True)
 class MapReduceOptions:
-    """The problem, who works on it, and where to put the result."""
+    """Options of the problem, the workers and the output."""
 
     workers: int = 4
-    """Processes that hold a share of the data each, m."""
+    """Number of worker processes, m; each holds a share of the data."""
     samples: int = 100_000
-    """Samples in all, n."""
+    """Total number of samples, n."""
     features: int = 50
-    """Numbers per sample, d."""
+    """Features per sample, d."""
     noise: float = 0.1
-    """Standard deviation of what the features do not explain."""
+    """Standard deviation of the noise on the targets."""
     steps: int = 100
-    """Rounds; gradients per worker, on average, where there are none."""
+    """Number of rounds; with --mode async, gradients per worker on average."""
     learning_rate: float = 0.1
     """Step size of the update."""
     mode: Literal["sync", "async"] = "sync"
-    """Wait for all gradients of a round, or apply each on arrival."""
+    """Wait for all gradients of a round (sync), or apply each on arrival (async)."""
     local_reduction: bool = True
-    """Add gradients up on the worker, so that m·d numbers are sent and not n·d."""
+    """Sum gradients on each worker, so that m·d numbers are sent instead of n·d."""
     straggler: str | None = None
-    """Slow the last worker down: 4x is so many times as long, 50ms so much longer per gradient."""
+    """Slow the last worker down: 4x makes each gradient take 4 times as long, 50ms 50 ms longer."""
     compare: bool = False
-    """Do it with one worker, too, that waits for nobody, and tell the speed-up."""
+    """Also run with a single worker, and report the speed-up over it."""
     tolerance: float = 1e-3
-    """How far from the closed form the weights may end, as a share of its length."""
+    """Largest distance of the final weights from the closed form, relative to its norm."""
     seed: int = 0
-    """Seed of the data."""
+    """Random seed of the data."""
     address: str | None = None
     """Join the Ray cluster at host:port (or auto) instead of starting one."""
     timeout_s: float = TIMEOUT_S
-    """Longest wait for an answer of a worker."""
+    """Timeout of a worker's reply, in seconds."""
     out: Path = Path("runs/lab/mapreduce")
     """Folder for mapreduce.png and result.json."""
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -81,7 +81,7 @@ class MapReduceOptions:
 
 def run(argv: list[str]) -> None:
     options = parse(MapReduceOptions, argv, "lab mapreduce", description=DESCRIPTION)
-    from qfleet.memory.sizing import available_bytes  # torch, which --help need not wait for
+    from qfleet.memory.sizing import available_bytes  # imports torch; --help need not wait for it
 
     straggler = None if options.straggler is None else Slowness.parse(options.straggler)
     for name in ("tolerance", "timeout_s"):
@@ -94,7 +94,7 @@ def run(argv: list[str]) -> None:
     check_shares(options.samples, options.workers)
     problem = make_problem(options.samples, options.features, options.noise, options.seed)
     data_bytes = problem.features.nbytes + problem.targets.nbytes
-    # The data, and where nothing is reduced two rounds' gradients of the same size.
+    # The data and, without local reduction, two rounds of gradients of the same size.
     store_bytes = max(STORE_BYTES, 4 * data_bytes)
     alone = None
     with open_cluster(
@@ -133,7 +133,7 @@ def run(argv: list[str]) -> None:
 def make_report(
     options: MapReduceOptions, problem: Problem, descent: Descent, alone: Descent | None
 ) -> dict[str, Any]:
-    """Everything that was measured, beside what the formulas say; null where it does not apply."""
+    """Return all measurements beside the formulas' values; None if a figure does not apply."""
     size = {"workers": descent.workers, "dimensions": problem.dimensions}
     gradients = gradient_bytes(
         **size, samples=problem.samples, local_reduction=descent.local_reduction

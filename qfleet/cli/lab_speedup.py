@@ -1,4 +1,4 @@
-"""``qfleet lab speedup``. In: a task and numbers of workers; out: what more workers bring."""
+"""``qfleet lab speedup``: train with several numbers of workers and compare the rates."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from qfleet.lab.speedup import (
 )
 from qfleet.lab.speedup_plot import draw_speedup
 
-DESCRIPTION = """Train with more and more workers, and see what each of them brings.
+DESCRIPTION = """Train with several numbers of workers, and report speed-up and efficiency.
 
-Every run makes as many env steps per worker. Rates are those of workers at work, without starting
-processes, and are held against one worker of the same kind. With a step latency, workers wait for
-their environments most of the time, so that many of them fit on few cores.
+All runs have the same number of env steps per worker. Rates exclude the start of processes, and are
+compared with one worker of the same update. With --step-latency-s, workers wait for their
+environments most of the time, so that many workers fit on few cores.
 
 Examples:
   qfleet lab speedup CartPole-v1 --step-latency-s 0.005
@@ -48,44 +48,44 @@ Examples:
 """
 
 OWN = ("engine", "seed", "step_latency_s", "straggler")
-"""Fields with an option of the same name here."""
+"""Fields that are options of this command under the same name."""
 SWEPT = {
     "steps": "--steps-per-worker",
     "workers": "--workers",
     "update": "--updates",
-    "env": "the environment",
+    "env": "the argument ENV",
     "algo": "--algo",
     **{name: "--" + name.replace("_", "-") for name in OWN},
 }
-"""Fields that must not be among ``--fields``, and what says them instead."""
+"""Fields that must not be among ``--fields``, and the option that sets each instead."""
 
 
 @dataclass(frozen=True)
 class SpeedupOptions:
-    """What to train, with how many workers, and where to put the result."""
+    """Options of the training, the workers and the output."""
 
     env: Annotated[str, tyro.conf.Positional] = "CartPole-v1"
-    """What to train on, as for qfleet train."""
+    """Environment, as for qfleet train."""
     workers: str = "1,2,4,8"
-    """Numbers of workers, the first of them 1."""
+    """Numbers of workers, separated by commas; the first must be 1."""
     updates: Annotated[str, tyro.conf.arg(aliases=("--update",))] = "async"
-    """How gradients become weights; several with commas are compared."""
+    """Update rules to compare, separated by commas (see --update of qfleet train)."""
     steps_per_worker: int = 2000
-    """Env steps per worker of every run."""
+    """Env steps per worker in every run."""
     step_latency_s: float = 0.0
-    """Every step of the environments takes so much longer."""
+    """Latency added to every step of the environments, in seconds."""
     straggler: float = 1.0
-    """Above 1: run everything again with a worker 0 whose latency is so many times as long."""
+    """If above 1, also run every case with the latency of worker 0 multiplied by this factor."""
     repeats: int = 1
-    """Runs of each kind; the one with the median rate is told."""
+    """Runs per case; the one with the median rate is reported."""
     engine: Literal["parameter-server", "actors"] = "parameter-server"
-    """Who runs the workers."""
+    """Engine that runs the workers."""
     algo: str | None = None
-    """Row of the algorithm table."""
+    """Algorithm, a row of the algorithm table."""
     preset: str | None = None
-    """Recipe to start from; without it, the one that suits the environment."""
+    """Recipe to start from; default: the one that suits the environment."""
     fields: str = "{}"
-    """Other fields of the configuration, as JSON."""
+    """Other fields of the configuration, as a JSON object."""
     seed: int = 0
     """Seed of every run."""
     out: Path = Path("runs/lab/speedup")
@@ -95,12 +95,12 @@ class SpeedupOptions:
 
 
 def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
-    """``train`` stands in for ``qfleet.train``."""
+    """Run the command; tests pass ``train`` to replace ``qfleet.train``."""
     options = parse(SpeedupOptions, argv, "lab speedup", description=DESCRIPTION)
     updates = parse_updates(options.updates, typing.get_args(FIELDS["update"]))
     cases = make_cases(updates, parse_workers(options.workers), options.straggler)
     if options.straggler > 1 and options.step_latency_s <= 0:
-        raise ConfigError("straggler multiplies the latency: set --step-latency-s too")
+        raise ConfigError("--straggler needs a step latency above 0; set --step-latency-s too")
     check_sweep(options.steps_per_worker, options.repeats)
     fields = _fields(options, updates)
     _check_runs(options, fields, cases)
@@ -115,7 +115,7 @@ def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
                 if not options.json_:
                     print(row(point), flush=True)
         finally:
-            # Hours may be behind us: what was measured is kept, whatever stopped the rest.
+            # The runs may have taken hours: save the points so far, whatever stopped the rest.
             report = _write(options, fields, points) if points else {}
     if options.json_:
         print(json.dumps(report, allow_nan=False))
@@ -124,7 +124,7 @@ def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
 
 
 def _fields(options: SpeedupOptions, updates: Sequence[str]) -> dict[str, Any]:
-    """Everything that is the same in all runs."""
+    """Return the fields that are the same in all runs."""
     try:
         asked = json.loads(options.fields)
     except json.JSONDecodeError as error:
@@ -133,16 +133,16 @@ def _fields(options: SpeedupOptions, updates: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"fields {options.fields!r} must be a JSON object")
     for name in asked:
         if name in SWEPT:
-            raise ConfigError(f"fields must not hold {name}; {SWEPT[name]} says it")
+            raise ConfigError(f"fields must not contain {name}; set it with {SWEPT[name]}")
         if all(means_nothing(name, update) for update in updates):
-            raise ConfigError(f"fields must not hold {name}; it means nothing to {options.updates}")
+            raise ConfigError(f"fields must not contain {name}; {options.updates} ignores it")
     check_fields(asked)
     own = {name: getattr(options, name) for name in OWN if name != "straggler"}
     return {**UNMEASURED, **asked, **own}
 
 
 def _check_runs(options: SpeedupOptions, fields: Mapping[str, Any], cases: Sequence[Case]) -> None:
-    """All of them first: the last one must not be refused when hours are behind us."""
+    """Validate all runs before the first one starts, so that none is refused after hours."""
     for case in cases:
         own = _fields_for(fields, case.fields(options.steps_per_worker))
         validate(resolve(options.env, options.algo, options.preset, fields=own)[0])
@@ -155,7 +155,7 @@ def _trainer(
     train: Callable[..., Any] | None,
 ) -> Train:
     if train is None:
-        # Imported when needed: options that are refused need not wait for torch.
+        # Imported here, so that invalid options are reported without waiting for torch.
         from qfleet.training.api import train
     assert train is not None
     number = 0
@@ -179,10 +179,10 @@ def _trainer(
 
 
 def _fields_for(fields: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
-    """All of one run. Where several updates are compared, each is told what is for it.
+    """Return all fields of one run, without those that its update does not use.
 
-    Numbers of workers among the fields are cut to what there is: a single worker is the measure of
-    all, and has none to spare.
+    ``backup_workers`` and ``hybrid_workers`` are limited to what the number of workers allows,
+    because the baseline has a single worker.
     """
     own = {name: v for name, v in fields.items() if not means_nothing(name, told["update"])}
     most = {"backup_workers": told["workers"] - 1, "hybrid_workers": told["workers"]}

@@ -1,6 +1,6 @@
-"""The command line: find the verb, run it, turn errors into one line.
+"""The command line: run the verb's module, and print errors as one line.
 
-Nothing heavy is imported here, so ``qfleet --help`` answers at once.
+No heavy package is imported here, so that ``qfleet --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ examples:
 
 
 def usage() -> str:
-    lines = ["usage: qfleet VERB … [--debug]   (qfleet VERB --help tells more)", "", "verbs:"]
+    lines = [
+        "usage: qfleet VERB … [--debug]   (qfleet VERB --help lists options)",
+        "",
+        "verbs:",
+    ]
     for verb in VERBS:
         lines.append(f"  {verb:<10} {importlib.import_module(f'qfleet.cli.{verb}').HELP}")
     return "\n".join([*lines, "", EXAMPLES])
@@ -50,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         print("qfleet: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader (head, less) went away; Python must not complain about it again at exit.
+        # The reader (head, less) has closed the pipe; prevents a second error from Python at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

@@ -1,4 +1,4 @@
-"""What the verbs share: tyro with one-line errors, durations, familiar spellings."""
+"""Parsing shared by the verbs: tyro with one-line errors, durations, aliases of options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qfleet.core.errors import UserError
 
 T = TypeVar("T")
 
-# CleanRL's and others' names for the same thing.
+# Option names of CleanRL and other libraries → ours.
 ALIASES = {
     "--total-timesteps": "--steps",
     "--n-timesteps": "--steps",
@@ -32,7 +32,7 @@ ALIASES = {
 
 
 def parse(target: Callable[..., T], argv: list[str], verb: str, **options: Any) -> T:
-    """tyro.cli whose complaints come as one UserError line instead of a box."""
+    """Call tyro.cli; raise its errors as a UserError of one line instead of printing a box."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -45,7 +45,7 @@ def parse(target: Callable[..., T], argv: list[str], verb: str, **options: Any) 
 
 
 def spell(argv: list[str]) -> list[str]:
-    """Underscores to dashes and aliases to our names, in option names only."""
+    """Replace underscores by dashes and aliases by our names, in option names only."""
     words = []
     for word in argv:
         if word.startswith("--"):
@@ -57,10 +57,10 @@ def spell(argv: list[str]) -> list[str]:
 
 
 def _one_line(text: str, verb: str) -> str:
-    """The complaint inside tyro's box, and the option it thinks was meant.
+    """Return the error inside tyro's box, and the option that tyro suggests.
 
-    The box is a title, a rule, the complaint, a rule, advice …; the title stands in the upper
-    border where the terminal is UTF-8.
+    The box is a title, a rule, the error, a rule, suggestions …; on a UTF-8 terminal the title is
+    part of the upper border.
     """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     sections: list[list[str]] = [[]]
@@ -78,9 +78,9 @@ def _one_line(text: str, verb: str) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """``90``, ``90s``, ``30m``, ``1h30m``, ``2d`` → seconds."""
+    """Parse ``90``, ``90s``, ``30m``, ``1h30m`` or ``2d`` into seconds."""
     match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
     if not text.strip() or match is None:
-        raise UserError(f"'{text}' is no duration; write 90s, 30m or 1h30m")
+        raise UserError(f"'{text}' is not a duration; write e.g. 90s, 30m or 1h30m")
     days, hours, minutes, seconds = (float(group or 0) for group in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,4 +1,4 @@
-"""``qfleet plot``: learning curves of runs. In: names or folders of runs; out: a picture."""
+"""``qfleet plot``: draw learning curves of runs."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def plot(
 
     Args:
         runs: names of runs below --root, or their folders.
-        metric: what to draw, by its name in metrics.jsonl.
-        out: file to write (.png, .svg or .pdf); by default plots/ of the run, or plot.png.
+        metric: name of the metric to draw, as in metrics.jsonl.
+        out: file to write (.png, .svg or .pdf); default: in plots/ of a single run, else plot.png.
         by_algo: one line per algorithm, whatever else differs between the runs.
         root: folder that holds the runs.
         json_: print machine-readable output only.
     """
     if not runs:
         raise ConfigError("plot needs at least one run; `qfleet runs` lists them")
-    # A run named twice, or by its folder and one of its seeds, must not count as two seeds.
+    # A run given twice, or by its folder and by one of its seeds, must not count as two seeds.
     folders = list(dict.fromkeys(resolve_run(name, root) for name in runs))
     members = {seed.resolve(): seed for folder in folders for seed in seed_folders(folder)}
     groups = group_runs([read_run(seed) for seed in members.values()], by_algo)

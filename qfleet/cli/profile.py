@@ -1,7 +1,7 @@
-"""``qfleet profile``: which stage holds a task back on this machine.
+"""``qfleet profile``: find the stage that limits the speed of a task on this machine.
 
-In: an environment and options like those of train. Out: the rate of every stage alone and of all
-together, one sentence about them, and a trace of what every thread did.
+Takes the options of train. Reports the rate of every stage alone and of the whole run, the
+bottleneck in one sentence, and a trace of every thread.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from qfleet.training.result import Result
     from qfleet.training.stage_rates import Stages
 
-HELP = "train for some seconds, traced, and say which stage is the bottleneck"
+HELP = "train for some seconds with a trace, and report the bottleneck"
 
-DESCRIPTION = """Train for some seconds and say how fast every stage is: qfleet profile ENV
+DESCRIPTION = """Train for some seconds and report the rate of every stage: qfleet profile ENV
 
-Every option of the configuration works as in train. What is profiled is the learning phase, so
-some defaults differ: learning starts at once with the final ε, nothing is evaluated, and no
-checkpoint is written but the last. The folder gets trace.json (chrome://tracing,
-ui.perfetto.dev) and plots/timeline.png beside the usual files.
+Every option of the configuration works as in train. The learning phase is profiled, so some
+defaults differ: learning starts at once with the final ε, there are no evaluations, and only the
+last checkpoint is written. The run's folder also holds trace.json (chrome://tracing,
+ui.perfetto.dev) and plots/timeline.png.
 
 Examples:
   qfleet profile CartPole-v1
@@ -43,14 +43,14 @@ Examples:
 """
 
 ENDLESS = 10**9
-"""Env steps that no profile reaches."""
+"""A number of env steps that no profile reaches."""
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
     experiment: Annotated[Config, tyro.conf.arg(name="")]
     seconds: float = 20.0
-    """How long to train; building, tuning and measuring the stages come on top."""
+    """Seconds of training, in addition to building, tuning and measuring the stages."""
     preset: str | None = None
     """Published recipe to start from; 'none' for plain defaults."""
     config: Path | None = None
@@ -80,7 +80,7 @@ def run(argv: list[str]) -> int:
 
 
 def _learning_phase(config: Config) -> Config:
-    """Defaults under which a few seconds look like most of a run; options still override them."""
+    """Return defaults with which a few seconds are like most of a run; options override them."""
     return config.replace(
         steps=ENDLESS,
         learning_starts=0,
@@ -98,13 +98,13 @@ def _profile(config: Config, options: ProfileOptions) -> int:
     from qfleet.training.run import Callback, Run, RunOptions
 
     class Watch(Callback):
-        """Keeps what a result does not hold."""
+        """A callback that keeps the run and its rate, which a result does not hold."""
 
         rate: float | None = None
         ended: Run
 
         def on_log(self, _run: Run, scalars: dict[str, float | None]) -> None:
-            # The last log comes before the last checkpoint, which is no part of training.
+            # The last log comes before the last checkpoint, so that the rate does not include it.
             elapsed_s, env_steps = scalars["time/time_elapsed"], scalars["time/env_steps"]
             self.rate = env_steps / elapsed_s if elapsed_s and env_steps else None
 
@@ -143,7 +143,7 @@ def _profile(config: Config, options: ProfileOptions) -> int:
 def stages_from_timers(
     result: Result, config: Config, end_to_end: float, device_type: str
 ) -> Stages:
-    """The rates of stages that took turns on one thread, from the seconds each of them took."""
+    """Return the rates of stages that took turns on one thread, from the seconds of each."""
     from qfleet.telemetry.bottleneck import StageRates, diagnose
     from qfleet.training.stage_rates import Stages
 
@@ -198,9 +198,7 @@ def _show(result: Result, stages: Stages, folder: Path, from_timers: bool) -> No
     )
     print(stages.table())
     if from_timers:
-        print(
-            "(One thread took turns: a stage's rate is from the time it took, not measured alone.)"
-        )
+        print("(The stages share one thread: their rates are from timers, not measured alone.)")
     if result.faults:
         print("faults: " + ", ".join(f"{kind} ×{count}" for kind, count in result.faults.items()))
     print(f"\n  trace      {trace_path(folder)}\n  timeline   {timeline_path(folder)}")

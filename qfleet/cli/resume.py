@@ -1,4 +1,4 @@
-"""``qfleet resume``: go on from a run's newest whole checkpoint."""
+"""``qfleet resume``: continue a run from its newest complete checkpoint."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import tyro
 from qfleet.cli.parsing import parse
 from qfleet.cli.run_options import RunArguments, finish
 
-HELP = "go on with an interrupted run, bit for bit"
+HELP = "continue an interrupted run, bit for bit"
 
-DESCRIPTION = """Go on with a run from its newest checkpoint, bit for bit: replay, priorities,
-random streams, ε, optimiser and clock are all restored.
+DESCRIPTION = """Continue a run from its newest checkpoint, bit for bit: replay, priorities,
+random generators, ε, optimiser and step counters are all restored.
 
 Examples:
   qfleet resume runs/NAME
   qfleet resume NAME --max-wall 30m
   qfleet resume NAME --steps 1000000      (a new total; schedules refer to it)
-  qfleet resume NAME --workers 8          (parameter server: with more hands)
+  qfleet resume NAME --workers 8          (parameter server: another number of workers)
 """
 
 
@@ -33,9 +33,9 @@ class ResumeOptions:
     device: str | None = None
     """Device to use instead of the run's own: cpu, cuda …"""
     workers: int | None = None
-    """Parameter server: so many workers from now on."""
+    """Parameter server: new number of workers."""
     servers: int | None = None
-    """Parameter server, actors: so many servers from now on."""
+    """Parameter server, actors: new number of servers."""
     address: str | None = None
     """Ray cluster to join, as host:port, instead of the run's own; '': start our own cluster."""
     replay_dir: str | None = None

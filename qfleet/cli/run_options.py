@@ -1,4 +1,4 @@
-"""Options of one sitting, shared by train and resume, and how a sitting ends on the terminal."""
+"""Options shared by train and resume, and the output at the end of both."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RunArguments:
     stop_after: int | None = None
-    """End this sitting after so many env steps in total; changes no schedule, resume goes on."""
+    """Stop at this total of env steps. Changes no schedule; qfleet resume continues the run."""
     max_wall: str | None = None
-    """End this sitting after so long (90s, 30m, 1h30m); changes no schedule, resume goes on."""
+    """Stop after this time (90s, 30m, 1h30m). Changes no schedule; qfleet resume continues."""
     trace: bool = False
     """Record what every thread does: trace.json (chrome://tracing, ui.perfetto.dev) and
     plots/timeline.png in the run's folder."""
@@ -53,7 +53,7 @@ class RunArguments:
 
 
 def quiet_stdout(json: bool) -> contextlib.AbstractContextManager[object]:
-    """With --json, standard output is for the result alone, whatever an env prints."""
+    """With --json, redirect what environments print to standard error."""
     return contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
 
 
@@ -79,7 +79,7 @@ def show(trained: Trained) -> None:
 
 
 def finish(trained: Trained, options: RunArguments) -> int:
-    """Print the result; the exit code says 130/143 when a signal ended the sitting."""
+    """Print the result; return the exit code: 130 or 143 if a signal stopped the run, else 0."""
     from qfleet.training.api import result_dict
 
     if options.json:

@@ -1,4 +1,4 @@
-"""``qfleet runs``: what is in the runs folder. In: a folder; out: a table, newest run first."""
+"""``qfleet runs``: list the runs in a folder as a table, newest first."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def runs(
     elif rows:
         _print_table(rows)
     else:
-        sys.stdout.write(f"no runs in '{root}'; `qfleet train` makes one, --root looks elsewhere\n")
+        sys.stdout.write(f"no runs in '{root}'; train one with `qfleet train`, or set --root\n")
     return 0
 
 
@@ -69,7 +69,7 @@ def _row(path: Path) -> dict[str, Any]:
 def _describe(data: RunData) -> dict[str, Any]:
     last_metric = max((row["env_steps"] for row in data.metrics), default=None)
     result = data.result or {}
-    # A resumed run goes past the result of the run it continues: that result is out of date.
+    # A run that was resumed and is past its last result.json: that result is out of date.
     if last_metric is not None and last_metric > (finite(result.get("env_steps")) or 0):
         result = {}
     _, evaluations = data.series(EVAL_RETURN)

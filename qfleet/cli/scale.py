@@ -1,4 +1,4 @@
-"""``qfleet scale``: another number of workers for a run that is training."""
+"""``qfleet scale``: change the number of workers of a run that is training."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import tyro
 
 from qfleet.cli.parsing import parse
 
-HELP = "let workers join or leave a run that is training"
+HELP = "change the number of workers of a run that is training"
 
-DESCRIPTION = """Give a run that is training in another process more workers, or fewer.
+DESCRIPTION = """Change the number of workers of a run that is training in another process.
 
-Those that join take over the newest weights and take part from their first gradient on; those that
-leave finish their slice of work first. Nothing is lost, and nobody waits. For runs on
---engine parameter-server.
+Workers that join receive the newest weights and take part from their first gradient on; workers
+that leave finish their slice of work first. No work is lost, and no worker waits. Only for runs
+with --engine parameter-server.
 
 Examples:
   qfleet scale runs/NAME --workers 8
@@ -28,7 +28,7 @@ class ScaleOptions:
     run: tyro.conf.Positional[str]
     """Name or folder of the run."""
     workers: int
-    """So many from now on."""
+    """New number of workers."""
     json: bool = False
     """Print one JSON object and nothing else."""
 

@@ -1,4 +1,4 @@
-"""``qfleet train``: from words on the command line to a trained run."""
+"""``qfleet train``: train an agent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Examples:
   qfleet train CartPole-v1 --algo qr-dqn --steps 30000 --seeds 5
   qfleet train PongNoFrameskip-v4 --algo rainbow --envs 16 --device cuda
   qfleet train my_package.envs:Corridor --network my_package.nets:Torso
-  qfleet train ALE/Breakout-v5 --max-wall 30m      (qfleet resume RUN goes on)
+  qfleet train ALE/Breakout-v5 --max-wall 30m      (qfleet resume RUN continues)
   qfleet train --config runs/NAME/config.json --seed 7
 """
 
@@ -44,7 +44,7 @@ class TrainOptions:
     config: Path | None = None
     """JSON file with fields of the configuration, e.g. the config.json of a run."""
     seeds: int = 1
-    """Train this many seeds, from --seed on, and aggregate them."""
+    """Number of seeds to train, starting at --seed, and to aggregate."""
     run_dir: Path | None = None
     """Folder of this run; default runs/NAME."""
     name: str | None = None
@@ -55,28 +55,28 @@ class TrainOptions:
 
 
 class Start(NamedTuple):
-    """What a command line that trains starts from, before its options are parsed."""
+    """The defaults of a command line that trains, found before its options are parsed."""
 
     argv: list[str]
-    """With the environment, which may stand first, as ``--env``, and in our spelling."""
+    """Arguments in our spelling; an environment given as the first one is ``--env``."""
     base: Config
-    """What the options override."""
+    """The configuration that the options override."""
     preset: str | None
     names_task: bool
     stored: Config
     """The fields that come from the file of ``--config``; the others have their defaults."""
 
     def config(self, parsed: Config, verb: str, trust: bool) -> Config:
-        """The parsed configuration, checked."""
+        """Return the parsed configuration after validation."""
         if not self.names_task:
             raise UserError(f"{verb} needs an environment: qfleet {verb} CartPole-v1")
         check_trust(self.stored, trust)
-        # The algorithm's row was resolved from its alias; the parse saw the user's spelling.
+        # ``base.algo`` is the algorithm's own name; ``parsed.algo`` may be an alias.
         return validate(parsed.replace(algo=self.base.algo))
 
 
 def read_start(argv: list[str]) -> Start:
-    """Find environment, algorithm, preset and file in ``argv``: they decide all the defaults."""
+    """Find environment, algorithm, preset and file in ``argv``: they determine the defaults."""
     argv = _with_env_named(argv)
     said = _peek(argv, ("--env", "--algo", "--preset", "--config", "--engine", "--update"))
     file_fields = read_fields(Path(said["--config"])) if said["--config"] else None
@@ -162,7 +162,7 @@ def _with_env_named(argv: list[str]) -> list[str]:
 
 
 def _peek(argv: list[str], names: tuple[str, ...]) -> dict[str, Any]:
-    """Values of a few options before the real parse, because they decide its defaults."""
+    """Return the values of a few options that determine the defaults of the full parse."""
     found: dict[str, Any] = dict.fromkeys(names)
     for i, word in enumerate(argv):
         name, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""``qfleet video``: a film of a run's greedy policy."""
+"""``qfleet video``: record a video of a run's greedy policy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import tyro
 
 from qfleet.cli.parsing import parse
 
-HELP = "film the greedy policy of a run (GIF or MP4)"
+HELP = "record a video of the greedy policy of a run (GIF or MP4)"
 
-DESCRIPTION = """Film one episode of a run's greedy policy.
+DESCRIPTION = """Record a video of one episode with a run's greedy policy.
 
 Examples:
   qfleet video runs/NAME
@@ -30,7 +30,7 @@ class VideoOptions:
     seed: int = 1000
     """Seed of the environment."""
     max_frames: int = 1000
-    """Longest film."""
+    """Maximum length of the video, in frames."""
     fps: int = 30
     """Frames per second."""
     which: Literal["best", "last"] = "best"
