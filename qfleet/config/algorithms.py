@@ -1,7 +1,7 @@
-"""The algorithm table: a name is a set of switches, nothing more.
+"""The algorithm table: each algorithm is a name for a set of configuration fields.
 
-Every switch is also a flag of its own, so ``--algo c51 --double --n-steps 3`` is as good as a row.
-This file imports nothing, so the command line can read it at once.
+Every field is also an option, so algorithms can be combined: ``--algo c51 --double --n-steps 3``.
+This module imports no heavy package, so that the command line starts fast.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ ALIASES = {
 
 
 def algorithm_switches(name: str) -> tuple[str, dict[str, Any]]:
-    """The row's own name and its switches."""
+    """Return the algorithm's own name, with aliases resolved, and its fields."""
     name = ALIASES.get(name.lower(), name.lower())
     if name not in ALGORITHMS:
         raise UnknownNameError("algorithm", name, ALGORITHMS)

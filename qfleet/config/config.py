@@ -1,7 +1,7 @@
-"""One experiment, written down: a frozen dataclass with a line of documentation per field.
+"""The configuration of an experiment: a frozen dataclass with a line of documentation per field.
 
 Names follow Stable-Baselines3. The command line, presets, ``config.json`` and ``qfleet.train`` all
-speak these fields, and nothing here imports torch, so ``--help`` stays quick.
+use these fields. This module does not import torch, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ Head = Literal["q", "c51", "qr", "iqn", "actor-critic"]
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides what a run computes."""
+    """All settings that determine what a run computes."""
 
     # --- task -------------------------------------------------------------------------------
     env: str = "CartPole-v1"
     """Gymnasium id, ALE/<Game>-v5, <Game>NoFrameskip-v4, or package.module:EnvClass."""
     imports: tuple[str, ...] = ()
-    """Modules to import first, so that they can register environments."""
+    """Modules to import before the environment is made, e.g. to register environments."""
     env_kwargs: str = "{}"
     """Keyword arguments of the environment, as JSON."""
     envs: int = 1
-    """Number of environments stepped together; 0: as many as suit the engine and the machine."""
+    """Number of environments stepped together; 0: chosen by engine and machine."""
     vectorize: Literal["auto", "native", "sync", "async", "envpool"] = "auto"
-    """How envs are stepped: their own vector entry point, one after another, in processes, or (for
-    Atari, where it is installed) by EnvPool."""
+    """How envs are stepped: by their own vector entry point, one after another, in processes, or by
+    EnvPool (for Atari, if installed)."""
     max_episode_steps: int = 0
     """Truncate episodes after this many env steps; 0 keeps the environment's own limit."""
     frame_stack: int = 0
@@ -50,21 +50,21 @@ class Config:
     full_action_space: bool = False
     """Atari: use all 18 actions."""
     clip_rewards: bool = False
-    """Learn from the sign of rewards; reports stay unclipped."""
+    """Learn from the sign of rewards; reported returns stay unclipped."""
 
     # --- algorithm --------------------------------------------------------------------------
     algo: str = "dqn"
-    """Row of the algorithm table; it sets the switches below, which still combine freely."""
+    """Row of the algorithm table; it sets the fields below, which can still be combined freely."""
     double: bool = False
-    """Choose the next action with the online network, value it with the target network."""
+    """Choose the next action with the online network, evaluate it with the target network."""
     dueling: bool = False
     """Split the head into a state value and advantages."""
     noisy: bool = False
     """Explore with factorised noise in the head's weights instead of ε."""
     prioritized_replay: bool = False
-    """Sample transitions in proportion to their last error."""
+    """Sample transitions in proportion to a power of their last TD error."""
     replay: bool = True
-    """Learn from a memory of old transitions; off: from each rollout, then forget it."""
+    """Learn from a replay memory; off: learn from each rollout once collected, then discard it."""
     munchausen: bool = False
     """Add the scaled log-policy to the reward and bootstrap softly."""
     head: Head = "q"
@@ -73,10 +73,10 @@ class Config:
     n_steps: int = 1
     """Length of n-step returns."""
     td_lambda: float = 0.65
-    """Without replay: how far returns look ahead, 0 one step, 1 the whole rollout."""
+    """Without replay: λ of the returns; 0 looks one step ahead, 1 to the end of the rollout."""
     target_network: bool = False
-    """Without replay: returns bootstrap from a target network, not from the newest weights. (With
-    replay there always is one.)"""
+    """Without replay: returns bootstrap from a target network instead of the newest weights. (With
+    replay there is always a target network.)"""
     gamma: float = 0.99
     """Discount per env step."""
     loss: Literal["huber", "mse"] = "huber"
@@ -84,7 +84,7 @@ class Config:
     value_weight: float = 0.5
     """Actor-critic: weight of the squared error of the state's value."""
     entropy_weight: float = 0.01
-    """Actor-critic: weight of the policy's entropy, which keeps it from settling too early."""
+    """Actor-critic: weight of the policy's entropy, which prevents premature convergence."""
     n_atoms: int = 51
     """C51: number of atoms."""
     v_min: float = -10.0
@@ -112,36 +112,36 @@ class Config:
     prioritized_replay_beta0: float = 0.4
     """Prioritised replay: initial exponent of importance weights, raised to 1 over the run."""
     prioritized_replay_eps: float = 1e-6
-    """Prioritised replay: added to every error."""
+    """Prioritised replay: constant added to every absolute TD error."""
 
     # --- network ----------------------------------------------------------------------------
     network: str = "auto"
-    """mlp, nature, impala, minatar, or package.module:Class; auto picks by what is seen."""
+    """mlp, nature, impala, minatar, or package.module:Class; auto chooses by the observations."""
     net_arch: tuple[int, ...] = (64, 64)
     """Hidden layers of the MLP."""
     layer_norm: bool = False
     """Layer normalisation after every hidden layer of mlp, nature and minatar."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile: auto tries it on accelerators and keeps it where it pays."""
+    """torch.compile: auto measures it on accelerators and uses it where it is faster."""
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
-    """Of products and convolutions; auto is fp32 on a CPU, tf32 for kernels of our own, and else
-    measured."""
+    """Precision of matrix products and convolutions; auto is fp32 on a CPU, tf32 for qfleet's own
+    kernels, and measured otherwise."""
 
     # --- learning ---------------------------------------------------------------------------
     learning_rate: float = 1e-4
-    """Step size at the start."""
+    """Learning rate at the start."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the step size falls towards the end of the run."""
+    """How the learning rate falls towards the end of the run."""
     lr_plateau_patience: int = 0
-    """Lower the step size after this many evaluations without a new best; 0: never."""
+    """Lower the learning rate after this many evaluations without a new best; 0: never."""
     lr_plateau_factor: float = 0.5
-    """Factor applied to the step size on a plateau."""
+    """Factor applied to the learning rate on a plateau."""
     optimizer: Literal["adam", "radam", "rmsprop", "sgd"] = "adam"
     """Optimiser."""
     optimizer_eps: float = 1e-8
     """Added to the optimiser's denominator (adam, radam, rmsprop)."""
     max_grad_norm: float = 10.0
-    """Clip the gradient's norm; 0: never."""
+    """Maximum norm of the gradient, which is clipped above it; 0: no clipping."""
     batch_size: int = 32
     """Transitions per update."""
     buffer_size: int = 1_000_000
@@ -149,18 +149,18 @@ class Config:
     learning_starts: int = 100
     """Env steps collected before the first update."""
     train_freq: int = 4
-    """Env steps (over all envs, so the replay ratio never depends on --envs) between bursts;
-    without replay, the length of a rollout."""
+    """Env steps between bursts of updates, counted over all envs, so that the replay ratio does not
+    depend on --envs; without replay, env steps of a rollout."""
     gradient_steps: int = 1
     """Updates per burst."""
     target_update_interval: int = 10_000
     """Env steps between updates of the target network."""
     tau: float = 1.0
-    """How far the target network moves at each of its updates; 1 copies."""
+    """Polyak factor of target network updates: share of the online weights; 1 copies them."""
 
     # --- exploration ------------------------------------------------------------------------
     exploration_fraction: float = 0.1
-    """Share of the run over which ε falls."""
+    """Fraction of the run over which ε falls."""
     exploration_initial_eps: float = 1.0
     """ε at the start."""
     exploration_final_eps: float = 0.05
@@ -172,9 +172,9 @@ class Config:
     replay_dir: str = ""
     """Keep the replay memory in memory-mapped files in this folder instead of RAM."""
     replay_device: str = "auto"
-    """Where the replay memory lives: cpu, cuda …; auto: beside the learner if it fits there."""
+    """Device of the replay memory: cpu, cuda …; auto: the learner's device if it fits there."""
     replay_compression: Literal["none", "lz4"] = "none"
-    """Keep frames compressed, without loss, in a replay memory in RAM."""
+    """Lossless compression of frames in a replay memory in RAM."""
 
     # --- evaluation and stopping ------------------------------------------------------------
     steps: int = 100_000
@@ -192,113 +192,116 @@ class Config:
 
     # --- run --------------------------------------------------------------------------------
     engine: Literal["auto", "serial", "pipeline", "device", "parameter-server", "actors"] = "auto"
-    """Who advances the loop and where each part lives; auto measures and says what it chose."""
+    """How collecting and learning are divided among threads, processes and devices; auto measures
+    and reports its choice."""
     env_groups: int = 0
-    """Pipeline: groups of envs that step in turn, one while another is inferred; 0 picks."""
+    """Pipeline: groups of envs; one steps while actions of another are computed; 0: automatic."""
     block_rows: int = 0
-    """Steps of every env that are collected at once; 0 picks (one train_freq on serial)."""
+    """Steps of every env per block; 0: automatic (one train_freq on serial)."""
     replay_slack: int = 0
-    """Updates that collecting may run ahead of the exact replay ratio; 0 holds it exactly."""
+    """Number of updates by which collecting may be ahead of the exact replay ratio; 0: exact."""
     inference_device: str = "auto"
-    """Pipeline: where actions are chosen: cpu, cuda …; auto measures both."""
+    """Pipeline: device that computes actions: cpu, cuda …; auto measures both."""
     population: int = 1
-    """Device: so many agents, each with a seed of its own, trained together as one batch."""
+    """Device: number of agents, each with its own seed, trained together as one batch."""
     vary: str = "{}"
-    """Population: values of its agents, as JSON: {"learning_rate": [1e-4, 1e-3]} gives each as many
-    agents; {"gamma": {"from": 0.9, "to": 0.99}} draws them evenly, with "log": true log-evenly."""
+    """Population: field values of its agents, as JSON: {"learning_rate": [1e-4, 1e-3]} gives each
+    value to the same number of agents; {"gamma": {"from": 0.9, "to": 0.99}} draws values
+    uniformly, with "log": true log-uniformly."""
     pbt_interval: int = 0
     """Population: env steps between exploitations (population-based training); 0: never."""
     pbt_share: float = 0.25
-    """Share of the agents, the worst, that take over weights and values of as many of the best."""
+    """Population-based training: share of worst agents that copy weights and values of the best."""
     pbt_factor: float = 1.25
-    """What taken-over values are multiplied or divided by (gamma and td_lambda: 1 − them)."""
+    """Factor that multiplies or divides copied values (for gamma and td_lambda: 1 − value)."""
     halving_interval: int = 0
-    """Population: env steps after which, time and again, the worse half stops; 0: never."""
+    """Population: env steps between halvings, where the worse half of agents stops; 0: never."""
     graphs: bool = True
-    """Pipeline, device: record bursts of updates (and device: steps) as graphs, where possible."""
+    """Pipeline, device: capture updates (device: also env steps) as CUDA graphs where possible."""
     lockstep: bool = False
-    """Pipeline: collect and learn in turn, which on a CPU gives the very numbers of serial."""
+    """Pipeline: collect and learn in turn, which on a CPU gives the same numbers as serial."""
     seed: int = 0
-    """Seed of everything random."""
+    """Seed of all random number generators."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps …"""
     threads: int = 0
-    """CPU threads for tensor work; 0 picks by the network's size."""
+    """CPU threads for tensor work; 0: chosen by the network's size."""
     log_interval: int = 1000
     """Env steps between log lines."""
     checkpoint_freq: int = 50_000
     """Env steps between checkpoints; one is always written at the end."""
     keep_checkpoints: int = 2
-    """How many of the newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     tensorboard: bool = True
     """Write TensorBoard files."""
     track: Literal["none", "wandb", "mlflow"] = "none"
-    """Also report to an experiment tracker, if it is installed."""
+    """Experiment tracker to report to; it must be installed."""
 
     # --- many processes ---------------------------------------------------------------------
     workers: int = 4
-    """Parameter server, actors: processes that step environments, --envs each."""
+    """Parameter server, actors: number of processes that step environments, --envs each."""
     servers: int = 1
-    """Parameter server: processes that share the weights; actors: that share the replay memory."""
+    """Processes that hold the weights (parameter server) or the replay memory (actors)."""
     address: str = ""
-    """Ray cluster to join, as host:port; empty: one of our own on this machine, for this run."""
+    """Ray cluster to join, as host:port; empty: start one on this machine for this run."""
     update: Literal["sync", "async", "ssp", "hybrid", "easgd", "local-sgd", "admm"] = "async"
     """Parameter server: how workers' gradients become weights (docs/parameter-server.md)."""
     backup_workers: int = 0
-    """Sync: so many of the slowest are not waited for in each round."""
+    """Sync: number of slowest workers that each round does not wait for."""
     balance: bool = False
-    """Sync: workers that turn out slower collect and learn from less in each round."""
+    """Sync: give slower workers a smaller share of each round's env steps and samples."""
     staleness: int = 4
-    """Ssp: gradients that a worker may be ahead of the slowest."""
+    """Ssp: number of gradients by which a worker may be ahead of the slowest."""
     hybrid_workers: int = 0
-    """Hybrid: gradients that make an update; 0: half as many as there are workers."""
+    """Hybrid: number of gradients per update; 0: half the number of workers."""
     hybrid_window_s: float = 0.5
-    """Hybrid: an update is made at the latest so long after its first gradient."""
+    """Hybrid: longest time from the first gradient of an update to the update, in seconds."""
     local_steps: int = 10
-    """Easgd, local-sgd, admm: a worker's own updates between two exchanges."""
+    """Easgd, local-sgd, admm: local updates of a worker between two exchanges."""
     easgd_alpha: float = 0.0
-    """Easgd: share of the way that worker and centre move towards each other; 0: 0.9 / workers."""
+    """Easgd: fraction of their distance by which worker and centre move; 0: 0.9 / workers."""
     outer_learning_rate: float = 0.7
-    """Local-sgd: step size of the servers."""
+    """Local-sgd: learning rate of the servers."""
     outer_momentum: float = 0.9
     """Local-sgd: Nesterov momentum of the servers."""
     admm_rho: float = 0.1
     """Admm: how strongly workers are pulled towards their consensus."""
     max_gradient_age: int = 0
-    """Servers drop a gradient of weights more than so many updates old; 0: none."""
+    """Servers drop gradients computed with weights older than this many updates; 0: none."""
     outlier_sigmas: float = 0.0
-    """Servers drop a gradient whose loss or norm is so many σ above the newest ones; 0: none."""
+    """Servers drop gradients whose loss or norm is this many σ above recent ones; 0: none."""
     gradient_compression: Literal["none", "fp16", "bf16", "top-k"] = "none"
-    """How gradients travel; top-k sends the largest and keeps the rest for later."""
+    """Compression of gradients sent to servers; top-k sends the largest entries and adds the rest
+    to later gradients."""
     top_k_share: float = 0.01
-    """Top-k: share of a gradient's entries that is sent."""
+    """Top-k: fraction of a gradient's entries that is sent."""
     weight_compression: Literal["none", "fp16", "bf16"] = "none"
-    """How weights travel from servers to workers."""
+    """Compression of weights sent from servers to workers."""
     snapshot_s: float = 10.0
-    """Seconds between snapshots of the servers; one that dies goes on from its last."""
+    """Seconds between snapshots of the servers; a server that dies is restored from its last."""
     worker_timeout_s: float = 60.0
-    """A worker that was not heard of for so long is replaced."""
+    """Seconds without a report after which a worker is replaced."""
     step_latency_s: float = 0.0
-    """Every step of the environments takes so much longer: for lessons and measurements."""
+    """Seconds added to every step of the environments, for measurements and teaching."""
     straggler: float = 1.0
-    """Parameter server, actors: the latency of worker 0 is so many times as long."""
+    """Parameter server, actors: factor on step_latency_s of worker 0."""
 
     # --- tolerance --------------------------------------------------------------------------
     max_fault_rate: float = 0.01
-    """Stop when more than this share of all transitions or updates was bad (NaN, Inf)."""
+    """Stop when more than this fraction of all transitions or updates was NaN or Inf."""
     max_env_restarts: int = 10
-    """Consecutive failures of one environment before the run stops."""
+    """Number of consecutive failures of one environment that a run survives."""
     env_timeout_s: float = 60.0
-    """Deadline of one step of an environment that runs in its own process."""
+    """Timeout of a step of an environment in its own process, in seconds."""
     max_abs_q: float = 1e7
-    """Raise the alarm when Q-values or targets exceed this, and stop when they stay there."""
+    """Warn when absolute Q-values or targets exceed this, and stop when they stay above it."""
 
     def __post_init__(self) -> None:
         for name in ("imports", "net_arch"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def replace(self, **changes: Any) -> Config:
-        """A copy with some fields changed; an unknown or ill-typed one is a ConfigError."""
+        """Return a copy with some fields changed; raise if a name is unknown or a type is wrong."""
         check_fields(changes)
         return dataclasses.replace(self, **changes)
 
@@ -310,12 +313,12 @@ class Config:
         return self.gradient_steps / self.train_freq
 
     def plugins(self) -> tuple[str, ...]:
-        """Code outside qfleet that this configuration imports."""
+        """Return the names of code outside qfleet that this configuration imports."""
         named = (*self.imports, self.env, self.network)
         return tuple(n for n in named if ":" in n or n in self.imports)
 
     def json_object(self, name: str) -> dict[str, Any]:
-        """A field that holds a JSON object as text."""
+        """Return the value of a field that holds a JSON object as text."""
         text = getattr(self, name)
         try:
             value = json.loads(text)
@@ -332,7 +335,7 @@ FIELDS: dict[str, Any] = typing.get_type_hints(Config)
 
 
 def check_fields(values: dict[str, Any]) -> None:
-    """Refuse unknown names and values of the wrong type, naming the nearest field."""
+    """Raise if a name is unknown, naming the nearest field, or if a value has the wrong type."""
     for name, value in values.items():
         if name not in FIELDS:
             raise UnknownNameError("configuration field", name, FIELDS)
@@ -358,7 +361,7 @@ def _matches(value: object, kind: Any) -> bool:
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Fields from a JSON file such as a run's ``config.json``; a part of them is enough."""
+    """Read fields from a JSON file such as a run's ``config.json``; it need not hold all fields."""
     try:
         values = json.loads(path.read_text())
     except OSError as error:

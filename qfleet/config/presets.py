@@ -1,7 +1,7 @@
-"""From what the user said to one resolved Config.
+"""Resolve the user's settings to one Config.
 
-Later wins: the preset (named, or the one that suits the environment), a configuration file, the
-row of an algorithm that was asked for by name, single fields.
+Sources in increasing priority: the preset (given by name, or the one that suits the environment), a
+configuration file, the algorithm given by name, single fields.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ _SUITS_ROW = {
     ("atari-dqn", "pqn"): "atari-pqn",
     ("atari-dqn", "rainbow"): "atari-rainbow",
 }
-"""Rows that need other settings than the rest: the usual preset and the row → theirs."""
+"""(Usual preset, algorithm) → preset, for algorithms that need other settings."""
 
 _SUITS_ENGINE = {
     ("cartpole", "actors"): "cartpole-apex",
     ("cartpole", "parameter-server"): "cartpole-parameter-server",
     ("atari-dqn", "actors"): "atari-apex",
 }
-"""The same for engines, where no row was asked for."""
+"""(Usual preset, engine) → preset, where no algorithm was given."""
 _SUITS_UPDATE = {("cartpole-parameter-server", "easgd"): "cartpole-easgd"}
-"""And for updates: the engine's preset and the update → theirs."""
+"""(Engine's preset, update) → preset."""
 _ENGINES_OF_ROWS = ("parameter-server",)
-"""Engines whose presets switch on nothing that belongs to a row: they suit other rows too."""
+"""Engines whose presets set no field of an algorithm: they suit other algorithms too."""
 
 
 def preset_for(
     env: str, algo: str | None, engine: str | None = None, update: str | None = None
 ) -> str | None:
-    """The preset that suits an environment, if one does."""
+    """Return the name of the preset that suits an environment, or None."""
     for pattern, name in _SUITS:
         if re.fullmatch(pattern, env):
             row = (algo or "").lower()
@@ -93,9 +93,9 @@ def resolve(
     engine: str | None = None,
     update: str | None = None,
 ) -> tuple[Config, str | None]:
-    """The configuration, not yet validated, and the name of the preset that was used.
+    """Return the configuration, not yet validated, and the name of the preset that was used.
 
-    ``engine`` and ``update`` were asked for elsewhere than in ``fields``.
+    ``engine`` and ``update`` only select the preset; ``fields`` may hold them instead.
     """
     file_fields, fields = dict(file_fields or {}), dict(fields or {})
     check_fields({**file_fields, **fields})
@@ -119,7 +119,7 @@ def resolve(
 
 
 def with_algorithm(config: Config, name: str) -> Config:
-    """The configuration with another row of the table: the old row's switches off, its own on."""
+    """Return the configuration with another algorithm; fields of the old one become defaults."""
     name, switches = algorithm_switches(name)
     if name == config.algo:
         return config

@@ -1,7 +1,8 @@
 """Published recipes, one function each; the docstring names the source.
 
-Sources for plain DQN say nothing about distributions. The range of atoms is then ours, from the
-largest discounted return, and the number of quantiles is one that suits a small task.
+Sources for plain DQN have no settings for distributional heads. Their range of atoms is then
+qfleet's own, from the largest discounted return, and the number of quantiles is one for small
+tasks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from qfleet.config.config import Config
 
 
 def cartpole() -> Config:
-    """qfleet's own: a random search and 10 seeds, told in docs/performance.md."""
+    """qfleet's own: a random search, validated on 10 seeds (docs/performance.md)."""
     return Config(
         env="CartPole-v1",
         algo="n-step-dqn",
@@ -39,7 +40,7 @@ def cartpole() -> Config:
 
 
 def cartpole_pqn() -> Config:
-    """qfleet's own: a short search, told in docs/algorithms/pqn.md."""
+    """qfleet's own: a short search (docs/algorithms/pqn.md)."""
     return _pqn().replace(
         env="CartPole-v1",
         steps=80_000,
@@ -56,13 +57,13 @@ def cartpole_pqn() -> Config:
 
 
 def cartpole_apex() -> Config:
-    """qfleet's own: `cartpole` for two actors, without what did not help there (docs/actors.md)."""
+    """qfleet's own: `cartpole` with two actors, uniform replay and falling ε (docs/actors.md)."""
     return cartpole().replace(engine="actors", workers=2)
 
 
 def cartpole_parameter_server() -> Config:
-    """qfleet's own: `cartpole` for four workers, which take four times as many gradients, each of
-    a quarter of the samples (docs/parameter-server.md)."""
+    """qfleet's own: `cartpole` for four workers, with four times as many gradients, each of a
+    quarter of the samples (docs/parameter-server.md)."""
     return cartpole().replace(
         engine="parameter-server",
         workers=4,
@@ -74,13 +75,13 @@ def cartpole_parameter_server() -> Config:
 
 
 def cartpole_easgd() -> Config:
-    """qfleet's own: `cartpole-parameter-server` with twice the rate, as only a part of what workers
-    learn reaches the centre (docs/performance.md)."""
+    """qfleet's own: `cartpole-parameter-server` with twice the learning rate, because only a part
+    of the workers' updates reaches the centre (docs/performance.md)."""
     return cartpole_parameter_server().replace(update="easgd", learning_rate=2e-3)
 
 
 def cartpole_n_step_q() -> Config:
-    """qfleet's own: a short search, told in docs/algorithms/n-step-q.md."""
+    """qfleet's own: a short search (docs/algorithms/n-step-q.md)."""
     row = ALGORITHMS["n-step-q"]
     return Config(algo="n-step-q", **row).replace(
         env="CartPole-v1",
@@ -99,7 +100,7 @@ def cartpole_n_step_q() -> Config:
 
 
 def cartpole_a3c() -> Config:
-    """qfleet's own: a short search, told in docs/algorithms/a3c.md."""
+    """qfleet's own: a short search (docs/algorithms/a3c.md)."""
     row = ALGORITHMS["a3c"]
     return Config(algo="a3c", **row).replace(
         env="CartPole-v1",
@@ -135,7 +136,7 @@ def cartpole_sb3_zoo() -> Config:
 
 
 def cartpole_cleanrl() -> Config:
-    """CleanRL, dqn.py, its defaults (CartPole-v1)."""
+    """CleanRL, defaults of dqn.py (CartPole-v1)."""
     return Config(
         env="CartPole-v1",
         steps=500_000,
@@ -207,7 +208,7 @@ def lunarlander() -> Config:
 
 
 def atari_dqn() -> Config:
-    """rl-baselines3-zoo, hyperparams/dqn.yml, atari; envs to suit the machine, same ratio."""
+    """rl-baselines3-zoo, hyperparams/dqn.yml, atari; envs chosen by machine, same replay ratio."""
     return Config(
         env="ALE/Pong-v5",
         steps=10_000_000,
@@ -232,8 +233,8 @@ def atari_dqn() -> Config:
 def pong() -> Config:
     """qfleet's own, for a GPU: 3-step returns, early learning and little exploration.
 
-    With a larger learning rate than the zoo's 1e-4 nearly all convolutions may die in the first
-    500 updates; with a larger epsilon of Adam states come to differ in value later
+    With a larger learning rate than the zoo's 1e-4, nearly all convolutions may die in the first
+    500 updates; with a larger epsilon of Adam, the values of states begin to differ later
     (docs/performance.md).
     """
     return atari_dqn().replace(
@@ -249,9 +250,9 @@ def pong() -> Config:
 
 
 def minatar_dqn() -> Config:
-    """Young and Tian 2019 (1903.03176), with Adam where they have centred RMSProp.
+    """Young and Tian 2019 (1903.03176), with Adam instead of their centred RMSProp.
 
-    They have one env; here there are as many as suit the engine, at the same replay ratio.
+    They use one env; here the number suits the engine, at the same replay ratio.
     """
     return Config(
         env="MinAtar/Breakout-v1",
@@ -317,9 +318,10 @@ def atari_pqn() -> Config:
 
 
 def atari_apex() -> Config:
-    """Horgan et al. 2018 (1803.00933), with fewer actors; one update per 640 env steps as theirs.
+    """Horgan et al. 2018 (1803.00933), with fewer actors; one update per 640 env steps, as there.
 
-    Their learner made 19 batches a second from the 12,500 transitions a second of 360 actors.
+    Their learner processed 19 batches per second from the 12,500 transitions per second of 360
+    actors.
     """
     return atari_dqn().replace(
         engine="actors",
@@ -344,7 +346,7 @@ def atari_apex() -> Config:
 
 
 def _pqn() -> Config:
-    """The row of the table, with what all published settings share besides."""
+    """Return the algorithm's fields, with what all published PQN settings share."""
     return Config(algo="pqn", gamma=0.99, max_grad_norm=10.0, **ALGORITHMS["pqn"])
 
 
@@ -367,7 +369,7 @@ def atari_dqn_nature() -> Config:
 
 
 def atari_c51() -> Config:
-    """CleanRL, c51_atari.py, its defaults."""
+    """CleanRL, defaults of c51_atari.py."""
     return atari_dqn().replace(
         algo="c51",
         head="c51",

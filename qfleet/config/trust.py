@@ -1,10 +1,8 @@
-"""Consent to what a stored configuration does beyond computing.
-
-In: a configuration from a file. Out: nothing, or a ConfigError that names each value.
+"""Consent to values of a stored configuration that import code or reach outside the run's folder.
 
 A run's folder or a ``--config`` file may come from another person, and the owner of a file does
-not tell who wrote its contents. So these values need consent in every stored configuration; a value
-that the user gives on the command line or as an argument needs none.
+not show who wrote its contents. These values therefore need consent in every stored configuration;
+a value that the user gives on the command line or as an argument needs none.
 """
 
 from __future__ import annotations

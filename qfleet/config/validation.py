@@ -1,7 +1,7 @@
-"""Validation: ``validate`` raises ConfigError at the first value of a Config that cannot work.
+"""Validation: ``validate`` raises ConfigError at the first invalid value of a Config.
 
-Types are checked by ``config.check_fields``; this module checks ranges, and fields that exclude
-each other.
+``config.check_fields`` checks types; this module checks ranges, and combinations of fields that
+exclude each other.
 """
 
 from __future__ import annotations
@@ -13,23 +13,27 @@ from qfleet.config.config import FIELDS, Config, check_fields
 from qfleet.core.errors import ConfigError
 
 _IN_POPULATIONS = (
-    ("engine", ("auto", "device"), "its environments are one batch; use --engine device"),
+    (
+        "engine",
+        ("auto", "device"),
+        "its environments are one batch on a device; use --engine device",
+    ),
     ("replay", (False,), "its agents learn from rollouts; use --algo pqn"),
     ("head", ("q",), "its agents learn Q-values; use --algo pqn"),
-    ("target_network", (False,), "its agents have none; switch it off"),
-    ("noisy", (False,), "its agents explore by ε; switch it off"),
+    ("target_network", (False,), "its agents have no target network; switch it off"),
+    ("noisy", (False,), "its agents explore with ε; switch it off"),
     ("lr_plateau_patience", (0,), "agents do not reach a plateau together; use 0"),
-    ("exploration_ladder", (False,), "vary exploration_final_eps instead"),
+    ("exploration_ladder", (False,), "switch it off and vary exploration_final_eps instead"),
     ("step_latency_s", (0.0,), "its environments are tensors and step on the device; use 0"),
 )
-"""Field, the values it may have, why and what to do."""
+"""Field, its allowed values, and the tail of the message: the reason and what to do."""
 _WITH_WORKERS = (
-    ("population", (1,), "a population is one batch; use --engine device"),
-    ("env_groups", (0, 1), "a worker steps its envs together; leave it out"),
+    ("population", (1,), "a population is one batch on a device; use --engine device"),
+    ("env_groups", (0, 1), "a worker steps all its envs together; leave it out"),
     ("lockstep", (False,), "workers collect and learn in turn anyway; leave it out"),
     ("inference_device", ("auto",), "a worker does everything on --device; leave it out"),
 )
-"""Field, the values it may have, why and what to do."""
+"""Field, its allowed values, and the tail of the message: the reason and what to do."""
 _GRADIENTS_OR_WAYS = ("sync", "async", "ssp", "hybrid", "local-sgd", "admm")
 _OF_UPDATES = {
     "backup_workers": ("sync",),
@@ -42,44 +46,48 @@ _OF_UPDATES = {
     "outer_learning_rate": ("local-sgd",),
     "outer_momentum": ("local-sgd",),
     "admm_rho": ("admm",),
-    # At a barrier nothing is old, and the elastic centre asks no policy and packs nothing.
+    # At a barrier no gradient is stale. easgd has no admission policy and no compression.
     "max_gradient_age": ("async", "ssp", "hybrid"),
     "outlier_sigmas": _GRADIENTS_OR_WAYS,
     "gradient_compression": _GRADIENTS_OR_WAYS,
     "weight_compression": _GRADIENTS_OR_WAYS,
 }
-"""Fields of a parameter server, and the ways to update for which they mean something."""
+"""Fields of a parameter server → the values of ``update`` that use them."""
 _OF_SERVERS = (*_OF_UPDATES, "update", "top_k_share", "snapshot_s")
-"""Fields that mean something on a parameter server only."""
+"""Fields that only the parameter server uses."""
 _OF_PROCESSES = ("workers", "servers", "address", "worker_timeout_s", "straggler")
-"""The same for every engine with processes."""
+"""Fields that only the engines with several processes use."""
 _WITHOUT_REPLAY = (
-    ("double", False, "returns ask one network alone; switch it off"),
-    ("munchausen", False, "its policy is that of targets, not of returns; switch it off"),
-    ("prioritized_replay", False, "every step counts alike; switch it off"),
-    ("n_steps", 1, "td_lambda says how far returns look; use 1"),
-    ("replay_dir", "", "there is nothing to keep in files; leave it out"),
-    ("replay_device", "auto", "a rollout lives beside the learner; leave it out"),
-    ("replay_compression", "none", "rollouts are small; use none"),
-    ("replay_slack", 0, "a rollout that is not learnt from at once is lost; use 0"),
+    ("double", False, "λ-returns use a single network; switch it off"),
+    ("munchausen", False, "it is defined for bootstrap targets, not for λ-returns; switch it off"),
+    ("prioritized_replay", False, "every step of a rollout is used equally often; switch it off"),
+    ("n_steps", 1, "for rollouts, td_lambda sets how far returns look ahead; use 1"),
+    ("replay_dir", "", "a rollout is not kept in files; leave it out"),
+    ("replay_device", "auto", "a rollout is always on the learner's device; leave it out"),
+    ("replay_compression", "none", "rollouts are not compressed; use none"),
+    ("replay_slack", 0, "a rollout must be learnt from before the next one; use 0"),
 )
-"""Field, its only value, why and what to do."""
+"""Field, its only allowed value, and the tail of the message: the reason and what to do."""
 _WITH_ACTORS = (
     ("replay", (True,), "actors fill a replay memory; choose an algorithm with replay"),
     ("env_groups", (0, 1), "an actor steps all its envs together; use 1"),
     ("lockstep", (False,), "actors do not wait for each other; leave it out"),
-    ("inference_device", ("auto",), "actors choose on their CPUs; leave it out"),
-    ("replay_device", ("auto", "cpu"), "shards are in processes of their own; leave it out"),
-    ("replay_dir", ("",), "shards keep replay in RAM; leave it out"),
+    ("inference_device", ("auto",), "actors choose actions on CPUs; leave it out"),
+    (
+        "replay_device",
+        ("auto", "cpu"),
+        "replay shards are in RAM; use cpu or leave it out",
+    ),
+    ("replay_dir", ("",), "replay shards are in RAM; leave it out"),
 )
-"""Field, the values it may have, why and what to do."""
+"""Field, its allowed values, and the tail of the message: the reason and what to do."""
 _WITH_A_POLICY = (
-    ("replay", False, "it learns from what its own policy just did; use --no-replay"),
-    ("dueling", False, "it has a value of its own beside the policy; switch it off"),
-    ("noisy", False, "its policy explores by itself; switch it off"),
-    ("exploration_ladder", False, "its policy explores, not ε; switch it off"),
+    ("replay", False, "it learns on-policy; use --no-replay"),
+    ("dueling", False, "it already has a separate state value; switch it off"),
+    ("noisy", False, "its stochastic policy explores; switch it off"),
+    ("exploration_ladder", False, "its stochastic policy explores, without ε; switch it off"),
 )
-"""Field, the only value it may have with head actor-critic, why and what to do."""
+"""Field, its only allowed value with head actor-critic, and the tail of the message."""
 # fmt: off
 _POSITIVE = (
     "frame_skip", "n_steps", "n_quantiles", "iqn_samples", "iqn_act_samples",
@@ -107,7 +115,7 @@ _FRACTIONS = (
 
 
 def validate(config: Config) -> Config:
-    """Raise ConfigError at the first value that cannot work; return the configuration."""
+    """Raise ConfigError at the first invalid value; return the configuration."""
     check_fields({name: getattr(config, name) for name in FIELDS})
     _check_rules(config)
     return config
@@ -124,14 +132,19 @@ def _check_rules(config: Config) -> None:
         _require(getattr(config, name) >= 0, name, getattr(config, name), "must not be negative")
     for name in _FRACTIONS:
         _require(0 <= getattr(config, name) <= 1, name, getattr(config, name), "must lie in [0, 1]")
-    _require(config.tau > 0, "tau", config.tau, "must be above 0; 1 copies the network")
+    _require(config.tau > 0, "tau", config.tau, "must be above 0; use 1 to copy the network")
     _require(
         config.v_min < config.v_max, "v_min", config.v_min, f"must be below v_max {config.v_max}"
     )
     _require(config.n_atoms >= 2, "n_atoms", config.n_atoms, "must be at least 2")
-    _require(config.munchausen_clip <= 0, "munchausen_clip", config.munchausen_clip, "is at most 0")
-    _require(bool(config.net_arch), "net_arch", config.net_arch, "needs at least one layer")
-    _require(all(w > 0 for w in config.net_arch), "net_arch", config.net_arch, "must be positive")
+    _require(config.munchausen_clip <= 0, "munchausen_clip", config.munchausen_clip, "must be ≤ 0")
+    _require(bool(config.net_arch), "net_arch", config.net_arch, "must have at least one layer")
+    _require(
+        all(w > 0 for w in config.net_arch),
+        "net_arch",
+        config.net_arch,
+        "must hold positive widths",
+    )
     _require(
         config.exploration_final_eps <= config.exploration_initial_eps,
         "exploration_final_eps",
@@ -147,7 +160,7 @@ def _check_rules(config: Config) -> None:
             config.buffer_size >= (config.n_steps + 2) * config.envs + config.batch_size,
             "buffer_size",
             config.buffer_size,
-            f"is too small for {config.envs} envs and batches of {config.batch_size}",
+            f"is too small for {config.envs} envs and batch_size {config.batch_size}; raise it",
         )
     else:
         _check_rollouts(config)
@@ -155,38 +168,38 @@ def _check_rules(config: Config) -> None:
         config.engine not in ("serial", "device") or config.env_groups <= 1,
         "env_groups",
         config.env_groups,
-        f"is for --engine pipeline; {config.engine} steps all envs together",
+        f"is for --engine pipeline; {config.engine} steps all envs together, so leave it out",
     )
     _require(
         config.engine != "device" or not config.lockstep,
         "lockstep",
         config.lockstep,
-        "is for --engine pipeline; device collects and learns in turn anyway",
+        "is for --engine pipeline; device always collects and learns in turn, so leave it out",
     )
     _require(
         config.engine != "device" or config.inference_device == "auto",
         "inference_device",
         config.inference_device,
-        "is for --engine pipeline; device does everything on --device",
+        "is for --engine pipeline; device chooses actions on --device, so leave it out",
     )
     _require(
         config.engine != "device" or config.step_latency_s == 0,
         "step_latency_s",
         config.step_latency_s,
-        "is for environments on the host; --engine device has none, so use another or leave it 0",
+        "is for environments on the host, not --engine device; use another engine or 0",
     )
     _require(
         0 <= config.outer_momentum < 1,
         "outer_momentum",
         config.outer_momentum,
-        "must lie in [0, 1); at 1 nothing that was ever added up fades",
+        "must lie in [0, 1); at 1 momentum would never decay",
     )
     _require(config.straggler >= 1, "straggler", config.straggler, "must be at least 1")
     _require(
         config.straggler == 1 or config.step_latency_s > 0,
         "straggler",
         config.straggler,
-        "multiplies step_latency_s, which is 0: set that too",
+        "multiplies step_latency_s, which is 0; set step_latency_s too, or use 1",
     )
     _check_fields_of_engines(config)
     if config.address:
@@ -201,28 +214,33 @@ def _check_rules(config: Config) -> None:
         config.json_object("vary") == {} or config.population != 1,
         "vary",
         config.vary,
-        "is for --population",
+        "is for --population above 1; set that or leave it out",
     )
     for name in ("pbt_interval", "halving_interval"):
         value = getattr(config, name)
-        _require(config.population > 1 or value == 0, name, value, "needs agents: set --population")
+        _require(
+            config.population > 1 or value == 0,
+            name,
+            value,
+            "needs several agents; set --population or use 0",
+        )
     _require(
         not config.lockstep or config.env_groups <= 1,
         "env_groups",
         config.env_groups,
-        "does not go with lockstep, where one group steps at a time",
+        "does not go with lockstep, where one group steps at a time; use 1",
     )
     _require(
         config.env_groups <= max(config.envs, 1) or config.envs == 0,
         "env_groups",
         config.env_groups,
-        f"is more than there are envs ({config.envs})",
+        f"must not exceed envs ({config.envs})",
     )
     _require(
         config.learning_starts < config.steps,
         "learning_starts",
         config.learning_starts,
-        f"leaves no step to learn from before steps {config.steps}; lower it or raise steps",
+        f"must be less than steps {config.steps}; lower it or raise steps",
     )
     _require(
         config.patience == 0 or config.eval_freq > 0,
@@ -240,7 +258,7 @@ def _check_rules(config: Config) -> None:
         config.exploration_ladder is False or 0 < config.exploration_final_eps < 1,
         "exploration_final_eps",
         config.exploration_final_eps,
-        "is the base of the ladder and must lie strictly between 0 and 1 (Ape-X: 0.4)",
+        "must lie strictly between 0 and 1 with exploration_ladder (Ape-X: 0.4)",
     )
     _require(
         not (config.noisy and config.exploration_ladder),
@@ -252,7 +270,7 @@ def _check_rules(config: Config) -> None:
 
 
 def means_nothing(name: str, update: str) -> bool:
-    """Whether a parameter server never looks at this field with this way to update."""
+    """Return whether a parameter server ignores this field with this ``update``."""
     return name in _OF_UPDATES and update not in _OF_UPDATES[name]
 
 
@@ -261,7 +279,7 @@ def _is_set(config: Config, name: str) -> bool:
 
 
 def _check_fields_of_engines(config: Config) -> None:
-    """What was asked of an engine that would not hear it."""
+    """Raise ConfigError if a field is set that the engine does not use."""
     names: tuple[str, ...] = ()
     engines = "parameter-server"
     if config.engine == "actors":
@@ -274,12 +292,12 @@ def _check_fields_of_engines(config: Config) -> None:
             not _is_set(config, name),
             name,
             getattr(config, name),
-            f"is for --engine {whose}, not {config.engine}; name that engine or leave it out",
+            f"is for --engine {whose}, not {config.engine}; use that engine or leave it out",
         )
 
 
 def _check_workers(config: Config) -> None:
-    """What cannot work in many processes."""
+    """Check the fields of a parameter server."""
     for name, allowed, why in _WITH_WORKERS:
         value = getattr(config, name)
         _require(value in allowed, name, value, f"does not go with {config.engine}: {why}")
@@ -288,49 +306,49 @@ def _check_workers(config: Config) -> None:
             config.update in updates or not _is_set(config, name),
             name,
             getattr(config, name),
-            f"is for --update {' or '.join(updates)}, not {config.update}",
+            f"is for --update {' or '.join(updates)}, not {config.update}; leave it out",
         )
     _require(
         config.backup_workers < config.workers,
         "backup_workers",
         config.backup_workers,
-        f"leaves nobody of {config.workers} workers to wait for",
+        f"must be smaller than workers ({config.workers})",
     )
     _require(
         config.hybrid_workers <= config.workers,
         "hybrid_workers",
         config.hybrid_workers,
-        f"is more than there are workers ({config.workers})",
+        f"must not exceed workers ({config.workers})",
     )
     _require(
         0 < config.top_k_share <= 1,
         "top_k_share",
         config.top_k_share,
-        "must be above 0, at most 1",
+        "must lie in (0, 1]",
     )
     _require(
         config.gradient_compression == "top-k" or not _is_set(config, "top_k_share"),
         "top_k_share",
         config.top_k_share,
-        f"is for --gradient-compression top-k, not {config.gradient_compression}",
+        f"is for --gradient-compression top-k, not {config.gradient_compression}; leave it out",
     )
     _require(
         config.update in ("sync", "async", "ssp", "hybrid")
         or config.gradient_compression != "top-k",
         "gradient_compression",
         config.gradient_compression,
-        f"is for gradients; workers of {config.update} send weights: use fp16 or bf16",
+        f"is for gradients, but workers of --update {config.update} send weights; use fp16 or bf16",
     )
     _require(
         config.replay or not config.balance,
         "balance",
         config.balance,
-        "needs replay: a rollout is learnt from whole; leave it out",
+        "needs replay: a rollout is always used as a whole; leave it out",
     )
 
 
 def _check_population(config: Config) -> None:
-    """What cannot work for many agents at once."""
+    """Check the fields of a population."""
     _require(config.population > 0, "population", config.population, "must be positive")
     for name, allowed, why in _IN_POPULATIONS:
         value = getattr(config, name)
@@ -339,17 +357,15 @@ def _check_population(config: Config) -> None:
         config.pbt_interval == 0 or config.halving_interval == 0,
         "halving_interval",
         config.halving_interval,
-        f"does not go with pbt_interval {config.pbt_interval}: agents either take over from each "
-        "other or stop; set one of them to 0",
+        f"does not go with pbt_interval {config.pbt_interval}: agents either copy others "
+        "or stop; set one of the two to 0",
     )
-    _require(
-        0 < config.pbt_share <= 0.5, "pbt_share", config.pbt_share, "must lie above 0, at most 0.5"
-    )
+    _require(0 < config.pbt_share <= 0.5, "pbt_share", config.pbt_share, "must lie in (0, 0.5]")
     _require(config.pbt_factor > 1, "pbt_factor", config.pbt_factor, "must be above 1")
 
 
 def _check_actors(config: Config) -> None:
-    """What cannot work with actors and replay shards in processes of their own."""
+    """Check the fields of the actors engine."""
     for name, allowed, why in _WITH_ACTORS:
         value = getattr(config, name)
         _require(value in allowed, name, value, f"does not go with --engine actors: {why}")
@@ -357,37 +373,37 @@ def _check_actors(config: Config) -> None:
         config.servers <= config.workers,
         "servers",
         config.servers,
-        f"shards are more than there are actors to fill them (workers {config.workers})",
+        f"must not exceed workers {config.workers}: every replay shard needs an actor",
     )
 
 
 def _check_rollouts(config: Config) -> None:
-    """What cannot work without replay."""
+    """Check the fields of algorithms without replay."""
     _require(
         config.head in ("q", "actor-critic"),
         "head",
         config.head,
-        "does not go without replay: λ-returns are of expected values; use q or actor-critic",
+        "needs replay: λ-returns are computed from expected values; use q or actor-critic",
     )
     for name, allowed, why in _WITHOUT_REPLAY:
         value = getattr(config, name)
-        _require(value == allowed, name, value, f"does not go without replay: {why}")
+        _require(value == allowed, name, value, f"needs replay: {why}")
     samples, steps = config.gradient_steps * config.batch_size, config.train_freq
     _require(
         samples % steps == 0,
         "gradient_steps",
         config.gradient_steps,
-        f"× batch_size {config.batch_size} = {samples} is no multiple of train_freq {steps}, so "
-        f"not every step of a rollout counts alike; take gradient_steps × batch_size = {steps} "
-        "times the epochs",
+        f"× batch_size {config.batch_size} = {samples} must be a multiple of train_freq {steps}, "
+        "so that every step of a rollout is used equally often; set gradient_steps × batch_size to "
+        f"{steps} times the number of epochs",
     )
     if config.envs == 0:
-        return  # a number that suits is found when the run is planned
+        return  # the number of envs is chosen when the run is planned
     _require(
         steps % config.envs == 0 and steps >= 2 * config.envs,
         "train_freq",
         steps,
-        f"does not give each of {config.envs} envs two steps or more, all as many; make it a "
+        f"must give each of {config.envs} envs the same number of steps, at least two; make it a "
         f"multiple of {config.envs}, at least {2 * config.envs}",
     )
     rows = steps // config.envs
@@ -395,10 +411,10 @@ def _check_rollouts(config: Config) -> None:
         config.block_rows == 0 or rows % config.block_rows == 0,
         "block_rows",
         config.block_rows,
-        f"does not divide a rollout of {rows} rows; leave it 0",
+        f"must divide a rollout of {rows} rows; use 0 to choose automatically",
     )
-    # All envs step together, so the last step may be a few more. A worker of a parameter server
-    # begins with a whole rollout, too, however few of the steps are its share.
+    # All envs step together, so the last step may exceed ``steps`` a little. A worker of a
+    # parameter server also begins with a whole rollout, even if its share of the steps is smaller.
     taken = -(-config.steps // config.envs) * config.envs
     workers = config.workers if config.engine == "parameter-server" else 1
     starts = -(-config.learning_starts // workers)
@@ -418,11 +434,11 @@ def _require(ok: bool, name: str, value: object, why: str) -> None:
 
 
 _HOST_AND_PORT = re.compile(r"(?:\[[\w:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
-"""A name or IPv4 address, or an IPv6 address in brackets: without them its last part is a port."""
+"""Host name or IPv4 address, or an IPv6 address in brackets, which separate it from the port."""
 
 
 def check_address(address: str) -> None:
-    """ConfigError unless it is ``host:port`` or ``auto``; nobody is asked whether it answers."""
+    """Raise ConfigError unless ``address`` is ``host:port`` or ``auto``. Does not connect."""
     found = _HOST_AND_PORT.fullmatch(address)
     if address != "auto" and (found is None or not 1 <= int(found[1]) <= 65535):
         raise ConfigError(f"address '{address}' is no host:port, as in 10.0.0.1:6379")
