@@ -1,8 +1,8 @@
-"""The columns of a replay memory: how wide each is, and where its bytes live.
+"""The columns of a replay memory: their shapes, dtypes and storage.
 
-In: an environment's spec, rows × envs, a device and perhaps a folder.
-Out: one flat tensor per column, in RAM, on the device, or mapped from a file in that folder; the
-frames behind a few operations, because they may be compressed instead.
+In: an environment's spec, the number of rows and envs, a device and optionally a folder.
+Out: one flat tensor per column, in RAM, on the device, or mapped from a file in that folder. The
+frames are behind the ``FrameColumn`` protocol, because they may be compressed.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from qfleet.storage.rundir import RunLock
 
 
 class FrameColumn(Protocol):
-    """Slots + 1 frames, of which the last is always blank.
+    """A column of slots + 1 frames, of which the last is always blank.
 
-    Stacks point at the blank frame before an episode's start.
+    A frame stack uses the blank frame for the positions before an episode's start.
     """
 
     def write(self, row: int, frames: Tensor) -> None:
-        """Rows from ``row`` on become ``frames`` ``[rows, num_envs, *frame_shape]``."""
+        """Write ``frames`` ``[rows, num_envs, *frame_shape]`` into the rows from ``row`` on."""
         ...
 
     def index_select(self, slot: Tensor) -> Tensor:
-        """``[len(slot), *frame_shape]``, a copy."""
+        """Return a copy of the frames at these slots, ``[len(slot), *frame_shape]``."""
         ...
 
     def pieces(self, cuts: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
-        """Rows start … stop − 1 of each cut, as frames ``[rows, num_envs, *frame_shape]``.
+        """Return rows start … stop − 1 of each cut, as ``[rows, num_envs, *frame_shape]``.
 
-        To be read before the next write.
+        The pieces must be read before the next write.
         """
         ...
 
     def nbytes(self) -> int:
-        """What the frames take at this moment."""
+        """Return the bytes that the frames take at this moment."""
         ...
 
 
 class PlainFrames:
-    """A ``FrameColumn`` that is one tensor."""
+    """A ``FrameColumn`` of uncompressed frames in one tensor."""
 
     def __init__(self, frames: Tensor, rows: int, num_envs: int) -> None:
-        """``frames`` is ``[rows * num_envs + 1, *frame_shape]`` with undefined contents."""
+        """Use ``frames``, ``[rows * num_envs + 1, *frame_shape]`` with undefined contents."""
         self._frames = frames
         self._rows = frames[:-1].view(rows, num_envs, *frames.shape[1:])
         frames[-1].zero_()
@@ -72,7 +72,7 @@ class PlainFrames:
 
 
 class Columns(NamedTuple):
-    """One entry per slot, and the blank frame."""
+    """The columns of a ring: one entry per slot, and one blank frame at the end of ``frames``."""
 
     frames: FrameColumn
     action: Tensor
@@ -81,7 +81,7 @@ class Columns(NamedTuple):
 
 
 def column_layout(spec: EnvSpec, slots: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each column."""
+    """Return the shape and dtype of each column."""
     return {
         "frames": ((slots + 1, *spec.frame_shape), spec.torch_dtype),
         "action": ((slots,), torch.int64),
@@ -91,7 +91,10 @@ def column_layout(spec: EnvSpec, slots: int) -> Mapping[str, tuple[tuple[int, ..
 
 
 def column_bytes(spec: EnvSpec, slots: int, compression: Compression) -> int:
-    """Bytes of all columns together; of compressed frames, what they are assumed to take."""
+    """Return the bytes of all columns together.
+
+    The size of compressed frames is an estimate (``compression.ASSUMED_RATIO``).
+    """
     layout = column_layout(spec, slots)
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in layout.items()}
     if compression == "lz4":
@@ -111,7 +114,7 @@ def allocate(
     directory: Path | None,
     compression: Compression,
 ) -> Columns:
-    """Columns with undefined contents (what was never written is never read)."""
+    """Allocate columns with undefined contents: a slot is never read before it is written."""
     layout = dict(column_layout(spec, rows * num_envs))
     if compression == "lz4":
         del layout["frames"]
@@ -139,12 +142,15 @@ def allocate(
 
 
 def lock_directory(directory: Path) -> RunLock:
-    """Two rings in one folder would write over each other, or cut each other's files."""
+    """Create and lock the folder of a memory-mapped ring.
+
+    Two rings in one folder would overwrite or truncate each other's files.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MemoryRefusedError(
-            f"cannot make '{directory}': {error.strerror}; choose another --replay-dir"
+            f"cannot create folder '{directory}': {error.strerror}; choose another --replay-dir"
         ) from None
     lock = RunLock(directory)
     lock.__enter__()
@@ -157,8 +163,8 @@ def _map_file(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             os.ftruncate(file.fileno(), size * dtype.itemsize)
-            # A sparse file on a disk that fills up later kills the process with SIGBUS, beyond
-            # the reach of any handler; taking the blocks now turns that into an error.
+            # Writing to a sparse file on a disk that fills up later kills the process with SIGBUS,
+            # which no handler can catch; allocating the blocks now turns that into an error.
             if sys.platform == "linux":
                 os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
     except OSError as error:

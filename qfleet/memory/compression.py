@@ -1,8 +1,9 @@
-"""Frames of a replay ring, each compressed on its own with lz4, without loss.
+"""Compressed frames of a replay ring: each frame is compressed separately with lz4, without loss.
 
 In: rows of uint8 frames, and the slots that a batch is gathered from. Out: the same frames, bit for
-bit. ``benchmarks/compression.py`` measures the choice. On 84×84 frames of random Atari play and two
-cores of an ARM server it gave these ratios, and these times of a frame in multiples of copying it:
+bit. ``benchmarks/compression.py`` compares codecs. On 84×84 frames of random Atari play and two
+cores of an ARM server it measured these ratios, and these times per frame in multiples of the time
+of copying a frame:
 
     codec         Pong   Breakout   Seaquest   compress   decompress
     lz4             26         17          9        3–4      2.0–2.4
@@ -11,11 +12,12 @@ cores of an ARM server it gave these ratios, and these times of a frame in multi
     zlib 1          30         20         11      22–43        10–16
     lz4 of XOR      52         70         34        2–3      1.8–2.6, for every link of the chain
 
-lz4 is kept because reading is what counts (an update of 32 stacks reads 256 frames for the 4 that
-came since the last one) and it reads quickest by far: batches of 32 take 1.7–1.9 times as long as
-from plain frames. The XOR with the frame before would need all frames back to a plain one in order
-to read one. Threads do not help, though lz4 lets go of the GIL: with two of them a batch took
-1.1–1.3 times as long as with none, because a frame is over too soon.
+lz4 was chosen because reading speed decides (an update of 32 stacks reads 256 frames for the 4 that
+were written since the last one) and lz4 decompresses fastest by far: batches of 32 take 1.7–1.9
+times as long as from uncompressed frames. With the XOR with the previous frame, reading one frame
+would need all frames back to the last complete one. Threads do not help, although lz4 releases the
+GIL: with two of them a batch took 1.1–1.3 times as long as with none, because one frame is too
+little work for a thread.
 """
 
 from __future__ import annotations
@@ -34,22 +36,24 @@ from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 
 Compression: TypeAlias = Literal["none", "lz4"]
-"""How a ring keeps its frames."""
+"""The compression of a ring's frames."""
 
 ASSUMED_RATIO = 2
-"""What sizing counts on. Of all 104 games of ale-py the worst is UpNDown: 2.8 on average, 2.5 at
-its worst frame; half of them lie above 8. Noise does not compress at all, so this is no bound."""
+"""The compression ratio that ``sizing`` assumes. Of all 104 games of ale-py the worst is UpNDown:
+2.8 on average, 2.5 at its worst frame; half of the games lie above 8. Noise does not compress at
+all, so this ratio is not guaranteed."""
 
 ENTRY_BYTES = 56
-"""What a frame takes beside its compressed bytes: pointer, header of a bytes object, rounding. A
-ring that has turned over holds about 50 more per frame in gaps between them (300,000 frames)."""
+"""Overhead of a frame in addition to its compressed bytes: pointer, header of a bytes object,
+rounding. Once a ring of 300,000 frames has wrapped around, memory fragmentation adds about 50 bytes
+per frame."""
 
 
 def check_compressible(spec: EnvSpec, device: torch.device, directory: Path | None) -> None:
-    """Raise ConfigError where frames cannot be kept compressed."""
+    """Raise ConfigError if frames cannot be stored compressed."""
     if spec.obs_dtype != "uint8" or len(spec.frame_shape) < 2:
         raise ConfigError(
-            f"replay_compression 'lz4' is for images of uint8, but '{spec.env_id}' observes "
+            f"replay_compression 'lz4' needs uint8 images, but observations of '{spec.env_id}' are "
             f"{spec.obs_dtype} of shape {spec.frame_shape}; use replay_compression none"
         )
     if device.type != "cpu":
@@ -59,13 +63,13 @@ def check_compressible(spec: EnvSpec, device: torch.device, directory: Path | No
         )
     if directory is not None:
         raise ConfigError(
-            "replay_compression 'lz4' keeps frames in RAM and cannot go with replay_dir "
-            f"'{directory}', whose files have slots of one size; drop one of the two"
+            "replay_compression 'lz4' keeps frames in RAM and cannot be combined with replay_dir "
+            f"'{directory}', whose files have slots of a fixed size; drop one of the two"
         )
 
 
 def compressed_bytes(spec: EnvSpec, slots: int) -> int:
-    """What the frames are assumed to take; ``CompressedFrames.nbytes`` is what they do take."""
+    """Return the estimated bytes of the frames; ``CompressedFrames.nbytes`` returns the actual."""
     return (slots + 1) * (math.prod(spec.frame_shape) // ASSUMED_RATIO + ENTRY_BYTES)
 
 
@@ -76,7 +80,7 @@ class CompressedFrames:
         self._compress, self._decompress = load_codec()
         self._num_envs, self._frame_shape = num_envs, spec.frame_shape
         self._frame_bytes = math.prod(spec.frame_shape)
-        # An array, not a list: the garbage collector would walk a list of millions.
+        # An array, not a list: the garbage collector would traverse a list of millions of entries.
         self._blobs = np.full(rows * num_envs + 1, b"", dtype=object)
         self._blobs[-1] = self._compress(bytes(self._frame_bytes))
         self._blob_bytes = len(self._blobs[-1])
@@ -84,7 +88,8 @@ class CompressedFrames:
     def write(self, row: int, frames: Tensor) -> None:
         start, count = row * self._num_envs, frames.shape[0] * self._num_envs
         plain = frames.reshape(count, self._frame_bytes).to("cpu", torch.uint8).contiguous()
-        # Each frame with its own size in front: reading it then takes no keyword, a tenth quicker.
+        # Each frame is stored with its size in front: decompressing it then needs no keyword
+        # argument, which is a tenth faster.
         new = [self._compress(frame) for frame in plain.numpy()]
         slots = slice(start, start + count)
         self._blob_bytes += sum(map(len, new)) - sum(map(len, self._blobs[slots]))
@@ -104,7 +109,7 @@ class CompressedFrames:
         return self._decompressed(blobs).view(-1, self._num_envs, *self._frame_shape)
 
     def _decompressed(self, blobs: list[bytes]) -> Tensor:
-        """The frames, one after another in a tensor of their own."""
+        """Return the decompressed frames in a new tensor."""
         decompress, frame_bytes = self._decompress, self._frame_bytes
         flat = torch.empty(len(blobs) * frame_bytes, dtype=torch.uint8)
         into = flat.numpy().data
@@ -116,7 +121,7 @@ class CompressedFrames:
 
 
 class _Pieces(Sequence[Tensor]):
-    """Runs of rows, each decompressed when it is asked for: all of them need not fit in memory."""
+    """A lazy sequence of row ranges: each is decompressed on access, so not all need fit in RAM."""
 
     def __init__(
         self, read_rows: Callable[[int, int], Tensor], cuts: Sequence[tuple[int, int]]
@@ -137,8 +142,8 @@ class _Pieces(Sequence[Tensor]):
 
 
 def load_codec() -> tuple[Callable[[object], bytes], Callable[[bytes], bytes]]:
-    """Compressing and decompressing with lz4, each frame or block with its own size in front."""
-    # Imported when asked for: nobody else needs the package.
+    """Return lz4's compress and decompress; compressed data starts with its uncompressed size."""
+    # Imported here because the package is optional.
     try:
         block = importlib.import_module("lz4.block")
     except ImportError:

@@ -1,8 +1,8 @@
-"""Replay as a time-major ring of rows: blocks in, batches out.
+"""The replay buffer: a time-major ring of rows that takes blocks and returns batches.
 
-Row r holds what N envs did at one step; the observation that followed is the one in row r + 1, also
-after an episode's end, where a SKIP row holds the true final observation. From that one rule follow
-n-step returns, bootstrapping at truncations and frame stacks that share their frames.
+Row r holds one step of N envs; the next observation is the one in row r + 1, also at the end of an
+episode, where a SKIP row holds the true final observation. n-step returns, bootstrapping at
+truncations and frame stacks that share their frames all follow from this rule.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from qfleet.memory.samplers import Sampler, Window, ring_segments
 from qfleet.storage.segments import Segments
 
 SEGMENT_BYTES = 64 * 2**20
-"""Size of the pieces in which frames are checkpointed."""
+"""Size of the segments in which frames are checkpointed."""
 
 
 class Ring:
-    """The newest ``capacity // num_envs`` rows, sampled as n-step transitions."""
+    """A ring buffer of the newest ``capacity // num_envs`` rows, sampled as n-step transitions."""
 
     def __init__(
         self,
@@ -41,12 +41,15 @@ class Ring:
         compression: Compression = "none",
         capturable: bool = False,
     ) -> None:
-        """``capacity`` counts transitions over all envs; ``directory`` keeps them in files there.
+        """Create an empty ring.
 
-        ``capturable``: ``sample`` never asks the host, so whoever samples has asked ``can_sample``;
-        the sampler must be made so too.
+        ``capacity`` counts transitions over all envs. With ``directory`` the columns are
+        memory-mapped files in that folder.
 
-        The sampler's generator must live on ``device``.
+        ``capturable``: ``sample`` does not synchronise with the host, so the caller must check
+        ``can_sample`` first; the sampler must be capturable too.
+
+        The sampler's generator must be on ``device``.
         """
         self.rows, self.num_envs = capacity // num_envs, num_envs
         self._n_steps, self._stack, self._frame_shape = n_steps, spec.frame_stack, spec.frame_shape
@@ -74,7 +77,8 @@ class Ring:
         self.device = device
         self._unasked = capturable
         if capturable:
-            # Bursts are recorded while the ring is empty; what they read must do as indices.
+            # Bursts are recorded while the ring is empty; the values they read must be valid
+            # indices.
             for column in (self._action, self._reward, self._flags):
                 column.zero_()
         self._gather_columns = Compilable(self._columns_at, is_sized=True)
@@ -85,7 +89,7 @@ class Ring:
         self._total_rows = 0
         sampler.move(Window(0, 0), self._flag_rows)
         self._witness_row = -1
-        """A row known to hold a start that is not SKIP, counted like a Window's."""
+        """A row known to hold a start that is not SKIP, counted like the rows of a ``Window``."""
 
         powers = [gamma**k for k in range(n_steps + 1)]
         self._gamma_powers = torch.tensor(powers, dtype=torch.float32, device=device)
@@ -99,7 +103,7 @@ class Ring:
             device=device,
         )
         self._walk_powers = self._gamma_powers[1:n_steps].unsqueeze(1)
-        # Offsets in slots, of the rows that a return adds up and of the rows in a stack.
+        # Offsets in slots: of the rows that an n-step return sums over, and of the rows of a stack.
         self._walk_offsets = (torch.arange(n_steps, device=device) * num_envs).unsqueeze(1)
         self._stack_offsets = torch.arange(1 - spec.frame_stack, 1, device=device) * num_envs
 
@@ -109,7 +113,7 @@ class Ring:
     # --- in -----------------------------------------------------------------------------------
 
     def extend(self, block: Block) -> None:
-        """Append rows, over the oldest ones once the ring is full."""
+        """Append rows; once the ring is full they overwrite the oldest ones."""
         count = block.rows
         if count > self.rows:
             raise ValueError(f"a block of {count} rows is longer than the ring of {self.rows}")
@@ -124,7 +128,7 @@ class Ring:
         if head < count:
             self._write(0, block, head, count)
         if self._total_rows == 0:
-            # Nothing lies behind the first row, whatever its flags say.
+            # No row precedes the first one, whatever its flags say.
             self._flag_rows[0].bitwise_or_(FIRST)
         self._total_rows += count
         self._sampler.move(self._window(), self._flag_rows)
@@ -137,19 +141,19 @@ class Ring:
         self._flag_rows[into].copy_(block.flags[source])
 
     def end_open_episodes(self) -> None:
-        """Mark the newest row SKIP: its observation ends the episode, its action led nowhere.
+        """Mark the newest row SKIP: its observation ends the episode, its action has no result.
 
-        A row that is TERMINATED has all it needs: nothing after it counts.
+        A row that is TERMINATED is left as it is, because it needs no next observation.
 
-        The newest row is in no window yet, and samplers read flags when a row enters one, so they
-        take the new flag into account by themselves.
+        The newest row is in no window yet, and samplers read flags when a row enters a window, so
+        they see the new flag without further action.
         """
         if self._total_rows:
             newest = self._flag_rows[(self._total_rows - 1) % self.rows]
             newest.bitwise_or_(torch.where(newest & TERMINATED != 0, 0, SKIP).to(torch.uint8))
 
     def frame_bytes(self) -> int:
-        """What the frames take at this moment; compressed ones vary with what they show."""
+        """Return the current bytes of the frames; compressed frames vary with their contents."""
         return self._frames.nbytes()
 
     def close(self) -> None:
@@ -157,7 +161,10 @@ class Ring:
             self._lock.close()
 
     def _window(self) -> Window:
-        """The rows with n rows after them and, once rows were lost, a whole stack behind them."""
+        """Return the rows that have n rows after them and a whole stack before them.
+
+        The stack is required only once old rows have been overwritten.
+        """
         lost = self._total_rows - self.rows
         first = lost + self._stack - 1 if lost > 0 else 0
         return Window(first, max(self._total_rows - self._n_steps, 0))
@@ -165,17 +172,17 @@ class Ring:
     # --- out ----------------------------------------------------------------------------------
 
     def can_sample(self) -> bool:
-        """Whether any start is eligible."""
+        """Return whether any start is eligible."""
         window = self._window()
         if self._witness_row < window.first:
             self._witness_row = self._find_witness(window)
         return self._witness_row >= 0
 
     def _find_witness(self, window: Window) -> int:
-        """The newest row of the window with a start that is not SKIP, or −1.
+        """Return the newest row of the window with a start that is not SKIP, or −1.
 
-        The newest one stays in the window for about a whole turn of the ring, so that this scan
-        and its host synchronisation are rare.
+        The newest such row stays in the window until the ring has almost wrapped around, so this
+        scan and its host synchronisation are rare.
         """
         stop = window.stop
         for start, end in reversed(list(ring_segments(*window, self.rows))):
@@ -187,27 +194,27 @@ class Ring:
 
     def sample(self, count: int, beta: float | Tensor) -> Batch:
         if not self._unasked and not self.can_sample():
-            raise ValueError(f"nothing to sample among {len(self)} transitions; ask can_sample()")
+            raise ValueError(f"nothing to sample among {len(self)} transitions; check can_sample()")
         index, weight = self._sampler.draw(count, beta)
         return self._gather(index, weight)
 
     def gather(self, row: Tensor, env: Tensor) -> Batch:
-        """The transitions that start in these ring rows and envs, all of weight 1.
+        """Return the transitions that start in these ring rows and envs, all with weight 1.
 
-        They must be eligible; nothing here checks it.
+        The starts must be eligible; this method does not check it.
         """
         index = row * self.num_envs + env
         return self._gather(index, torch.ones_like(index, dtype=torch.float32))
 
     def starts(self) -> int:
-        """How many transitions can be sampled; a scan of the flags."""
+        """Return the number of transitions that can be sampled, by a scan of the flags."""
         segments = ring_segments(*self._window(), self.rows)
         return sum(int((self._flag_rows[a:b] & SKIP == 0).sum()) for a, b in segments)
 
     def newest_starts(self, rows: int) -> Tensor:
-        """Flat indices of the newest ``rows`` rows that can be sampled, ``[rows, N]``, or of fewer.
+        """Return flat indices ``[rows, N]`` of the newest ``rows`` rows that can be sampled.
 
-        Starts that are SKIP are among them.
+        There are fewer rows if the ring holds fewer. Starts that are SKIP are included.
         """
         first, stop = self._window()
         row = torch.arange(max(first, stop - rows), stop, device=self.device) % self.rows
@@ -228,31 +235,31 @@ class Ring:
         return self._observe(index), action, reward, discount, self._observe(next_index)
 
     def generators(self) -> list[torch.Generator]:
-        """What samples are drawn from."""
+        """Return the random generators that samples are drawn from."""
         return self._sampler.generators()
 
     def compilables(self) -> list[Compilable]:
-        """What torch.compile may be switched on for."""
+        """Return the functions that may be compiled with torch.compile."""
         return [self._gather_columns, *self._sampler.compilables()]
 
     def _walk_one(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``_walk`` for n = 1, which meets no SKIP on its way."""
+        """``_walk`` for n = 1, where no row between start and bootstrap row can be SKIP."""
         reward = self._reward.index_select(0, index)
         flags = self._flags.index_select(0, index)
         discount = self._discount_by_flags.index_select(0, flags.int())
         return reward, discount, (index + self.num_envs).remainder_(self._slots)
 
     def _walk(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Discounted reward, bootstrap discount and index of the row to bootstrap from."""
+        """Return the n-step reward, the bootstrap discount and the index of the bootstrap row."""
         at = (index + self._walk_offsets).remainder_(self._slots)
         flags = self._flags.index_select(0, at.view(-1)).view(at.shape)
         reward = self._reward.index_select(0, at.view(-1)).view(at.shape)
         terminated = flags.bitwise_and(self._terminated).bool()
-        # Row k > 0 is no part of the return from where a row before it terminated, or it is SKIP.
+        # Row k > 0 is not part of the return if a row before it terminated, or if it is SKIP.
         stops = flags[1:].bitwise_and(self._skip).bool().logical_or_(terminated[:-1])
         walked = stops.logical_not_().cumprod(0)
-        # The rewards of rows left out may be NaN: choose, do not multiply. And add in a fixed
-        # order, so that a sample's return does not depend on the batch it is drawn in.
+        # The rewards of excluded rows may be NaN, so they are masked, not multiplied by 0. The sum
+        # has a fixed order, so that a sample's return does not depend on the rest of its batch.
         discounted = (reward[1:] * self._walk_powers).masked_fill_(walked == 0, 0.0)
         total = reward[0] + discounted[0]
         for k in range(1, self._n_steps - 1):
@@ -263,13 +270,13 @@ class Ring:
         return total, discount, (index + steps * self.num_envs).remainder_(self._slots)
 
     def _observe(self, index: Tensor) -> Tensor:
-        """Observations at these slots, stacked from frames where the env stacks them."""
+        """Return the observations at these slots, stacked from frames if the env stacks them."""
         if self._stack == 1:
             return self._frames.index_select(index)
         at = (index.unsqueeze(1) + self._stack_offsets).remainder_(self._slots)
         later = at[:, 1:].reshape(-1)
         opens = (self._flags.index_select(0, later) & FIRST).view(-1, self._stack - 1)
-        # A frame is from before the episode if any later row of the stack opens one.
+        # A frame is from before the episode if any later row of the stack starts an episode.
         before = opens.flip(1).cumsum(1).flip(1) != 0
         at[:, :-1].masked_fill_(before, self._slots)
         frames = self._frames.index_select(at.view(-1))
@@ -278,7 +285,7 @@ class Ring:
     # --- checkpoints --------------------------------------------------------------------------
 
     def _shape(self) -> dict[str, int]:
-        """What two rings must share for one to take over the other's rows."""
+        """Return the properties that must be equal for a ring to load another ring's rows."""
         return {
             "rows": self.rows,
             "num_envs": self.num_envs,
@@ -287,7 +294,10 @@ class Ring:
         }
 
     def state_dict(self) -> StateDict:
-        """The filled rows and the sampler. Tensors are views: write them out before extending."""
+        """Return the filled rows and the sampler's state.
+
+        Tensors are views of the ring: write them out before the next ``extend``.
+        """
         filled = len(self)
         return {
             "shape": self._shape(),
@@ -300,7 +310,7 @@ class Ring:
         }
 
     def _frame_segments(self) -> Segments:
-        """The filled frames in pieces; a piece's version is the newest row written into it.
+        """Return the filled frames as segments; the version of a segment is its newest row.
 
         A million Atari frames are 7 GB, of which a checkpoint interval rewrites a small part.
         """
@@ -308,20 +318,20 @@ class Ring:
         filled = min(self._total_rows, self.rows)
         cuts = [(start, min(start + rows, filled)) for start in range(0, filled, rows)]
         return Segments(
-            # Compressed frames must not all be unpacked at once: theirs is a lazy sequence.
+            # A lazy sequence for compressed frames, so that they are not all decompressed at once.
             tensors=self._frames.pieces(cuts),
             versions=[self._newest_row_in(start, stop) for start, stop in cuts],
         )
 
     def _newest_row_in(self, start: int, stop: int) -> int:
-        """The newest row, counted from the first ever written, in ring rows start … stop − 1."""
+        """Return the newest row in ring rows start … stop − 1, counted from the first written."""
         newest = self._total_rows - 1
         if start <= newest % self.rows < stop:
             return newest
         return newest - (newest - (stop - 1)) % self.rows
 
     def write_frames(self, row: int, frames: Tensor) -> None:
-        """Put a stored piece of frames back, for whoever cannot bring all of them at once."""
+        """Write a stored piece of frames back, for callers that restore frames piece by piece."""
         self._frames.write(row, frames)
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -329,7 +339,7 @@ class Ring:
         differing = [name for name in ours if ours[name] != theirs.get(name)]
         if differing:
             told = ", ".join(f"{name} {theirs.get(name)} (now {ours[name]})" for name in differing)
-            raise CheckpointError(f"the stored replay memory has {told}; resume with the same")
+            raise CheckpointError(f"the stored replay memory has {told}; resume with equal values")
         self._total_rows = state["total_rows"]
         filled = len(self)
         start = 0
@@ -345,6 +355,6 @@ class Ring:
 
 
 def check_shape(name: str, column: Tensor, expected: tuple[int, ...]) -> None:
-    """Copies broadcast silently; a block of the wrong width must not."""
+    """Raise ValueError if a block's column has another shape: ``copy_`` would broadcast it."""
     if column.shape != expected:
         raise ValueError(f"block.{name} has shape {tuple(column.shape)}, not {expected}")

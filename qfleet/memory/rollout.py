@@ -1,12 +1,12 @@
-"""The newest rollout, for learning without replay: blocks in, batches with finished returns out.
+"""The newest rollout, for algorithms without replay: takes blocks, returns batches with λ-returns.
 
-Rows and flags mean what they mean in a ring: the observation that followed row r is the one in row
-r + 1. The newest row has none yet, so it waits for the next rollout, and the starts of this one are
-the ``rows`` rows before it. Every start is drawn once per epoch, in a new order each time; those
-that are SKIP, or were never filled, come with weight 0, so that shapes never change.
+Rows and flags mean the same as in a ring: the next observation of row r is the one in row r + 1.
+The newest row has none yet, so it becomes a start in the next rollout, and the starts of this one
+are the ``rows`` rows before it. Every start is drawn once per epoch, in a new order each time;
+starts that are SKIP, or were never filled, have weight 0, so that shapes never change.
 
-The rows lie in time's order at fixed places, oldest first, and nothing in ``sample`` asks the host:
-drawing a whole rollout can be recorded and replayed.
+The rows are stored oldest first at fixed addresses, and ``sample`` never synchronises with the
+host: drawing a whole rollout can be recorded and replayed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from qfleet.core.types import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, St
 from qfleet.memory.ring import check_shape
 
 VALUED_BYTES = 64 * 2**20
-"""Observations, as float32, that a network on the host is asked to value at once; a convolution's
-outputs take about as much again. An accelerator is asked for all of them: it has the memory."""
+"""Bytes of observations, as float32, in one forward pass of the value network on the CPU; the
+outputs of a convolution take about as much again. An accelerator evaluates all of them in one pass,
+because it has the memory."""
 
 
 class Rollout:
@@ -45,26 +46,29 @@ class Rollout:
         batch_size: int,
         epochs: int,
     ) -> None:
-        """``values`` gives the best Q-value of each observation, by the weights of the moment.
+        """Create an empty rollout.
 
-        ``seeds``: one per agent. Agents own as many envs
-        each, side by side; every ``agents * batch_size`` samples are then ``batch_size`` of each
-        agent, in turn, in an order that its own seed decides.
+        ``values`` returns the value of each observation (the largest Q-value, or the critic's)
+        with the current weights.
+
+        ``seeds``: one per agent. Each agent owns the same number of adjacent envs. Every
+        ``agents * batch_size`` consecutive samples are agent-major, ``batch_size`` of each agent;
+        an agent's order depends on its own seed only.
         """
         agents = len(seeds)
         if num_envs % agents:
-            raise ValueError(f"{num_envs} envs are no even share for {agents} agents")
+            raise ValueError(f"{num_envs} envs cannot be divided evenly among {agents} agents")
         if epochs * rows * num_envs % (agents * batch_size):
             raise ValueError(
-                f"{epochs} × {rows} × {num_envs} samples are no batches of {batch_size}"
+                f"{epochs} × {rows} × {num_envs} samples do not divide into batches of {batch_size}"
             )
         self.rows, self.num_envs, self.device = rows, num_envs, device
         self.gamma = torch.full((num_envs,), gamma, device=device)
-        """Of each env; as td_lambda, it may be changed in place."""
+        """Discount of each env; like td_lambda, it may be changed in place."""
         self.td_lambda = torch.full((num_envs,), td_lambda, device=device)
         self._agents, self._batch_size, self._epochs = agents, batch_size, epochs
         self._stack, self._frame_shape = spec.frame_stack, spec.frame_shape
-        # The starts, the newest row, and what the oldest start's stack reaches back to.
+        # The starts, the newest row, and the earlier rows that the oldest start's stack needs.
         held = spec.frame_stack - 1 + rows + 1
         self._slots = held * num_envs
         frames = (self._slots + 1, *spec.frame_shape)  # the last one stays blank
@@ -75,12 +79,12 @@ class Rollout:
         self._reward = torch.zeros(per_row, device=device)
         self._flags = torch.full(per_row, SKIP, dtype=torch.uint8, device=device)
         self._written = 0
-        """Rows ever appended."""
+        """Number of rows ever appended."""
         self._drawn = 0
-        """Samples of this rollout that were drawn already; 0 once it is used up."""
+        """Number of samples of this rollout drawn so far; 0 again after the last one."""
         self._returns = torch.zeros(rows * num_envs, device=device)
         self._order = torch.zeros(epochs * rows * num_envs, dtype=torch.int64, device=device)
-        """Starts, counted from the oldest, as they will be drawn."""
+        """Starts in the order in which they will be drawn, counted from the oldest."""
         self._shuffles = first_counters(torch.tensor(seeds, device=device)).unsqueeze(1)
         self._own_starts = torch.arange(rows * num_envs // agents, device=device)
         self._first_start = (spec.frame_stack - 1) * num_envs
@@ -91,21 +95,23 @@ class Rollout:
         obs_bytes = 4 * math.prod(spec.obs_shape) * max(1, spec.num_obs_values)
         on_host = max(1, VALUED_BYTES // (obs_bytes * num_envs))
         self._valued_at_once = on_host if device.type == "cpu" else rows
-        """Rows."""
+        """Rows per forward pass of the value network."""
 
     def __len__(self) -> int:
-        """Transitions whose next observation is known."""
+        """Return the number of transitions whose next observation is known."""
         return max(0, min(self._written - 1, self.rows)) * self.num_envs
 
     # --- in -----------------------------------------------------------------------------------
 
     def extend(self, block: Block) -> None:
-        """Append rows; as many of the oldest make room."""
+        """Append rows and drop equally many of the oldest."""
         count = block.rows
         if count > self.rows:
             raise ValueError(f"a block of {count} rows is longer than a rollout of {self.rows}")
         if self._drawn:
-            raise ValueError(f"{self._drawn} of {len(self._order)} samples drawn: finish a rollout")
+            raise ValueError(
+                f"{self._drawn} of {len(self._order)} samples drawn; draw all before extending"
+            )
         per_row = (count, self.num_envs)
         check_shape("obs", block.obs, (*per_row, *self._frame_shape))
         check_shape("action", block.action, per_row)
@@ -116,31 +122,31 @@ class Rollout:
         _append(self._reward, block.reward)
         _append(self._flags, block.flags)
         if self._written == 0:
-            # Nothing lies behind the first row, whatever its flags say.
+            # No row precedes the first one, whatever its flags say.
             self._flags[-count].bitwise_or_(FIRST)
         self._written += count
 
     def end_open_episodes(self) -> None:
-        """Mark the newest row SKIP: its observation ends the episode, its action led nowhere.
+        """Mark the newest row SKIP: its observation ends the episode, its action has no result.
 
-        A row that is TERMINATED has all it needs: nothing after it counts.
+        A row that is TERMINATED is left as it is, because it needs no next observation.
         """
         newest = self._flags[-1]
         newest.bitwise_or_(torch.where(newest & TERMINATED != 0, 0, SKIP).to(torch.uint8))
 
     def close(self) -> None:
-        """Nothing is held but memory."""
+        """Do nothing: a rollout holds no files or processes."""
 
     # --- out ----------------------------------------------------------------------------------
 
     def can_sample(self) -> bool:
-        """Whether there is a transition; that one is usable is not asked of the device."""
+        """Return whether there is a transition. It may be SKIP: a check would synchronise."""
         return len(self) > 0
 
     def sample(self, count: int, beta: float | Tensor) -> Batch:
-        """The next ``count`` samples of this rollout. Nobody needs ``beta``: all count alike.
+        """Return the next ``count`` samples of this rollout. ``beta`` has no effect.
 
-        Returns and order are those of the moment when its first sample is drawn.
+        The λ-returns and the order are computed when the first sample of a rollout is drawn.
         """
         del beta
         total = len(self._order)
@@ -155,24 +161,25 @@ class Rollout:
         return Batch(obs, action, target, torch.zeros_like(target), obs, weight, index)
 
     def update_priorities(self, index: Tensor, priority: Tensor) -> None:
-        """Every start is drawn as often as every other, whatever its error."""
+        """Do nothing: every start is drawn equally often, whatever its error."""
 
     def generators(self) -> list[torch.Generator]:
-        """None: the order is drawn from counters, which are tensors."""
+        """Return an empty list: the order is drawn from counters, which are tensors."""
         return []
 
     def compilables(self) -> list[Compilable]:
-        """What torch.compile may be switched on for."""
+        """Return the functions that may be compiled with torch.compile."""
         return [self._values, self._add_up, self._gather_columns]
 
     def _shuffle(self) -> Tensor:
-        """A permutation of each agent's starts for every epoch, dealt into minibatches.
+        """Return a permutation of each agent's starts for every epoch, split into minibatches.
 
-        By sorting, because graphs cannot record torch.randperm.
+        The permutation sorts random numbers, because graphs cannot record torch.randperm.
         """
         own = self.num_envs // self._agents
         self._shuffles.copy_(next_counters(self._shuffles))
-        # A counter for each start of each agent, from the agent's: mixed, so that they lie apart.
+        # One counter per start and agent, derived from the agent's counter and mixed, so that the
+        # counters are far apart.
         counters = first_counters(self._shuffles + self._own_starts)
         keys = torch.stack([draw_bits(counters, epoch) for epoch in range(self._epochs)])
         of_agent = keys.argsort(dim=2, stable=True)
@@ -182,7 +189,7 @@ class Rollout:
         return batches.transpose(0, 1).reshape(-1)
 
     def _find_returns(self) -> Tensor:
-        """λ-returns of all starts, ``[rows * num_envs]``."""
+        """Return the λ-returns of all starts, ``[rows * num_envs]``."""
         first = self._first_start + self.num_envs
         following = torch.arange(first, self._slots, device=self.device).view(self.rows, -1)
         values = [self._values_at(slots) for slots in torch.split(following, self._valued_at_once)]
@@ -190,21 +197,21 @@ class Rollout:
         return returns
 
     def _values_at(self, slots: Tensor) -> Tensor:
-        """Best values at whole rows of slots; a population's are asked for agent by agent."""
+        """Return the values of whole rows of slots; a population is evaluated agent-major."""
         own = (len(slots), self._agents, -1)
         by_agent = slots.view(own).transpose(0, 1).reshape(-1)
         values: Tensor = self._values(self._observe(by_agent))
         return values.view(self._agents, len(slots), -1).transpose(0, 1).reshape(slots.shape)
 
     def _returns_of(self, ahead: Tensor) -> Tensor:
-        """G_t = r_t + γ ((1 − λ) v(t+1) + λ G_{t+1}) from the values that lie ahead of each start.
+        """Return G_t = r_t + γ ((1 − λ) v(t+1) + λ G_{t+1}), where ``ahead`` is v(t+1).
 
-        λ counts as 0 where row t + 1 is no start: it is SKIP, or the newest.
+        λ counts as 0 where row t + 1 is not a start: it is SKIP, or the newest row.
         """
         starts = slice(self._stack - 1, self._stack - 1 + self.rows)
         flags, skipped = self._flags[starts], (self._flags[self._stack :] & SKIP) != 0
         skipped[-1] = True
-        # The rewards of SKIP rows may be NaN: choose, do not multiply.
+        # The rewards of SKIP rows may be NaN, so they are masked, not multiplied by 0.
         reward = torch.where((flags & SKIP) != 0, 0.0, self._reward[starts])
         discount = torch.where((flags & TERMINATED) != 0, 0.0, self.gamma)
         trust = torch.where(skipped, 0.0, self.td_lambda)
@@ -228,13 +235,13 @@ class Rollout:
         )
 
     def _observe(self, slot: Tensor) -> Tensor:
-        """Observations at these slots, stacked from frames where the env stacks them."""
+        """Return the observations at these slots, stacked from frames if the env stacks them."""
         if self._stack == 1:
             return self._frames.index_select(0, slot)
         at = slot.unsqueeze(1) + self._stack_offsets
         later = at[:, 1:].reshape(-1)
         opens = (self._flags.view(-1).index_select(0, later) & FIRST).view(-1, self._stack - 1)
-        # A frame is from before the episode if any later row of the stack opens one.
+        # A frame is from before the episode if any later row of the stack starts an episode.
         before = opens.flip(1).cumsum(1).flip(1) != 0
         at[:, :-1].masked_fill_(before, self._slots)
         frames = self._frames.index_select(0, at.view(-1))
@@ -243,7 +250,7 @@ class Rollout:
     # --- checkpoints --------------------------------------------------------------------------
 
     def _shape(self) -> dict[str, int]:
-        """What two rollouts must share for one to take over the other's rows."""
+        """Return the properties that must be equal for a rollout to load another's rows."""
         return {
             "rows": self.rows,
             "num_envs": self.num_envs,
@@ -253,7 +260,7 @@ class Rollout:
         }
 
     def state_dict(self) -> StateDict:
-        """Everything. Tensors are the rollout's own: write them out before extending."""
+        """Return the full state. Tensors are not copied: write them out before extending."""
         return {
             "shape": self._shape(),
             "written": self._written,
@@ -272,7 +279,7 @@ class Rollout:
         differing = [name for name in ours if ours[name] != theirs.get(name)]
         if differing:
             told = ", ".join(f"{name} {theirs.get(name)} (now {ours[name]})" for name in differing)
-            raise CheckpointError(f"the stored rollout has {told}; resume with the same")
+            raise CheckpointError(f"the stored rollout has {told}; resume with equal values")
         self._written, self._drawn = state["written"], state["drawn"]
         self._frame_rows.copy_(state["frames"])
         for name in ("action", "reward", "flags", "returns", "order", "shuffles"):
@@ -280,12 +287,12 @@ class Rollout:
 
     @staticmethod
     def select(state: StateDict, agents: list[int], own: int) -> StateDict:
-        """The state of these agents alone, of which each owns ``own`` envs.
+        """Return the part of a state that belongs to these agents, each with ``own`` envs.
 
-        For one between two rollouts: what is left of returns and order means nothing then.
+        The state must have been saved between two rollouts, where returns and order are unused.
         """
         if state["drawn"]:
-            raise ValueError(f"{state['drawn']} samples drawn: finish a rollout")
+            raise ValueError(f"{state['drawn']} samples drawn; draw all of the rollout before")
         shape = {**state["shape"], "agents": len(agents), "num_envs": len(agents) * own}
         columns = [env for agent in agents for env in range(agent * own, (agent + 1) * own)]
         starts = shape["rows"] * shape["num_envs"]
@@ -301,7 +308,7 @@ class Rollout:
 
 
 def _append(column: Tensor, rows: Tensor) -> None:
-    """Move the column's rows up by as many as come, over the oldest, and put those at its end."""
+    """Shift the column by ``len(rows)``, which drops the oldest, and write ``rows`` at its end."""
     count = rows.shape[0]
     column[:-count].copy_(column[count:].clone())  # source and target overlap
     column[-count:].copy_(rows)

@@ -1,11 +1,11 @@
-"""Which transitions to learn from: uniform and prioritised draws over a ring's eligible starts.
+"""Samplers: uniform and prioritised sampling of a ring's eligible starts.
 
-In: the window of rows whose starts are old enough (and not too old) to sample, the flags that rule
-some of them out, and, when prioritised, the last error of each sample.
+In: the window of rows whose starts can be sampled, the flags that exclude some of them, and, for
+prioritised sampling, the last error of each sample.
 Out: flat indices (row × envs + env) and importance weights.
 
-A ``capturable`` sampler draws without asking the host for a value, so that its draws can be
-recorded into a graph; what depends on the window is then kept in tensors.
+A ``capturable`` sampler draws without host synchronisation, so that its draws can be recorded into
+a graph; the values that depend on the window are then kept in tensors.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from qfleet.core.types import SKIP, StateDict
 
 
 class Window(NamedTuple):
-    """Rows ``first`` … ``stop`` − 1, counted from the first row ever written.
+    """A range of rows ``first`` … ``stop`` − 1, counted from the first row ever written.
 
-    Neither end ever moves back. Row r lies in ring row r modulo the ring's length.
+    Neither end ever decreases. Row r is stored in ring row r modulo the ring's length.
     """
 
     first: int
@@ -32,7 +32,7 @@ class Window(NamedTuple):
 
 
 def ring_segments(first: int, stop: int, rows: int) -> Iterator[tuple[int, int]]:
-    """The at most two contiguous stretches of a ring that hold rows ``first`` … ``stop`` − 1."""
+    """Yield the one or two contiguous ranges of a ring that hold rows ``first`` … ``stop`` − 1."""
     if first >= stop:
         return
     start, count = first % rows, stop - first
@@ -42,32 +42,32 @@ def ring_segments(first: int, stop: int, rows: int) -> Iterator[tuple[int, int]]
 
 
 class Sampler(Protocol):
-    """Draws starts from a window of rows."""
+    """The interface of samplers: they draw starts from a window of rows."""
 
     def move(self, window: Window, flags: Tensor, /) -> None:
-        """Starts now lie in ``window``; ``flags`` (uint8 ``[rows, N]``) is the ring's own column.
+        """Set the window of starts; ``flags`` (uint8 ``[rows, N]``) is the ring's own column.
 
-        Flags are read when a row is drawn from or enters the window, not before.
+        The flags of a row are read when it enters the window or is drawn, not before.
         """
         ...
 
     def draw(self, count: int, beta: float | Tensor, /) -> tuple[Tensor, Tensor]:
-        """``count`` flat indices and their importance weights of exponent ``beta``.
+        """Return ``count`` flat indices and their importance weights with exponent ``beta``.
 
         The window must hold at least one start that is not SKIP.
         """
         ...
 
     def update(self, index: Tensor, priority: Tensor, /) -> None:
-        """Tell the errors that the samples at ``index`` turned out to have."""
+        """Set the priorities of the samples at ``index`` to their new errors."""
         ...
 
     def generators(self) -> list[torch.Generator]:
-        """What draws come from."""
+        """Return the random generators that are drawn from."""
         ...
 
     def compilables(self) -> list[Compilable]:
-        """What torch.compile may be switched on for."""
+        """Return the functions that may be compiled with torch.compile."""
         ...
 
     def state_dict(self) -> StateDict: ...
@@ -76,16 +76,20 @@ class Sampler(Protocol):
 
 
 CANDIDATES = 16
-"""Draws per sample that a capturable sampler makes at once, to take the first that is no SKIP."""
+"""Candidates that a capturable sampler draws per sample; it takes the first that is not SKIP."""
 LEAST_CANDIDATES = 4096
-"""Of all samples together: so many are never all SKIP while anything can be sampled at all."""
+"""Minimum number of candidates of all samples together: enough that in practice they are never all
+SKIP if any start can be sampled."""
 
 
 class UniformSampler:
-    """Every eligible start is equally likely: draw from the window, redraw what is SKIP."""
+    """A sampler that draws every eligible start with equal probability.
+
+    It draws from the window and redraws starts that are SKIP.
+    """
 
     def __init__(self, generator: torch.Generator, capturable: bool = False) -> None:
-        """``generator`` must live on the device of the ring."""
+        """Create a sampler; ``generator`` must be on the device of the ring."""
         self._generator, self._unasked = generator, capturable
         # As a tensor: wrapping a Python number costs more than the operation on it.
         self._skip = torch.tensor(SKIP, dtype=torch.uint8, device=generator.device)
@@ -109,7 +113,7 @@ class UniformSampler:
             index = self._draw_from_window(count)
             flags = self._flags.view(-1)
             while (refused := flags.index_select(0, index).bitwise_and_(self._skip)).any():
-                # Drawing a whole batch for the few that need it beats picking those out.
+                # Redrawing a whole batch is faster than selecting the few samples that need it.
                 index = torch.where(refused.bool(), self._draw_from_window(count), index)
         return index, torch.ones(count, dtype=torch.float32, device=index.device)
 
@@ -125,7 +129,7 @@ class UniformSampler:
         return index.add_(first % rows * num_envs).remainder_(rows * num_envs)
 
     def _draw_unasked(self, count: int) -> Tensor:
-        # 53 bits, so that every slot of the largest ring is as likely as the next.
+        # float64 has 53 bits, so that all slots of the largest ring are equally likely.
         uniform = torch.rand(
             (max(CANDIDATES, -(-LEAST_CANDIDATES // count)), count),
             generator=self._generator,
@@ -136,10 +140,11 @@ class UniformSampler:
         return index
 
     def _first_usable(self, uniform: Tensor) -> Tensor:
-        """The first candidate of each sample that is no SKIP.
+        """Return the first candidate of each sample that is not SKIP.
 
-        Where all of a sample's are (for one row in two SKIP, once in 65,536), it takes a usable one
-        of the others', each of them in turn: still uniform, only perhaps drawn twice.
+        If all candidates of a sample are SKIP (if every second row is SKIP, this happens once in
+        65,536), the sample takes a usable candidate of the other samples, each of them in turn: the
+        draw is still uniform, but the same start may be drawn twice.
         """
         slots = self._flags.numel()
         index = (uniform * self._size).long() + self._start
@@ -152,7 +157,7 @@ class UniformSampler:
         return torch.where(usable.any(0), chosen, index.view(-1).gather(0, spare))
 
     def update(self, _index: Tensor, _priority: Tensor, /) -> None:
-        """Errors do not matter here."""
+        """Do nothing: uniform sampling has no priorities."""
 
     def generators(self) -> list[torch.Generator]:
         return [self._generator]
@@ -169,7 +174,7 @@ class UniformSampler:
 
 BLOCK = 256
 """Leaves per block. A draw costs slots/BLOCK + count × BLOCK additions; for a million slots and
-batches of some dozens the sum is smallest near here."""
+batches of a few dozen samples the sum is smallest near this value."""
 
 
 def num_blocks(slots: int) -> int:
@@ -177,16 +182,17 @@ def num_blocks(slots: int) -> int:
 
 
 def prioritized_bytes(slots: int) -> int:
-    """Bytes of the leaves, block sums and block minima of a PrioritizedSampler."""
+    """Return the bytes of a PrioritizedSampler's leaves, block sums and block minima."""
     return num_blocks(slots) * (BLOCK * 4 + 8 + 4)
 
 
 class PrioritizedSampler:
-    """P(i) = leaf(i) / Σ leaf with leaf = (|error| + ε)^α (Schaul et al., arXiv 1511.05952).
+    """A sampler with prioritised experience replay (Schaul et al., arXiv 1511.05952).
 
-    Leaves lie in blocks, with the sum and the smallest positive leaf of every block beside them.
-    Both are recomputed from the leaves of a touched block, never adjusted, so they cannot drift. A
-    slot that is no eligible start has leaf 0.
+    P(i) = leaf(i) / Σ leaf with leaf = (|error| + ε)^α. Leaves are stored in blocks, together with
+    the sum and the smallest positive leaf of every block. Both are recomputed from all leaves of a
+    changed block, never adjusted incrementally, so rounding errors do not accumulate. A slot that
+    is not an eligible start has leaf 0.
     """
 
     def __init__(
@@ -199,7 +205,7 @@ class PrioritizedSampler:
         generator: torch.Generator,
         capturable: bool = False,
     ) -> None:
-        """``generator`` must live on ``device``."""
+        """Create a sampler; ``generator`` must be on ``device``."""
         self._unasked = capturable
         self._find = Compilable(self._find_leaves, is_sized=True)
         self._reweigh = Compilable(self._set_leaves)
@@ -210,35 +216,37 @@ class PrioritizedSampler:
         self.leaves = torch.zeros(blocks * BLOCK, dtype=torch.float32, device=device)
         self.block_sums = torch.zeros(blocks, dtype=torch.float64, device=device)
         self.block_minima = torch.full((blocks,), torch.inf, device=device, dtype=torch.float32)
-        """Smallest positive leaf; infinity where there is none."""
+        """Smallest positive leaf of each block; infinity if there is none."""
         self._max_leaf = torch.ones((), dtype=torch.float32, device=device)
         self._window = Window(0, 0)
         self._settled = Window(0, 0)
         self._flags = torch.empty((1, 1), dtype=torch.uint8)
 
     def move(self, window: Window, flags: Tensor, /) -> None:
-        # Leaves follow in _settle: the largest leaf changes only in update(), which settles first,
-        # so a late entry gets the same priority as a prompt one, and many cost little more.
+        # _settle updates the leaves later: the largest leaf changes only in update(), which settles
+        # first, so a row gets the same priority as if it were entered now, and entering many rows
+        # at once costs little more than entering one.
         self._window, self._flags = window, flags
         if self._unasked:
             self._settle()
 
     def draw(self, count: int, beta: float | Tensor, /) -> tuple[Tensor, Tensor]:
-        """One draw from each of ``count`` equal slices of the total mass, in random order.
+        """Draw one start from each of ``count`` equal slices of the total mass, in random order.
 
-        The order matters: a burst drawn at once is cut into batches, and slices in rising order
-        would fill each batch from one stretch of the memory.
+        The order matters: a burst drawn at once is split into batches, and with slices in
+        ascending order each batch would come from one region of the memory.
         """
         self._settle()
         drawn: tuple[Tensor, Tensor] = self._find(self._stratified_mass(count), beta)
         return drawn
 
     def _find_leaves(self, fraction: Tensor, beta: float | Tensor) -> tuple[Tensor, Tensor]:
-        """Index and importance weight of the leaf at each fraction of the total mass."""
+        """Return index and importance weight of the leaf at each fraction of the total mass."""
         index = self._search(fraction)
         leaf = self.leaves.index_select(0, index)
-        # Cumulative sums on parallel devices need not rise monotonically in the last bit, which
-        # could let a draw land on a leaf of 0 at a slice's edge; put it on the heaviest block.
+        # Cumulative sums on parallel devices need not be monotonic in the last bit, so that a draw
+        # could return a leaf of 0 at a slice's edge; use the largest leaf of the block with the
+        # largest sum instead.
         heaviest = self.block_sums.argmax(0, keepdim=True)
         best = self._blocks().index_select(0, heaviest).argmax(1) + heaviest * BLOCK
         index = torch.where(leaf > 0, index, best)
@@ -247,14 +255,14 @@ class PrioritizedSampler:
         return index, (self.block_minima.amin() / leaf).pow(beta)
 
     def mass(self) -> tuple[float, float]:
-        """Sum of all leaves, and the smallest positive one (infinity where there is none)."""
+        """Return the sum of all leaves and the smallest positive leaf (infinity if none)."""
         self._settle()
         return float(self.block_sums.sum()), float(self.block_minima.amin())
 
     def _stratified_mass(self, count: int) -> Tensor:
         device = self.leaves.device
         if self._unasked:
-            # Not randperm, which asks the host on some devices.
+            # Not randperm, which synchronises with the host on some devices.
             slices = torch.rand(count, generator=self._generator, device=device).argsort()
         else:
             slices = torch.randperm(count, generator=self._generator, device=device)
@@ -262,7 +270,7 @@ class PrioritizedSampler:
         return within.add_(slices).div_(count)
 
     def _search(self, fraction: Tensor) -> Tensor:
-        """Flat index of the leaf at each fraction of the total mass."""
+        """Return the flat index of the leaf at each fraction of the total mass."""
         cumulative = torch.cat((self.block_sums.new_zeros(1), self.block_sums.cumsum(0)))
         mass = _below(fraction * cumulative[-1], cumulative[-1])
         block = torch.searchsorted(cumulative[1:], mass, right=True)
@@ -275,13 +283,13 @@ class PrioritizedSampler:
     def update(self, index: Tensor, priority: Tensor, /) -> None:
         """Set leaves from absolute errors; slots that are no longer eligible stay 0.
 
-        Of several errors for one slot the largest counts. A non-finite one counts as the largest
-        seen so far.
+        If a slot has several errors, the largest one counts. A slot with a non-finite error gets
+        the largest leaf so far.
         """
         if index.shape[0] == 0:
             return
         self._settle()
-        # Samples may have been learnt from on another device than the one they are kept on.
+        # The learner may be on another device than the memory.
         device = self.leaves.device
         self._reweigh(index.to(device), priority.detach().to(device=device, dtype=torch.float32))
 
@@ -307,7 +315,7 @@ class PrioritizedSampler:
             self._refresh(0, self.leaves.shape[0])
 
     def _settle(self) -> None:
-        """Bring the leaves up to the window: drop rows that left it, admit rows that entered."""
+        """Update the leaves to the window: clear rows that left it, enter rows that are new."""
         old, new = self._settled, self._window
         if old == new:
             return
@@ -364,11 +372,11 @@ class PrioritizedSampler:
 
 
 def _below(mass: Tensor, bound: Tensor) -> Tensor:
-    """``mass``, kept strictly below ``bound``: a search for it then ends on a positive leaf."""
+    """Return ``mass`` clamped strictly below ``bound``, so that a search finds a positive leaf."""
     return torch.minimum(mass, torch.nextafter(bound, torch.zeros_like(bound)))
 
 
 def _summarise(leaves: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and smallest positive leaf of each block."""
+    """Return the sum and the smallest positive leaf of each block."""
     minima = leaves.masked_fill(leaves == 0, torch.inf).amin(1)
     return leaves.sum(1, dtype=torch.float64), minima

@@ -1,7 +1,7 @@
-"""Whether a replay memory fits, answered before anything is allocated.
+"""The check that a replay memory fits, made before anything is allocated.
 
-In: an environment's spec and the capacity asked for. Out: nothing, or a refusal that names the
-largest capacity that would fit.
+In: an environment's spec and the requested capacity. Out: nothing, or a MemoryRefusedError that
+names the largest capacity that would fit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qfleet.memory.compression import Compression
 from qfleet.memory.samplers import prioritized_bytes
 
 USABLE_PERCENT = 90
-"""Share of what is available that replay may take; the rest is for everything else."""
+"""Percentage of the available memory that replay may use; the rest of the program uses the rest."""
 
 
 def replay_bytes(
@@ -28,9 +28,9 @@ def replay_bytes(
     prioritized: bool,
     compression: Compression = "none",
 ) -> int:
-    """What a Ring of this capacity and its sampler allocate, or grow to with compressed frames.
+    """Return the bytes of a full Ring of this capacity and of its sampler.
 
-    How well those compress is only known once they are seen: see ``compression.ASSUMED_RATIO``.
+    The size of compressed frames is an estimate: see ``compression.ASSUMED_RATIO``.
     """
     slots = capacity // num_envs * num_envs
     leaves = prioritized_bytes(slots) if prioritized else 0
@@ -48,8 +48,8 @@ def check_fits(
 ) -> None:
     """Raise MemoryRefusedError if a Ring of this capacity would not fit.
 
-    ``budget_bytes`` stands in for what is available (say, on a GPU); ``on_disk`` is the folder of
-    a memory-mapped ring, whose free space then counts instead of RAM.
+    ``budget_bytes`` replaces the measured available memory (for example, for a GPU); ``on_disk`` is
+    the folder of a memory-mapped ring, whose free disk space is then checked instead of RAM.
     """
     if budget_bytes is not None:
         available = budget_bytes
@@ -79,7 +79,7 @@ def largest_capacity(
     available: int,
     compression: Compression = "none",
 ) -> int:
-    """The largest capacity that ``check_fits`` accepts when so many bytes are available."""
+    """Return the largest capacity that ``check_fits`` accepts with ``available`` bytes."""
     too_large = num_envs
     usable = available * USABLE_PERCENT // 100
     while replay_bytes(spec, num_envs, too_large, prioritized, compression) <= usable:
@@ -115,7 +115,7 @@ def _human(size_bytes: int) -> str:
 
 
 def _free_disk_bytes(directory: Path) -> int:
-    """Free space for the folder, counting what an earlier ring's files there already hold."""
+    """Return the free space for the folder, including the files of an earlier ring there."""
     existing = directory.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -126,9 +126,9 @@ def _free_disk_bytes(directory: Path) -> int:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process may still take: the machine's, or less where a cgroup says so.
+    """Return the memory that this process may still allocate: the machine's, or a cgroup's limit.
 
-    ``root`` is the folder that holds proc and sys.
+    ``root`` is the folder that contains proc and sys.
     """
     return min([_machine_bytes(root), *_cgroup_headrooms(root)])
 
@@ -145,12 +145,12 @@ def _machine_bytes(root: Path) -> int:
             return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
         except (AttributeError, ValueError, OSError):
             continue
-    # An unknown amount is no ground for a refusal.
+    # If the amount is unknown, no capacity is refused.
     return sys.maxsize
 
 
 def _cgroup_headrooms(root: Path) -> list[int]:
-    """Limit minus usage of each limited memory cgroup, from this process's own to the root."""
+    """Return limit minus usage of each limited memory cgroup, from this process's to the root."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -165,8 +165,8 @@ def _cgroup_headrooms(root: Path) -> list[int]:
             limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        # Inside a container the path is often the host's and not there; its limit is then found
-        # at the mount's root, the last of these.
+        # Inside a container the path is often the host's path, which does not exist there; its
+        # limit is then at the mount's root, the last entry of this loop.
         own = PurePosixPath(path.lstrip("/"))
         for group in (own, *own.parents):
             headroom = _headroom_bytes(mount / group, limit, usage)
@@ -184,7 +184,7 @@ def _headroom_bytes(group: Path, limit_name: str, usage_name: str) -> int | None
         return None
     if limit == "max":
         return None
-    # Usage counts cached file pages, which the kernel gives up when asked for memory.
+    # Usage includes cached file pages, which the kernel releases when memory is requested.
     counts = dict(line.split(None, 1) for line in stat)
     cached = int(counts.get("total_inactive_file", counts.get("inactive_file", "0")))
     return max(int(limit) - max(usage - cached, 0), 0)
