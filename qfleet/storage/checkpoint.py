@@ -1,10 +1,11 @@
-"""Checkpoints of a run and its best policy: all of one or none of it, whatever dies in between.
+"""Checkpoints of a run and its best policy, written atomically: a crash leaves no partial one.
 
-In: named parts of state. Out: the newest checkpoint that is whole, as the same parts.
+In: named parts of state. Out: the same parts, from the newest intact checkpoint.
 
     <run>/checkpoints/<env_steps>/   one snapshot each (see `snapshot.py`)
-    <run>/checkpoints/.tmp-*         being written or removed: never read, swept by the next save
-    <run>/checkpoints/.old-<name>    set aside while its successor is renamed in; read when alone
+    <run>/checkpoints/.tmp-*         being written or removed: never read; the next save removes it
+    <run>/checkpoints/.old-<name>    renamed while its replacement is moved into its place; read
+                                     only if the replacement does not exist
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _TMP = ".tmp-"
 _OLD = ".old-"
 
 _lineage: dict[Path, tuple[int, str]] = {}
-"""Checkpoints folder → number and manifest SHA-256 of what this process last saved or loaded there.
+"""Checkpoints folder → number and manifest SHA-256 of the checkpoint last saved or loaded there.
 
-Segment versions are only comparable along one history: after going back to an earlier checkpoint
-the same version number means other contents, so links are made to this checkpoint and no other.
+Segment versions are only comparable along one history: after a return to an earlier checkpoint the
+same version number means other contents, so segments are linked to this checkpoint only.
 """
 
 
@@ -67,16 +68,16 @@ def save_checkpoint(
     meta: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Commit a checkpoint in `root` (``<run>/checkpoints``), then drop all but the `keep` newest.
+    """Commit a checkpoint in `root` (``<run>/checkpoints``), then remove all but the `keep` newest.
 
-    Higher numbers than this one were left behind by going back to an earlier checkpoint, and are
-    dropped too: otherwise the next resume would return to them. On CheckpointError the older
-    checkpoints are as they were.
+    Checkpoints with a higher number remain when a run was resumed from an earlier one. They are
+    removed too: otherwise the next resume would load them. If CheckpointError is raised, the older
+    checkpoints are unchanged.
     """
     if keep < 1:
-        raise ConfigError(f"keep {keep} must be at least 1: the checkpoint just written")
+        raise ConfigError(f"keep must be ≥ 1, got {keep}: the new checkpoint is always kept")
     if env_steps < 0:
-        raise ConfigError(f"env_steps {env_steps} must not be negative")
+        raise ConfigError(f"env_steps must be ≥ 0, got {env_steps}")
     final = root / str(env_steps)
     with _os_errors(f"checkpoint {env_steps} was not written"):
         if not root.exists():
@@ -94,12 +95,12 @@ def save_checkpoint(
 
 
 def list_checkpoints(root: Path) -> list[int]:
-    """Numbers of the committed checkpoints, lowest first."""
+    """Return the numbers of the committed checkpoints, lowest first."""
     return [number for number in _numbers(root) if _is_committed(root, number)]
 
 
 def has_checkpoint(root: Path) -> bool:
-    """Whether one was ever committed in `root` and not removed, even if it is damaged by now."""
+    """Return whether `root` has a committed checkpoint, which may be damaged."""
     return bool(_numbers(root))
 
 
@@ -108,34 +109,34 @@ def load_checkpoint(
     env_steps: int | None = None,
     on_alert: Callable[[str], None] = warnings.warn,
 ) -> Checkpoint:
-    """The newest whole checkpoint in `root` (``<run>/checkpoints``), or exactly number `env_steps`.
+    """Load the newest intact checkpoint in `root` (``<run>/checkpoints``), or number `env_steps`.
 
-    A damaged one is reported to `on_alert` and the one before it is taken; one that was asked for
-    by number is never replaced by another.
+    A damaged checkpoint is reported to `on_alert` and the previous one is loaded. If `env_steps` is
+    given and that checkpoint is damaged, CheckpointError is raised.
     """
     numbers = _numbers(root)
     if env_steps is not None:
         if env_steps not in numbers:
             known = ", ".join(map(str, numbers)) or "none"
-            raise CheckpointError(f"no checkpoint {env_steps} in '{root}'; there: {known}")
+            raise CheckpointError(f"no checkpoint {env_steps} in '{root}'; available: {known}")
         try:
             return _load(root, env_steps)
         except CheckpointError as error:
             raise CheckpointError(
                 f"checkpoint {env_steps} is damaged: {error}; "
-                "leave the number out to load the newest whole one"
+                "omit the number to load the newest intact one"
             ) from None
     for number in reversed(numbers):
         try:
             return _load(root, number)
         except CheckpointError as error:
-            on_alert(f"checkpoint {number} is damaged: {error}; trying the one before")
+            on_alert(f"checkpoint {number} is damaged: {error}; trying the previous one")
     what = "every checkpoint is damaged" if numbers else "there is no checkpoint"
     raise CheckpointError(f"{what} in '{root}'; start a new run")
 
 
 def save_policy(folder: Path, parts: Mapping[str, StateDict], meta: Mapping[str, Any]) -> Path:
-    """Replace the snapshot in `folder` (such as ``<run>/best``) so that readers always find one."""
+    """Replace the snapshot in `folder` (such as ``<run>/best``); readers find one at any time."""
     with _os_errors(f"policy '{folder}' was not written"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _restore_one(_aside(folder))
@@ -145,17 +146,17 @@ def save_policy(folder: Path, parts: Mapping[str, StateDict], meta: Mapping[str,
 
 
 def load_policy(folder: Path) -> Policy:
-    """The policy in `folder`, even while another process replaces it or died doing so."""
+    """Load the policy in `folder`, even if another process is replacing it or died doing so."""
     while True:
         before = _stamp(folder)
-        # Between a writer's two renames, or after its death there, only the old one exists.
+        # Between a writer's two renames, or if the writer died there, only the old folder exists.
         source = folder if before else _aside(folder)
         try:
             manifest, parts = read_snapshot(source)
             return Policy(parts, manifest.meta, folder)
         except CheckpointError as error:
-            # Changed under our eyes: not damage. A stamp never comes back, so this loop ends with
-            # the writer.
+            # The folder was replaced while it was read, so this is not damage. A stamp never
+            # repeats, so this loop ends when the writer does.
             if _stamp(folder) != before:
                 continue
             if before is None and not source.exists():
@@ -166,7 +167,7 @@ def load_policy(folder: Path) -> Policy:
 def diff_meta(
     saved: Mapping[str, Any], current: Mapping[str, Any], ignore: set[str], prefix: str = ""
 ) -> list[str]:
-    """One line per differing key, nested ones dotted; keys in `ignore` may differ."""
+    """Return one line per differing key, with dots for nested keys; keys in `ignore` may differ."""
     lines: list[str] = []
     for key in dict.fromkeys([*saved, *current]):
         name = f"{prefix}{key}"
@@ -186,13 +187,13 @@ def diff_meta(
 
 
 def _same(old: object, new: object) -> bool:
-    # As JSON, because a tuple was saved as a list and NaN differs from itself.
+    # Compared as JSON, because a tuple is saved as a list and NaN is not equal to itself.
     plain_old, plain_new = json.dumps(old), json.dumps(new)
     return plain_old == plain_new or bool(json.loads(plain_old) == json.loads(plain_new))
 
 
 def _commit(final: Path, write: Callable[[Path], Manifest]) -> Manifest:
-    """Write into a temporary folder, then swap it in for `final`."""
+    """Write into a temporary folder, then replace `final` with it."""
     tmp = final.parent / f"{_TMP}{final.name}-{os.getpid()}"
     try:
         shutil.rmtree(tmp, ignore_errors=True)
@@ -221,7 +222,7 @@ def _aside(final: Path) -> Path:
 
 
 def _restore_one(aside: Path) -> None:
-    """Undo or finish a swap that was cut short."""
+    """Undo or complete a replacement that was interrupted."""
     final = aside.parent / aside.name.removeprefix(_OLD)
     if not aside.exists():
         return
@@ -236,24 +237,24 @@ def _prune(folder: Path, newest: int, keep: int) -> None:
     committed = [n for n in _numbers(folder) if n <= newest and _is_committed(folder, n)]
     for number in _numbers(folder):
         if number not in committed[-keep:]:
-            # Renamed first, so that one half removed is never taken for a damaged checkpoint.
+            # Renamed first, so that a half-removed folder is never taken for a damaged checkpoint.
             doomed = folder / f"{_TMP}{number}-removed"
             files.rename(folder / str(number), doomed)
             files.remove_tree(doomed)
 
 
 def _sweep(folder: Path, prefix: str) -> None:
-    """Remove what writers left behind when they were killed."""
+    """Remove the temporary folders of writers that were killed."""
     for path in [path for path in folder.iterdir() if path.name.startswith(prefix)]:
         files.remove_tree(path)
 
 
 def _numbers(folder: Path) -> list[int]:
-    """Every checkpoint that was ever committed and not removed, damaged ones included."""
+    """Return the numbers of all committed checkpoints, including damaged ones."""
     if not folder.is_dir():
         return []
     names = {path.name.removeprefix(_OLD) for path in folder.iterdir() if path.is_dir()}
-    # Exactly the names we write: "007" or "７" is somebody else's.
+    # Only names that qfleet writes: "007" or "７" is not one of them.
     return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
@@ -274,7 +275,7 @@ def _load(folder: Path, number: int) -> Checkpoint:
     path = _place(folder, number)
     manifest, parts = read_snapshot(path)
     if manifest.env_steps != number:
-        raise CheckpointError(f"'{path / MANIFEST}' is of checkpoint {manifest.env_steps}")
+        raise CheckpointError(f"'{path / MANIFEST}' belongs to checkpoint {manifest.env_steps}")
     _lineage[folder.resolve()] = (number, manifest.sha256)
     return Checkpoint(number, parts, manifest.meta, path)
 
@@ -299,11 +300,11 @@ def _stamp(folder: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def _os_errors(what: str) -> Iterator[None]:
-    """A full or failing disk as one line the caller can show and go on from."""
+    """Convert an OSError, such as a full disk, into a CheckpointError with a one-line message."""
     try:
         yield
     except OSError as error:
         where = f" ('{error.filename}')" if error.filename else ""
         raise CheckpointError(
-            f"{what}: {error.strerror or error}{where}; free some space or mend the disk"
+            f"{what}: {error.strerror or error}{where}; free some space or check the disk"
         ) from error

@@ -1,6 +1,6 @@
-"""The folder of a run: its name, its making, and the lock that keeps a second writer out.
+"""The folder of a run: its name, its creation, and the lock against a second writer.
 
-In: what the user called the run, or its env, algorithm and seed. Out: a folder of its own.
+In: the name given by the user, or the run's env, algorithm and seed. Out: a new folder.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from qfleet.storage.vacancy import check_vacant
 MAX_NAME_CHARS = 100
 _MAX_NAME_BYTES = 200  # file systems allow 255; leave room for suffixes
 _LOOKS, _LOOK_S = 3, 0.01
-"""How often a lock is tried again that may be held by somebody who only looks, and after what."""
-_STAMP_CHARS = 60  # of a default name before its date
+"""Tries of a lock, and seconds between them: ``is_locked`` in another process holds it briefly."""
+_STAMP_CHARS = 60  # length of a default name before its date
 
 
 def check_name(name: str) -> str:
-    """The name, if it is safe as the name of one folder; ConfigError otherwise."""
+    """Return the name if it is safe as the name of a folder, or raise ConfigError."""
     shown = f"{name[:40]!r}…" if len(name) > 40 else repr(name)
     if not name or name != name.strip():
-        raise ConfigError(f"run name {shown} is empty or begins or ends with a space")
+        raise ConfigError(f"run name {shown} must not be empty or begin or end with a space")
     if "/" in name or "\\" in name:
-        raise ConfigError(f"run name {shown} holds a path separator; give a plain name")
+        raise ConfigError(f"run name {shown} contains a path separator; give a plain name")
     if not name.isprintable():  # NUL, line ends, undecodable bytes
-        raise ConfigError(f"run name {shown} holds a character that cannot be printed")
+        raise ConfigError(f"run name {shown} contains a character that cannot be printed")
     if name[0] in ".-":
         raise ConfigError(f"run name {shown} must not begin with '{name[0]}'")
     if len(name) > MAX_NAME_CHARS or len(name.encode()) > _MAX_NAME_BYTES:
@@ -40,7 +40,7 @@ def check_name(name: str) -> str:
 
 
 def default_name(env: str, algo: str, seed: int) -> str:
-    """``CartPole-v1-dqn-s0-20260131-142530``, safe whatever the env is called."""
+    """Return a name as ``CartPole-v1-dqn-s0-20260131-142530``, safe for any env id."""
     safe = re.sub(r"[^A-Za-z0-9._]+", "-", f"{env}-{algo}").strip(".-")[-_STAMP_CHARS:]
     return check_name(f"{safe.strip('.-')}-s{seed}-{time.strftime('%Y%m%d-%H%M%S')}")
 
@@ -48,8 +48,9 @@ def default_name(env: str, algo: str, seed: int) -> str:
 def new_run_dir(root: Path, name: str, *, explicit: bool = True) -> Path:
     """Create the run's folder under `root`.
 
-    A name the user gave (`explicit`) is used as it is, and refused where a run is in it already or
-    at work; a default name gets -2, -3 … until it is free.
+    A name that the user gave (`explicit`) is used unchanged; ConfigError or RunBusyError is raised
+    if its folder holds a run or is in use. A default name gets the suffix -2, -3 … until no folder
+    has that name.
     """
     check_name(name)
     path = root / name
@@ -73,7 +74,7 @@ def new_run_dir(root: Path, name: str, *, explicit: bool = True) -> Path:
 
 
 class RunLock:
-    """Holds ``<run>/.lock`` for as long as the process lives, however it dies."""
+    """A lock on ``<run>/.lock``; the system releases it when the process ends, even by SIGKILL."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -104,7 +105,7 @@ class RunLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # The file stays: removing it would let two processes lock two files of one name.
+        # The file is not removed: otherwise two processes could lock two files of the same name.
         self.close()
 
     def close(self) -> None:
@@ -115,7 +116,10 @@ class RunLock:
 
 
 def _lock(descriptor: int) -> None:
-    """Take it, or BlockingIOError; but somebody may only be looking (``is_locked``)."""
+    """Acquire the lock or raise BlockingIOError.
+
+    It retries, because ``is_locked`` in another process holds a shared lock for a moment.
+    """
     for _ in range(_LOOKS):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,7 +130,7 @@ def _lock(descriptor: int) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process is at work in this run's folder."""
+    """Return whether a process holds the lock of this run's folder."""
     try:
         descriptor = os.open(path / ".lock", os.O_RDONLY)
     except OSError:
@@ -143,7 +147,7 @@ def is_locked(path: Path) -> bool:
 
 
 def check_idle(path: Path) -> None:
-    """RunBusyError where a process is at work in this run's folder."""
+    """Raise RunBusyError if a process holds the lock of this run's folder."""
     if is_locked(path):
         raise _busy(path)
 
@@ -163,7 +167,7 @@ _held: set[RunLock] = set()
 
 
 def _close_in_child() -> None:
-    """A forked env worker must not keep the run locked after its parent was killed."""
+    """Close inherited locks, so that a forked env worker whose parent died keeps no run locked."""
     for lock in list(_held):
         with contextlib.suppress(OSError):
             lock.close()
@@ -180,7 +184,7 @@ def agent_folder(run: Path, agent: int) -> Path:
 
 
 def population_folder(folder: Path) -> Path | None:
-    """The run that this folder holds an agent of, if it does."""
+    """Return the run folder if this is the folder of one agent of a population, else None."""
     whole = folder.absolute()
     is_agent = whole.parent.name == AGENTS and whole.name.isdecimal()
     run = whole.parent.parent

@@ -1,6 +1,6 @@
-"""A big tensor cut into pieces, so that a checkpoint writes only the pieces that changed.
+"""A large tensor split into pieces, so that a checkpoint writes only the pieces that changed.
 
-In: a memory hands over its pieces with a version each. Out: a loaded checkpoint hands them back.
+A memory puts a ``Segments`` into its state dict; a loaded checkpoint contains it again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from torch import Tensor
 
 @dataclass
 class Segments:
-    """Pieces of a ring. Equal versions of piece i promise equal contents within one run."""
+    """Pieces of a tensor, each with a version.
+
+    Within one run, piece i has equal contents in two checkpoints if its versions are equal.
+    """
 
     tensors: Sequence[Tensor]
     versions: list[int]

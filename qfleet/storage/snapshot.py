@@ -1,8 +1,8 @@
-"""One folder of state: safetensors files and a manifest, written last, that vouches for them.
+"""Snapshots: a folder of safetensors files and a manifest with their checksums, written last.
 
 In: named parts, each a nested dict whose leaves are tensors, Segments or JSON values.
 Out: the same parts, verified. Checkpoints and policies are both snapshots; `checkpoint.py` decides
-where they live, how they are swapped in and which one is loaded.
+where they are stored, how they are replaced and which one is loaded.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _LINK_REFUSED = {
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a snapshot says about itself; every field was checked for type and safety."""
+    """The manifest of a snapshot; every field was checked for type and safety."""
 
     env_steps: int | None
-    """None in a policy's folder."""
+    """Number of the checkpoint; None in a policy's folder."""
     meta: dict[str, Any]
     parts: dict[str, Any]
-    """JSON leaves of each part, as the nested dicts they came in."""
+    """JSON leaves of each part, in the part's nested dicts."""
     segments: dict[str, dict[str, list[int]]]
     """Part → path of a Segments leaf → versions."""
     files: dict[str, FileRecord]
     sha256: str
-    """Of the manifest itself."""
+    """SHA-256 of the manifest itself."""
 
 
 @dataclass
@@ -75,7 +75,10 @@ def write_snapshot(
     env_steps: int | None = None,
     base: tuple[Path, Manifest] | None = None,
 ) -> Manifest:
-    """Fill a new, empty folder. Segments that `base` holds in the same version are linked."""
+    """Write a snapshot into an empty folder.
+
+    Segments that the snapshot `base` has in the same version are hard-linked, not written.
+    """
     split = {name: _split_part(name, part) for name, part in parts.items()}
     json_meta = _plain_meta(meta)
     records: dict[str, FileRecord] = {}
@@ -112,7 +115,7 @@ def write_snapshot(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, or CheckpointError where it is missing, damaged or up to something."""
+    """Return the manifest, or raise CheckpointError if it is missing, damaged or malformed."""
     path = folder / MANIFEST
     try:
         body = json.loads(path.read_bytes())
@@ -152,7 +155,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_snapshot(folder: Path) -> tuple[Manifest, dict[str, StateDict]]:
-    """Every part, after the size and SHA-256 of every file were found right."""
+    """Return the manifest and all parts after a check of each file's size and SHA-256."""
     manifest = read_manifest(folder)
     contents = {
         name: read_tensors(folder / name, record) for name, record in manifest.files.items()
@@ -168,7 +171,7 @@ def read_snapshot(folder: Path) -> tuple[Manifest, dict[str, StateDict]]:
                 _insert(tree, path, Segments(tensors, versions))
             parts[name] = tree
     except KeyError as error:
-        raise CheckpointError(f"'{folder / MANIFEST}' lists no {error}") from None
+        raise CheckpointError(f"'{folder / MANIFEST}' does not list {error}") from None
     except ValueError as error:
         raise CheckpointError(f"'{folder / MANIFEST}' failed the contents check: {error}") from None
     return manifest, parts
@@ -176,7 +179,7 @@ def read_snapshot(folder: Path) -> tuple[Manifest, dict[str, StateDict]]:
 
 def _split_part(name: str, part: StateDict) -> _SplitPart:
     if not _WORD.fullmatch(name):
-        raise CheckpointError(f"part name {name!r} must be made of letters, digits, _ and -")
+        raise CheckpointError(f"part name {name!r} must consist of letters, digits, _ and -")
     result = _SplitPart({}, {}, {})
     result.tree = _split_dict(part, "", result)
     for path, tensor in result.tensors.items():
@@ -184,7 +187,8 @@ def _split_part(name: str, part: StateDict) -> _SplitPart:
     for path, pieces in result.segments.items():
         if not all(_WORD.fullmatch(word) for word in path.split("/")):
             raise CheckpointError(
-                f"segments '{name}/{path}' become file names: use letters, digits, _ and -"
+                f"the path of segments '{name}/{path}' becomes a file name: it must consist of "
+                "letters, digits, _ and -"
             )
         for tensor in pieces.tensors:
             check_storable(path, tensor)
@@ -209,7 +213,7 @@ def _split_dict(node: StateDict, prefix: str, result: _SplitPart) -> dict[str, A
 
 
 def _check_key(key: object, prefix: str) -> None:
-    # JSON would turn an int key into a string without a word.
+    # JSON would silently turn an int key into a string.
     if not isinstance(key, str) or "/" in key:
         raise CheckpointError(f"state key {key!r} under '{prefix}' must be a string without '/'")
 
@@ -233,14 +237,14 @@ def _insert(tree: StateDict, path: str, leaf: object) -> None:
     for parent in parents:
         tree = _dict(tree.get(parent))
     if key in tree:
-        raise ValueError(f"'{path}' is there twice")
+        raise ValueError(f"'{path}' occurs twice")
     tree[key] = leaf
 
 
 def _link(
     target: Path, base: tuple[Path, Manifest] | None, segment: tuple[str, str, int, int]
 ) -> FileRecord | None:
-    """Share an unchanged segment with the snapshot before; None where it must be written."""
+    """Hard-link an unchanged segment from the base snapshot; return None if it must be written."""
     if base is None:
         return None
     folder, manifest = base
@@ -256,7 +260,7 @@ def _link(
             return None
         os.link(source, target, follow_symlinks=False)
     except OSError as error:
-        # Where links are not to be had the tensor in memory is the better thing to copy from.
+        # If the file system refuses links, the segment is written from the tensor in memory.
         if error.errno not in _LINK_REFUSED:
             raise
         return None
@@ -299,16 +303,16 @@ def _word(value: str) -> str:
 
 
 def _file_name(value: str) -> str:
-    # Only plain names: nothing in a manifest may lead out of its folder.
+    # Only plain names: no entry of a manifest may refer to a file outside its folder.
     if not _FILE_NAME.fullmatch(value):
         raise ValueError(f"{value[:40]!r} is not a plain .safetensors file name")
     return value
 
 
 def _int(value: object) -> int:
-    # A bool is an int to isinstance.
+    # isinstance would accept a bool as an int.
     if type(value) is not int:
-        raise ValueError(f"{str(value)[:40]!r} is not a whole number")
+        raise ValueError(f"{str(value)[:40]!r} is not an integer")
     return value
 
 

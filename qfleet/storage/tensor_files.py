@@ -1,7 +1,7 @@
-"""Tensors on disk.
+"""Safetensors files: writing and verified reading.
 
-Safetensors files are written here as a stream (hash and data in one pass, no second copy of a
-tensor in memory, and a full disk is an OSError); they are read by the safetensors library.
+Files are written here as a stream (hash and data in one pass, no second copy of a tensor in memory,
+and a full disk raises OSError); they are read by the safetensors library.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _HASH_CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says about a file."""
+    """The size and checksum of a file in a manifest."""
 
     size_bytes: int
     sha256: str
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
-    """Refuse what safetensors cannot hold, before anything is written."""
+    """Raise CheckpointError if safetensors cannot store this tensor under this name."""
     if not _is_utf8(name):
         raise CheckpointError(f"state key {name!r} is not valid Unicode; rename it")
     if name == _RESERVED_KEY:
@@ -60,8 +60,9 @@ def check_storable(name: str, tensor: Tensor) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Write a safetensors file and sync it. Views and aliases become tensors of their own."""
-    # Widest elements first keeps every tensor aligned, as the format's own writer does.
+    """Write a safetensors file and sync it. Views and aliases are stored as separate tensors."""
+    # The widest elements come first, which keeps every tensor aligned, as in the format's own
+    # writer.
     order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
     header: dict[str, Any] = {}
     offset = 0
@@ -98,7 +99,7 @@ def read_tensors(path: Path, record: FileRecord) -> dict[str, Tensor]:
     """Verify a file against its record, then load it. Nothing in it is ever executed."""
     try:
         status = path.lstat()
-        # A link may lead outside the run and a pipe would never end.
+        # A symbolic link may point outside the run, and reading a pipe may block forever.
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"'{path}' is not a regular file")
         if status.st_size != record.size_bytes:
@@ -113,7 +114,7 @@ def read_tensors(path: Path, record: FileRecord) -> dict[str, Tensor]:
                 f"its manifest says {record.sha256[:12]}…"
             )
         with safe_open(str(path), framework="pt", device="cpu") as file:
-            # The library maps the file; a copy outlives it.
+            # The library memory-maps the file; a copy stays valid after the file is closed.
             return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     except OSError as error:
         raise CheckpointError(f"'{path}' cannot be read: {error.strerror or error}") from None

@@ -1,9 +1,10 @@
-"""Whether a new run may have a folder, and what to do where it may not.
+"""The check whether a new run may use a folder.
 
-In: a folder. Out: nothing or a ConfigError; the command that starts anew what cannot be resumed.
+In: a folder. Out: nothing or a ConfigError; also the command that restarts a run which cannot be
+resumed.
 
-A run that fails before its first step leaves files, but nothing to go on from: its folder may be
-used again, so that the command works once it is mended. Anything that a run came to is kept.
+A run that fails before its first step leaves files but no progress. Its folder may be used again,
+so that the same command works once the cause is fixed. A run with progress is never overwritten.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ _POLICIES = ("best", ".old-best", "agents")
 
 
 def check_vacant(path: Path) -> None:
-    """Refuse a folder that holds a run, unless that run came to nothing."""
+    """Raise ConfigError if the folder holds a run that has made progress."""
     if not (path / CONFIG).exists() or has_no_progress(path):
         return
     if has_checkpoint(path / "checkpoints"):
         mend = f"continue it with: qfleet resume {path}"
     else:
-        mend = "it has no checkpoint to go on from, so choose another folder or remove this one"
+        mend = "it has no checkpoint to resume from, so choose another folder or remove this one"
     raise ConfigError(f"run folder '{path}' holds a run already; {mend}")
 
 
 def has_no_progress(path: Path) -> bool:
-    """Whether a run was started here that left no step, no policy and no checkpoint."""
+    """Return whether a run was started here that left no step, no policy and no checkpoint."""
     try:
-        # A run makes this file, empty, before any other: without it, these files are not a run's.
+        # A run creates this file, empty, before any other: without it, the folder is not a run's.
         if (path / METRICS).stat().st_size > 0:
             return False
         if (path / RESULT).exists():
@@ -46,6 +47,9 @@ def has_no_progress(path: Path) -> bool:
 
 
 def how_to_start_anew(path: Path) -> str:
-    """The command for a run that has no checkpoint: here, or where its curves have to stay."""
+    """Return the command that restarts a run without a checkpoint.
+
+    It uses the same folder only if the run has no progress: otherwise its metrics must be kept.
+    """
     where = f" --run-dir {path}" if has_no_progress(path) else ""
     return f"qfleet train --config {path / CONFIG}{where}"
