@@ -1,6 +1,8 @@
-"""Work for an accelerator, recorded once and replayed: the parts that know streams and graphs.
+"""Code for accelerators: CUDA graphs, streams, torch.compile and hand-written kernels.
 
-graphs     capture a function's kernels, replay them with one launch
-inference  the actor's side: stacks live on the device, only newest frames cross
-tuning     which precision, and compiled or not, by a short measurement that is kept on disk
+graphs       capture a function's kernels and replay them with one launch
+streams      streams that run beside the current one
+compiling    functions that can be switched to torch.compile
+fused_radam  gradient clipping and RAdam for K agents in three Triton kernels
+kernels      the Triton kernels
 """

@@ -1,4 +1,4 @@
-"""Functions that may be compiled: the same call, through torch.compile when switched on."""
+"""Functions that can be switched to torch.compile."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 PLAINER: dict[str, Any] = {"triton.persistent_reductions": False, "max_fusion_size": 16}
-"""Options for a second try, with smaller kernels of a plainer kind: a step of MinAtar's Asterix was
-one kernel that Triton could not finish."""
+"""Inductor options for a second attempt, with smaller and simpler kernels: a step of MinAtar's
+Asterix became one kernel that Triton could not finish compiling."""
 
 
 class Compilable:
-    """A function of tensors, with a switch. Compilation happens at the first call behind it.
+    """A function of tensors that is compiled at its first call after ``on`` was set to True.
 
-    ``is_sized`` says that its tensors grow with the number of updates in a burst.
+    ``is_sized``: the sizes of its tensors grow with the number of updates in a burst.
     """
 
     def __init__(self, function: Callable[..., Any], is_sized: bool = False) -> None:
@@ -23,7 +23,7 @@ class Compilable:
         self._compiled: Callable[..., Any] | None = None
         self.is_sized, self.on = is_sized, False
         self.failure: str | None = None
-        """Why this one cannot be compiled here; it then stays plain."""
+        """Why the function cannot be compiled here; it then runs uncompiled. None if it can."""
 
     def __call__(self, *arguments: Any) -> Any:
         if not self.on or self.failure is not None:
@@ -33,10 +33,10 @@ class Compilable:
         failures = []
         for options in (None, PLAINER):
             try:
-                # Shapes never change within a run, and code for one shape is the quickest.
+                # Shapes never change within a run, and code for a fixed shape is the fastest.
                 compiled = torch.compile(self._plain, dynamic=False, options=options)
                 result = compiled(*arguments)
-            except Exception as error:  # a compiler fails in many ways, all of them before it runs
+            except Exception as error:  # compilers raise many types, all before the function runs
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 failures.append(f"{type(error).__name__}: {lines[0] if lines else '?'}")
                 continue

@@ -1,4 +1,4 @@
-"""Clipping by norm and RAdam on K agents' flat weights ``[K, P]``: three kernels of our own."""
+"""Gradient clipping by norm and RAdam on the flat weights ``[K, P]`` of K agents, in Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 2048
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, so make that the tensors'."""
+    """Return a context in which ``device`` is current, because Triton launches kernels there."""
     if device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.device(device)
@@ -23,29 +23,29 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 @functools.cache
 def why_no_kernels(device: torch.device) -> str | None:
-    """Why kernels of our own cannot be used on this device; None if they can.
+    """Return why the Triton kernels cannot be used on this device; None if they can.
 
-    Triton compiles them here, which needs more than its being installed: so they are tried.
+    Triton may be installed and still fail to compile, so this function runs a kernel once.
     """
     if device.type != "cuda":
-        return f"there are none for {device.type}"
+        return f"there are no kernels for {device.type}"
     try:
         weights = torch.ones((1, 16), device=device)
         moments, steps = torch.zeros((2, 1, 16), device=device), torch.zeros(1, device=device)
         trial = FusedRAdam(moments[0], moments[1], steps.double(), 1e-8, 1.0)
         trial.step(weights, weights.clone(), torch.ones(1, device=device))
         torch.cuda.synchronize(device)
-    except Exception as error:  # a compiler fails in many ways
+    except Exception as error:  # compilers raise many types
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else '?'}"
     return None
 
 
 class FusedRAdam:
-    """The formula of ``updaters.optimisers.RAdam``, with a norm and a step count per agent."""
+    """RAdam as in ``updaters.optimisers.RAdam``, with one norm and one step count per agent."""
 
     def __init__(self, first: Tensor, second: Tensor, steps: Tensor, eps: float, max_norm: float):
-        """Works on the moments ``[K, P]`` and steps ``[K]`` (float64) that it is given."""
+        """Use these moments ``[K, P]`` and steps ``[K]`` (float64); they are updated in place."""
         from qfleet.accelerator.kernels import flat_optimiser
 
         self._kernels: Any = flat_optimiser
@@ -60,7 +60,7 @@ class FusedRAdam:
         self.skipped = torch.zeros(agents, device=device)
 
     def step(self, weights: Tensor, grad: Tensor, learning_rate: Tensor) -> None:
-        """``learning_rate`` is ``[K]``. A gradient that is not finite changes nothing."""
+        """Make one step with ``learning_rate`` ``[K]``; a non-finite gradient changes nothing."""
         with on(weights.device):
             self._launch(weights, grad, learning_rate)
 

@@ -1,8 +1,8 @@
-"""Recording device work once and replaying it with one launch.
+"""CUDA graphs: device work is recorded once and replayed with one launch.
 
-In: a function that launches kernels and never asks the host. Out: a function that does the same
-with one launch. Only CUDA (and ROCm, which torch calls CUDA too) can record; elsewhere the function
-itself is what comes out, and ``why_no_graphs`` says why.
+In: a function that launches kernels and never synchronises with the host. Out: a function that does
+the same with one launch. Only CUDA (and ROCm, which torch calls CUDA too) can record; elsewhere the
+function itself is returned, and ``why_no_graphs`` says why.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 WARM_UPS = 3
-"""Calls before recording: lazy initialisation, library heuristics and compilation happen there."""
+"""Calls before recording, for lazy initialisation, library heuristics and compilation."""
 
 _STREAMS: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
 
 def why_no_graphs(device: torch.device) -> str | None:
-    """Why nothing can be recorded on this device; None if it can."""
+    """Return why this device cannot record graphs; None if it can."""
     if device.type == "cuda":
         return None
-    return f"torch records no graphs on {device.type}"
+    return f"torch cannot record graphs on {device.type}"
 
 
 def record(
@@ -30,18 +30,19 @@ def record(
     generators: Sequence[torch.Generator],
     role: str,
 ) -> Callable[[], None]:
-    """``function`` as one launch. It is called a few times before, so undo what it did.
+    """Record ``function`` as a graph and return the function that replays it.
 
-    ``generators`` are those it draws from: their state moves on with every replay, as if the
-    function had been called. Recordings of one ``role`` must not be replayed side by side: matrix
-    libraries keep one scratch buffer per stream that they were recorded on, and each role has one.
+    ``function`` is called a few times before, so the caller must undo its effects. ``generators``
+    are the random generators that it draws from: every replay advances their state as a call would.
+    Recordings of one ``role`` must not be replayed concurrently: matrix libraries keep one scratch
+    buffer per stream that they were recorded on, and each role has one stream.
     """
     if why_no_graphs(device) is not None:
         return function
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    if (device, role) not in _STREAMS:  # one per role: torch has few, and hands them out in turn
+    if (device, role) not in _STREAMS:  # one per role: torch has few and assigns them in turn
         _STREAMS[device, role] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side = _STREAMS[device, role]
     side.wait_stream(torch.cuda.current_stream(device))
@@ -50,14 +51,14 @@ def record(
             function()
     torch.cuda.current_stream(device).wait_stream(side)
     torch.cuda.synchronize(device)
-    # Thread-local: other threads may go on using the device meanwhile.
+    # Thread-local, so that other threads may use the device in the meantime.
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         function()
     return graph.replay
 
 
 def seconds_per_call(function: Callable[[], None], device: torch.device, calls: int) -> float:
-    """Device time of one call, the median over ``calls``."""
+    """Return the device time of one call in seconds, the median over ``calls``."""
     times_s = []
     for _ in range(calls):
         start, end = (

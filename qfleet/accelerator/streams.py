@@ -1,4 +1,4 @@
-"""Queues of a device: work that goes on beside the work of the queue in use."""
+"""Device streams: work that runs concurrently with the work of the current stream."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ Result = TypeVar("Result")
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work can be queued side by side on a device, which the pipeline's fast parts need."""
+    """Return whether a device has concurrent streams, which the pipeline's fast paths need."""
     return device.type in ("cuda", "xpu")
 
 
 def stream_of(device: torch.device, urgent: bool = False) -> torch.Stream:
-    """A stream of its own, served before others where ``urgent``."""
+    """Return a new stream, with high priority if ``urgent``."""
     return torch.Stream(device=device, priority=-1 if urgent else 0)
 
 
 _BESIDE: dict[tuple[torch.device, str], torch.Stream] = {}
-"""Torch has few streams and hands them out in turn; with one per role, no two roles share one."""
+"""One stream per role: torch has few streams and assigns them in turn, so two roles created anew
+could share one."""
 
 
 class SideStream:
-    """A second queue. Small kernels leave most of a GPU idle; two queues of them fill more of it.
+    """A second stream. Small kernels leave most of a GPU idle; two streams use more of it.
 
-    Memory stays safe without further bookkeeping, because every ``start`` waits for all that was
-    queued before it, and whoever started something waits for it before the burst is over.
-    Where a device has one queue only, or two are not ``worthwhile``, work is done on the spot.
+    Memory stays valid without further bookkeeping (``Tensor.record_stream``), because every
+    ``start`` waits for all work queued before it, and the caller waits for the result before the
+    burst ends. If the device has no streams, or ``worthwhile`` is False, the work runs at once in
+    the current stream.
     """
 
     def __init__(self, device: torch.device, role: str, worthwhile: bool = True) -> None:
@@ -40,9 +42,10 @@ class SideStream:
             self._stream = _BESIDE[device, role]
 
     def start(self, work: Callable[[], Result]) -> Callable[[], Result]:
-        """Begin ``work``, after all that was queued so far. What comes back waits for its end.
+        """Start ``work`` after all work queued so far; return a function that waits for its end.
 
-        The waiting is the queue's, not the host's: of the queue in use when it is called.
+        The current stream waits, not the host: the stream that is current when that function is
+        called.
         """
         if self._stream is None:
             result = work()

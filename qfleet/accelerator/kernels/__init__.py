@@ -1,1 +1,1 @@
-"""Hand-written GPU kernels, each beside the plain torch code that it must equal."""
+"""Hand-written Triton kernels. Each has an equivalent in plain torch that tests compare it with."""

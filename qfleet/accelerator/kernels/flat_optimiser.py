@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def squares(grad, sums, length, stride, BLOCK: tl.constexpr):
-    """Sum of squares of one block of one agent's gradient."""
+    """Compute the sum of squares of one block of one agent's gradient."""
     agent, block = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(grad + agent.to(tl.int64) * stride + at, mask=at < length, other=0.0)
@@ -24,11 +24,11 @@ def radam_numbers(
     sums, steps, learning_rate, numbers, norms, skipped, blocks, max_norm,
     BETA1: tl.constexpr, BETA2: tl.constexpr, TRUSTED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Per agent: the norm, whether it is finite, the step's numbers; one more step if it is.
+    """Compute each agent's gradient norm and the step's coefficients; count the step if finite.
 
-    In double precision: 1 − β₂ᵗ of the first steps has three good digits in single.
-    ``numbers`` is ``[K, 3]``: factor of the gradient (0: leave everything), step size,
-    rectification (0: the second moment is not trusted yet).
+    This is in double precision: in single precision, 1 − β₂ᵗ of the first steps has only three
+    correct digits. ``numbers`` is ``[K, 3]``: factor of the gradient (0: skip the step), step size,
+    rectification (0: too few steps for the second moment).
     """
     agent = tl.program_id(0)
     at = tl.arange(0, BLOCKS)
@@ -60,7 +60,7 @@ def radam(
     weights, grad, first, second, numbers, length, stride, eps,
     BETA1: tl.constexpr, BETA2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One step of one block of one agent's weights; nothing at all where the gradient was bad."""
+    """Update one block of one agent's weights; skip it if the agent's gradient is not finite."""
     agent, block = tl.program_id(0), tl.program_id(1)
     scale = tl.load(numbers + agent * 3)
     if scale > 0.0:

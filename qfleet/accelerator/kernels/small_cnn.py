@@ -3,14 +3,14 @@
     boards [C, 10, 10] → 16 kernels of 3×3 → LayerNorm over channels → ReLU
                        → dense 128 → LayerNorm → ReLU → Q-values
 
-torch.compile makes some forty kernels of one update of it, each of a few µs of waiting and next to
-no arithmetic. Here it is four: the tiles are chosen so that what a kernel hands to the next one is
-all that ever leaves the chip's own memory. Every sum is formed in a fixed order: there are no
-atomics, and the same samples give the same bits.
+torch.compile makes some forty kernels of one update of this network, each with a few µs of latency
+and next to no arithmetic. Here there are four: the tiles are chosen so that only the values that
+one kernel passes to the next are written to global memory. Every sum has a fixed order: there are
+no atomics, and the same samples give the same bits.
 
 Features are position-major, ``[row, column, channel]``, as the network itself flattens them: the
-sixteen channels that are normalised together lie together, and all that belongs to one row of
-positions is one stretch of memory, in the dense layer's weights too.
+sixteen channels that are normalised together are adjacent, and the features of one row of positions
+are contiguous in memory, also in the dense layer's weights.
 """
 
 import triton
@@ -18,18 +18,18 @@ import triton.language as tl
 
 CHANNELS = tl.constexpr(16)
 SIDE = tl.constexpr(8)
-"""Of what the convolution leaves of a board of 10×10."""
+"""Side of the convolution's output for a board of 10×10."""
 WIDTH = tl.constexpr(128)
-"""Of the dense layer; also the features of one row of positions, SIDE × CHANNELS."""
+"""Width of the dense layer; also the features of one row of positions, SIDE × CHANNELS."""
 FEATURES = tl.constexpr(1024)
 TILE = tl.constexpr(16)
-"""Samples that a program takes together: the least that matrix units do."""
+"""Samples per program: the smallest tile that matrix units support."""
 EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
 def _patches(obs, first, row, BOARDS: tl.constexpr, TAPS: tl.constexpr):
-    """``[TILE·SIDE, TAPS]``: what the kernel sees at each position of one row of TILE samples."""
+    """Return the inputs ``[TILE·SIDE, TAPS]`` of the convolution for one row of TILE samples."""
     m = tl.arange(0, TILE * SIDE)
     tap = tl.arange(0, TAPS)
     board, within = tap // 9, tap % 9
@@ -46,9 +46,10 @@ def convolve(
     BOARDS: tl.constexpr, TAPS: tl.constexpr, AT: tl.constexpr, KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Convolution, normalisation, ReLU, and this row's share of the dense layer.
+    """Compute convolution, normalisation, ReLU, and this row's part of the dense layer's sum.
 
-    One program: TILE samples, one row of positions. ``partial`` is ``[SIDE, all samples, WIDTH]``.
+    A program handles TILE samples and one row of positions. ``partial`` is
+    ``[SIDE, all samples, WIDTH]``.
     """
     first, row = tl.program_id(0) * TILE, tl.program_id(1)
     own = weights + (first // samples).to(tl.int64) * stride
@@ -79,7 +80,7 @@ def convolve(
 
 @triton.jit
 def _hidden(own, partial, sample, everyone, AT: tl.constexpr):
-    """Normalised, scaled and active units of these samples, and the inverse deviation."""
+    """Return these samples' hidden units: normalised, scaled, after ReLU; and 1/std."""
     unit = tl.arange(0, WIDTH)
     z = tl.load(partial + sample[:, None] * WIDTH + unit[None, :])
     for row in tl.static_range(1, SIDE):
@@ -97,7 +98,7 @@ def values(
     weights, stride, partial, q, samples,
     ACTIONS: tl.constexpr, AT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Q-values ``[all samples, ACTIONS]``, from what ``convolve`` left."""
+    """Compute Q-values ``[all samples, ACTIONS]`` from the output of ``convolve``."""
     first = tl.program_id(0) * ROWS
     own = weights + (first // samples).to(tl.int64) * stride
     sample, unit = first + tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -113,10 +114,11 @@ def judge(
     weights, stride, partial, action, target, weight, slope, prediction, errors, sums, samples,
     ACTIONS: tl.constexpr, AT: tl.constexpr, ROWS: tl.constexpr, HUBER: tl.constexpr,
 ):  # fmt: skip
-    """Q-values, the loss's slope at them, and back through the head and the normalisation.
+    """Compute Q-values, the loss's gradient, and the backward pass to the dense layer's output.
 
-    ``slope`` is that of the dense layer's output; ``sums``, ``[programs, (3 + ACTIONS)·WIDTH +
-    WIDTH]``, holds what these samples add to the gradient of bias, scale, shift and head.
+    ``slope`` is the gradient of the dense layer's output; ``sums``,
+    ``[programs, (3 + ACTIONS)·WIDTH + WIDTH]``, holds these samples' part of the gradient of bias,
+    scale, shift and head.
     """
     first = tl.program_id(0) * ROWS
     own = weights + (first // samples).to(tl.int64) * stride
@@ -154,7 +156,7 @@ def judge(
 @triton.jit
 def _dense_gradient(features, slope, into, first, samples, piece, AT: tl.constexpr,
                     PRECISION: tl.constexpr):  # fmt: skip
-    """A piece of the dense layer's gradient, 64 units × 64 features, over all samples."""
+    """Compute a tile of the dense layer's gradient, 64 units × 64 features, over all samples."""
     f, unit = (piece // 2) * 64 + tl.arange(0, 64), (piece % 2) * 64 + tl.arange(0, 64)
     total = tl.zeros((64, 64), dtype=tl.float32)
     for start in range(0, samples, 64):
@@ -172,7 +174,7 @@ def _convolution_gradient(
     obs, own, features, normed, inverse, slope, out, first, row,
     BOARDS: tl.constexpr, TAPS: tl.constexpr, AT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What TILE samples add, at one row of positions, to the gradient of the convolution."""
+    """Compute the part of the convolution's gradient of TILE samples at one row of positions."""
     f, channel, m = tl.arange(0, WIDTH), tl.arange(0, CHANNELS), tl.arange(0, TILE * SIDE)
     tap, sample = tl.arange(0, TAPS), first + tl.arange(0, TILE)
     back = tl.load(slope + sample[:, None] * WIDTH + f[None, :])
@@ -199,11 +201,11 @@ def retrace(
     obs, weights, stride, features, normed, inverse, slope, grad, sums, samples,
     BOARDS: tl.constexpr, TAPS: tl.constexpr, AT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the dense layer, written; and that of the convolution, in ``sums``.
+    """Compute the gradient of the dense layer, and partial sums of the convolution's gradient.
 
-    Axis 0 counts agents. Axis 1: the first 32 programs each form a piece of the dense layer's
-    gradient over all samples; the others take TILE samples and a row of positions back through
-    the layers. ``sums`` is ``[programs of the second kind, (TAPS + 3)·CHANNELS]``.
+    Grid axis 0 is the agent. Axis 1: the first 32 programs each compute a tile of the dense layer's
+    gradient over all samples; the others propagate TILE samples and one row of positions back
+    through the layers. ``sums`` is ``[programs of the second kind, (TAPS + 3)·CHANNELS]``.
     """
     agent, piece = tl.program_id(0), tl.program_id(1)
     first = agent * samples
@@ -222,7 +224,7 @@ def retrace(
 
 @triton.jit
 def _add_lines(sums, count, width, known, LINE: tl.constexpr):
-    """The sum over ``count`` places, ``width`` apart, of a line of LINE numbers."""
+    """Return the sum of ``count`` vectors of LINE numbers whose starts are ``width`` apart."""
     unit, each = tl.arange(0, LINE), tl.arange(0, 16)
     total = tl.zeros((LINE,), dtype=tl.float32)
     for start in range(0, count, 16):
@@ -243,7 +245,7 @@ def _gather_convolution(sums, into, count, line, BOARDS: tl.constexpr, TAPS: tl.
     if line < BOARDS * 9:
         tl.store(into + AT[0] + channel * (BOARDS * 9) + line, total)
     if line >= TAPS:
-        # bias, scale and shift lie one behind the other
+        # bias, scale and shift are adjacent in the flat weights
         tl.store(into + AT[1] + (line - TAPS) * CHANNELS + channel, total)
 
 
@@ -253,7 +255,7 @@ def _gather_head(sums, into, count, line, ACTIONS: tl.constexpr, AT: tl.constexp
     known = tl.where(line == 3 + ACTIONS, ACTIONS, WIDTH)
     total = _add_lines(sums + line * WIDTH, count, (4 + ACTIONS) * WIDTH, known, WIDTH)
     if line < 3:
-        # bias, scale and shift of the dense layer lie one behind the other
+        # bias, scale and shift of the dense layer are adjacent in the flat weights
         tl.store(into + AT[5] + line * WIDTH + unit, total)
     elif line < 3 + ACTIONS:
         tl.store(into + AT[8] + unit * ACTIONS + (line - 3), total)
@@ -266,10 +268,10 @@ def gather_sums(
     conv_sums, head_sums, grad, stride, conv_count, head_count,
     BOARDS: tl.constexpr, TAPS: tl.constexpr, ACTIONS: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
-    """What the programs of ``retrace`` and ``judge`` left, added up into the gradient.
+    """Add the partial sums of ``retrace`` and ``judge`` into the gradient.
 
-    Axis 0 counts agents; axis 1 taps and the three vectors of the convolution, then those of the
-    dense layer and the head.
+    Grid axis 0 is the agent; axis 1 is the taps and the three vectors of the convolution, then
+    those of the dense layer and the head.
     """
     agent, line = tl.program_id(0), tl.program_id(1)
     into = grad + agent.to(tl.int64) * stride
