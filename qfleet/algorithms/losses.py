@@ -1,6 +1,6 @@
-"""How wrong a prediction is: pure functions from predictions and targets to a loss per sample.
+"""Losses: pure functions from predictions and targets to a loss per sample.
 
-Nothing is averaged over the batch here, so that importance weights can be applied outside.
+The losses are not averaged over the batch, so that the caller can apply importance weights.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from torch.nn import functional as F
 
 
 def huber(td: Tensor) -> Tensor:
-    """½·td² up to |td| = 1 and |td| − ½ beyond (Huber 1964; clipped errors of Nature DQN)."""
+    """Return ½·td² up to |td| = 1 and |td| − ½ beyond (Huber 1964; Nature DQN's clipped errors)."""
     assert td.dim() == 1, f"td must be [B], not {td.shape}"
     assert td.is_floating_point(), f"td must be floating-point, not {td.dtype}"
     return F.huber_loss(td, torch.zeros_like(td), reduction="none")
 
 
 def squared(td: Tensor) -> Tensor:
-    """½·td², so that it agrees with ``huber`` near 0 (1312.5602)."""
+    """Return ½·td², which is equal to ``huber`` near 0 (1312.5602)."""
     assert td.dim() == 1, f"td must be [B], not {td.shape}"
     assert td.is_floating_point(), f"td must be floating-point, not {td.dtype}"
     return 0.5 * td.square()
 
 
 def categorical_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
-    """−Σ_k p_k log softmax(logits)_k, ``[B]`` (C51, 1707.06887)."""
+    """Return the cross-entropy −Σ_k p_k log softmax(logits)_k, ``[B]`` (C51, 1707.06887)."""
     assert logits.dim() == 2, f"logits must be [B, K], not {logits.shape}"
     assert target_probs.shape == logits.shape, f"{target_probs.shape} for logits {logits.shape}"
     assert logits.is_floating_point(), f"logits must be floating-point, not {logits.dtype}"
@@ -35,7 +35,7 @@ def categorical_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
 def quantile_huber(
     prediction: Tensor, fractions: Tensor, target: Tensor, kappa: float = 1.0
 ) -> Tensor:
-    """Quantile Huber loss ``[B]`` (1710.10044, eq. 10; 1806.06923, eq. 3).
+    """Return the quantile Huber loss ``[B]`` (1710.10044, eq. 10; 1806.06923, eq. 3).
 
     With δ_kj = target_j − prediction_k: Σ_k mean_j |τ_k − 1{δ_kj < 0}| · huber_κ(δ_kj)/κ.
     ``prediction`` is ``[B, K]``, ``fractions`` ``[K]`` or ``[B, K]``, ``target`` ``[B, M]``.
@@ -57,7 +57,7 @@ def quantile_huber(
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """−Σ_a π_a log π_a of π = softmax(logits) ``[B, A]``, ``[B]``."""
+    """Return the entropy −Σ_a π_a log π_a of π = softmax(logits) ``[B, A]``, as ``[B]``."""
     assert logits.dim() == 2, f"logits must be [B, A], not {logits.shape}"
     log_policy = torch.log_softmax(logits, dim=1)
     return -(log_policy.exp() * log_policy).sum(1)
@@ -71,9 +71,10 @@ def actor_critic(
     value_weight: float,
     entropy_weight: float,
 ) -> Tensor:
-    """c_v (R − V)² − (R − V) log π(a|s) − β H(π), ``[B]`` (A3C, 1602.01783, section 4).
+    """Return the actor-critic loss ``[B]`` (A3C, 1602.01783, section 4).
 
-    In the second term R − V, the advantage, is a number: only the policy learns from it.
+    The loss is c_v (R − V)² − (R − V) log π(a|s) − β H(π). In the second term the advantage R − V
+    is detached: the gradient of that term reaches only the policy.
     """
     assert value.shape == returns.shape == action.shape == logits.shape[:1], (
         f"value {value.shape}, returns {returns.shape}, action {action.shape}, "

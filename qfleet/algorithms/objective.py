@@ -1,8 +1,8 @@
-"""Which head, which target, which loss: the three choices that make an algorithm.
+"""The learning rule of an algorithm: its head, its target and its loss.
 
-In: a batch and two networks. Out: a target (no gradient) and a per-sample loss. γ and n are inside
-the batch. Every combination of head, double, Munchausen and loss passes through the same two
-methods, so Rainbow is a choice, not a subclass.
+In: a batch and two networks. Out: a target (no gradient) and a per-sample loss. γ and n are already
+in the batch's rewards and discounts. Every combination of head, double, Munchausen and loss uses
+the same two methods, so Rainbow is a configuration, not a subclass.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ class ValueNetwork(Protocol):
 
 
 def split_policy(output: Tensor) -> tuple[Tensor, Tensor]:
-    """What an actor-critic head gives, ``[B, A + 1]``, as logits ``[B, A]`` and values ``[B]``."""
+    """Split an actor-critic output ``[B, A + 1]`` into logits ``[B, A]`` and values ``[B]``."""
     return output[:, :-1], output[:, -1]
 
 
 class TargetTerms(NamedTuple):
-    """All that the target network has to say about a batch."""
+    """The outputs of the target network for a batch."""
 
     ahead: Tensor
-    """With double: targets under every next action, of which the online network will choose one.
-    With Munchausen: the network's output for the next observations. Else: the targets."""
+    """With Munchausen: the target network's output for the next observations. Else with double: the
+    targets for every next action, of which the online network selects one. Else: the targets."""
     here: Tensor | None
-    """The network's output for the observations themselves; only Munchausen asks."""
+    """The target network's output for the observations; only with Munchausen."""
 
 
 class Prediction(NamedTuple):
-    """What the online network says of a batch, differentiable."""
+    """The online network's output for a batch, differentiable."""
 
     output: Tensor
     fractions: Tensor | None
-    """IQN's, ``[B, K]``."""
+    """IQN's quantile fractions ``[B, K]``; None for other heads."""
 
 
 class Loss(NamedTuple):
     per_sample: Tensor
     """Differentiable, ``[B]``."""
     priority: Tensor
-    """How surprising each sample was, detached, ``[B]``."""
+    """The error that becomes the sample's replay priority, detached, ``[B]``."""
     prediction: Tensor
     """Expected value of the action taken, detached, ``[B]``."""
 
@@ -86,7 +86,7 @@ class Objective:
 
     @torch.no_grad()
     def target_terms(self, batch: Samples, target: ValueNetwork) -> TargetTerms:
-        """The part of a target that does not depend on the online network."""
+        """Return the part of the target that does not depend on the online network."""
         output = target(batch.next_obs, self._fractions(batch.next_obs))
         if self.munchausen:
             return TargetTerms(output, target(batch.obs, self._fractions(batch.obs)))
@@ -107,9 +107,9 @@ class Objective:
     def target(
         self, batch: Samples, target_terms: TargetTerms, online: ValueNetwork, target: ValueNetwork
     ) -> Tensor:
-        """``[B]`` values (q), ``[B, K]`` probabilities (c51) or ``[B, K]`` quantiles (qr, iqn).
+        """Return the target: ``[B]`` values (q), ``[B, K]`` probabilities (c51) or quantiles.
 
-        ``target`` is not called: its terms are there already.
+        Quantiles are for qr and iqn. ``target`` is not called: ``target_terms`` has its outputs.
         """
         if not self.double:
             if not self.munchausen:
@@ -136,7 +136,7 @@ class Objective:
         if self.head != "c51":
             value = targets.soft_value(next_output, policy, log_policy, tau)
             return targets.td_target(reward, batch.discount, value)
-        # A mixture over next actions, each with its atoms moved by its own entropy bonus.
+        # A mixture over next actions; each action's atoms are shifted by its own entropy bonus.
         samples, actions, atoms = next_output.shape
         moved = target.support - tau * log_policy.unsqueeze(-1)
         moved = reward[:, None, None] + batch.discount[:, None, None] * moved
@@ -152,7 +152,7 @@ class Objective:
     def loss(
         self, prediction: Prediction, action: Tensor, online: ValueNetwork, target: Tensor
     ) -> Loss:
-        """``online`` is not called: what it predicts is there already."""
+        """Return the loss of a prediction. ``online`` is not called: its output is given."""
         if self.head == "actor-critic":
             logits, value = split_policy(prediction.output)
             per_sample = losses.actor_critic(
@@ -175,7 +175,7 @@ class Objective:
         return Loss(per_sample, (target.mean(dim=1) - expected).abs(), expected)
 
     def numbers(self, output: Tensor) -> dict[str, Tensor]:
-        """What else is worth showing of an actor-critic's output, by name."""
+        """Return further metrics of an actor-critic's output, by name."""
         logits, _ = split_policy(output)
         return {"entropy": losses.entropy(logits).mean()}
 

@@ -1,4 +1,4 @@
-"""Q-learning with a table, and the exact Q* of a known MDP to compare it with. NumPy only."""
+"""Tabular Q-learning, and value iteration for the exact Q* of a known MDP. NumPy only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAX_SWEEPS = 1_000_000
 
 
 class QTable:
-    """Watkins' Q-learning: Q(s,a) += α [r + γ max Q(s',·) − Q(s,a)] (Watkins 1989)."""
+    """A table of Q-learning: Q(s,a) += α [r + γ max Q(s',·) − Q(s,a)] (Watkins 1989)."""
 
     def __init__(self, num_states: int, num_actions: int, alpha: float, gamma: float) -> None:
         self.alpha = alpha
@@ -17,12 +17,12 @@ class QTable:
         self.values: NDArray[np.float64] = np.zeros((num_states, num_actions))
 
     def update(self, s: int, a: int, r: float, s2: int, terminated: bool) -> None:
-        """Learn from one step; a termination, unlike a truncation, is worth nothing beyond."""
+        """Learn from one step. The next state is worth 0 if the step terminated."""
         bootstrap = 0.0 if terminated else self.gamma * float(self.values[s2].max())
         self.values[s, a] += self.alpha * (r + bootstrap - self.values[s, a])
 
     def greedy(self, s: int) -> int:
-        """The best action; the first of equals."""
+        """Return the action with the largest value; the first one if several are equal."""
         return int(self.values[s].argmax())
 
 
@@ -32,10 +32,10 @@ def solve_q(
     terminal: NDArray[np.bool_],
     gamma: float,
 ) -> NDArray[np.float64]:
-    """Q* ``[S, A]`` by value iteration, to a change of 1e-12 (relative to the largest value).
+    """Return Q* ``[S, A]`` by value iteration, to a change of 1e-12 relative to the largest value.
 
-    ``transition`` is P(s'|s,a) as ``[S, A, S]``, ``reward`` the expected R(s,a), and nothing is
-    worth anything in a ``terminal`` state.
+    ``transition`` is P(s'|s,a) as ``[S, A, S]``, ``reward`` is the expected R(s,a), and the values
+    of ``terminal`` states are 0.
     """
     states, actions = reward.shape
     assert transition.shape == (states, actions, states), f"transition {transition.shape}"

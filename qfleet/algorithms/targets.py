@@ -1,6 +1,6 @@
-"""What a prediction is moved towards: pure functions from batch tensors to targets.
+"""Targets of learning: pure functions from batch tensors to targets.
 
-Nothing here knows γ, n or episodes: ``discount`` is γ^k, and 0 where the task terminated.
+γ, n and episodes do not appear here: ``discount`` is γ^k, and 0 where the episode terminated.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def take(values: Tensor, action: Tensor) -> Tensor:
-    """The entries of the actions taken: ``[B, A]`` → ``[B]``, ``[B, A, K]`` → ``[B, K]``."""
+    """Return the entries of the actions: ``[B, A]`` → ``[B]``, ``[B, A, K]`` → ``[B, K]``."""
     assert values.dim() in (2, 3), f"values must be [B, A] or [B, A, K], not {values.shape}"
     assert action.dtype == torch.int64, f"action must be int64, not {action.dtype}"
     assert action.shape == values.shape[:1], f"action {action.shape} for values {values.shape}"
@@ -21,7 +21,7 @@ def take(values: Tensor, action: Tensor) -> Tensor:
 
 
 def td_target(reward: Tensor, discount: Tensor, next_value: Tensor) -> Tensor:
-    """r + discount·v (Watkins 1989; 1312.5602), for every entry where v is ``[B, …]``."""
+    """Return r + discount·v (Watkins 1989; 1312.5602), for every entry of v ``[B, …]``."""
     assert reward.dim() == 1, f"reward must be [B], not {reward.shape}"
     assert discount.shape == reward.shape, f"discount {discount.shape}, reward {reward.shape}"
     assert next_value.shape[:1] == reward.shape, f"{next_value.shape} for reward {reward.shape}"
@@ -32,10 +32,10 @@ def td_target(reward: Tensor, discount: Tensor, next_value: Tensor) -> Tensor:
 
 
 def soft_policy(q: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The softmax policy π ∝ exp(q/τ) and log π, both ``[B, A]`` (2007.14430).
+    """Return the softmax policy π ∝ exp(q/τ) and log π, both ``[B, A]`` (2007.14430).
 
-    The maximum is taken off before dividing, so that a small τ cannot magnify the rounding of
-    large values; log π stays finite where π underflows to 0.
+    The maximum is subtracted before the division, so that a small τ does not magnify the rounding
+    of large values; log π stays finite where π underflows to 0.
     """
     assert q.dim() == 2, f"q must be [B, A], not {q.shape}"
     assert temperature > 0, f"temperature must be positive, not {temperature}"
@@ -47,7 +47,7 @@ def soft_policy(q: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
 def soft_value(
     next_values: Tensor, policy: Tensor, log_policy: Tensor, temperature: float
 ) -> Tensor:
-    """Σ_a π(a) (z(a) − τ log π(a)), per atom where z is ``[B, A, K]`` (2007.14430)."""
+    """Return Σ_a π(a) (z(a) − τ log π(a)), per atom if z is ``[B, A, K]`` (2007.14430)."""
     assert next_values.dim() in (2, 3), f"next_values has shape {next_values.shape}"
     assert policy.shape == next_values.shape[:2], f"{policy.shape} for {next_values.shape}"
     assert log_policy.shape == policy.shape, f"log_policy {log_policy.shape}, not {policy.shape}"
@@ -61,8 +61,8 @@ def soft_value(
 def munchausen_bonus(
     q: Tensor, action: Tensor, alpha: float, temperature: float, clip: float
 ) -> Tensor:
-    """α·clamp(τ log π(a|s), clip, 0) ``[B]``: what Munchausen adds to the reward (2007.14430)."""
-    assert clip <= 0, f"clip must be at most 0, not {clip}"
+    """Return Munchausen's reward bonus α·clamp(τ log π(a|s), clip, 0) ``[B]`` (2007.14430)."""
+    assert clip <= 0, f"clip must be ≤ 0, got {clip}"
     _, log_policy = soft_policy(q, temperature)
     return alpha * (temperature * take(log_policy, action)).clamp(clip, 0.0)
 
@@ -70,12 +70,13 @@ def munchausen_bonus(
 def project_categorical(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
     """Project masses ``probs`` at ``atoms`` onto ``support`` ``[K]`` (C51, 1707.06887, eq. 7).
 
-    ``atoms`` are ``[B, K]``; ``probs`` too, or ``[B, A, K]``: several masses at the same atoms.
+    ``atoms`` is ``[B, K]``; ``probs`` is ``[B, K]``, or ``[B, A, K]`` for several distributions on
+    the same atoms.
 
-    An atom between two support points gives each of them a share linear in its nearness; one
-    beyond the ends goes to the end. The position of an atom is taken between its two neighbours'
-    own values, so that an atom on a support point stays there exactly, and shares are a dense
-    kernel rather than a scatter-add, which on a GPU would sum in no fixed order.
+    The mass of an atom between two support points is split between them linearly; the mass of an
+    atom beyond the ends goes to the end. The position of an atom is computed from the values of its
+    two neighbours, so that an atom on a support point stays there exactly. The shares are a dense
+    matrix and not a scatter-add, which on a GPU would sum in no fixed order.
     """
     assert probs.dim() in (2, 3), f"probs must be [B, K] or [B, A, K], not {probs.shape}"
     assert atoms.dim() == 2, f"atoms must be [B, K], not {atoms.shape}"
