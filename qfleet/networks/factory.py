@@ -1,4 +1,4 @@
-"""Networks: an environment's spec and a configuration in, a QNetwork out."""
+"""The network factory: builds a QNetwork from an environment's spec and a configuration."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ _CONVOLUTIONAL: dict[str, tuple[type[NatureCNN | ImpalaResNet | MinAtarCNN], int
 
 
 def build_network(spec: EnvSpec, config: Config) -> QNetwork:
-    """The network that ``config`` asks for; random weights come from torch's global generator.
+    """Build the network that ``config`` names; weights are drawn from torch's global generator.
 
-    Which hidden layers are shared and which belong to the head's streams:
+    Hidden layers are either shared (part of the torso) or belong to the head's streams:
 
-    - The dense layer of a convolutional torso is the head's. Dueling splits it, noise reaches it,
-      and quantile embeddings multiply the convolutions' own features, all as in the papers.
-    - The layers of an MLP are shared, so dueling, noise and embeddings start at the last of them.
-      Where a head has only one plain stream, there is nobody to share with, and they are the
-      head's too: layers and output are then one autograd node.
-    - With layer normalisation all hidden layers are shared, those of convolutional torsos too.
-    - A user's torso is shared whole.
+    - The dense layer of a convolutional torso belongs to the head. Dueling splits it, it is noisy
+      with noisy nets, and quantile embeddings multiply the features of the convolutions, all as in
+      the papers.
+    - The layers of an MLP are shared, so dueling, noise and embeddings start after the last of
+      them. If the head has only one stream without noise, the layers belong to the head too: layers
+      and output are then one autograd node.
+    - With layer normalisation all hidden layers are shared, also those of convolutional torsos.
+    - All layers of a user's torso are shared.
     """
     name = config.network
     if name == "auto":
@@ -54,7 +55,8 @@ def build_network(spec: EnvSpec, config: Config) -> QNetwork:
     if config.layer_norm:
         if issubclass(kind, ImpalaResNet):
             raise ConfigError(
-                f"network '{name}' has no layer normalisation; use --no-layer-norm or nature"
+                f"network '{name}' does not support layer_norm; use --no-layer-norm or "
+                "--network nature"
             )
         normal = kind(spec, dense, layer_norm=True)
         return QNetwork(normal, normal.features, spec.num_actions, config)
@@ -79,7 +81,7 @@ def _user_torso(path: str, spec: EnvSpec) -> nn.Module:
 
 
 def _features(torso: nn.Module, path: str, spec: EnvSpec) -> int:
-    """How many features a user's torso gives: what it says, or what comes out."""
+    """Return the width of a user's torso: its ``features``, or the width of a trial output."""
     declared = getattr(torso, "features", None)
     if isinstance(declared, int):
         return declared
@@ -109,7 +111,7 @@ ModelTransform = Callable[[QNetwork], QNetwork]
 
 
 def make_network(config: Config, spec: EnvSpec, device: torch.device, seed: int) -> QNetwork:
-    """The network with weights drawn from ``seed``, passed through the model transform."""
+    """Build the network with weights drawn from ``seed`` and apply the model transform."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = build_network(spec, config)
@@ -117,14 +119,14 @@ def make_network(config: Config, spec: EnvSpec, device: torch.device, seed: int)
 
 
 def model_transform(config: Config, device: torch.device) -> ModelTransform:
-    """What is done to a network from outside once it is built; the network never knows."""
+    """Return the transform for a network that has been built: torch.compile or the identity."""
 
     def compiled(network: QNetwork) -> QNetwork:
         network.compile()
         network.allows_shortcuts = False
         return network
 
-    # On an accelerator whole updates are compiled, in which the network is one part.
+    # On an accelerator these engines compile whole updates, which include the network.
     whole_updates = config.engine in ("pipeline", "device") and has_streams(device)
     in_itself = config.compile == "on" and not whole_updates
     return compiled if in_itself else lambda network: network

@@ -1,4 +1,4 @@
-"""A stack of dense layers as one autograd node: a batch ``[B, in]`` in, ``[B, out]`` out.
+"""A stack of dense layers as one autograd node: ``[B, in]`` → ``[B, out]``.
 
 A small MLP on a CPU spends more time in autograd's bookkeeping than in arithmetic, so the whole
 stack is one node with a backward pass written by hand. Weights are stored ``[in, out]``, not
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from qfleet.networks.plainly import is_plain
 
-_masked = torch.ops.aten.threshold_backward.default  # the overload itself: a dispatch less
+_masked = torch.ops.aten.threshold_backward.default  # the overload itself saves a dispatch
 
 
 def fused_mlp(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], relu_last: bool
 ) -> Tensor:
-    """Dense layers with ReLU between them, and after the last one if ``relu_last``.
+    """Apply dense layers with ReLU between them, and after the last one if ``relu_last``.
 
     ``weights[i]`` is ``[in_i, out_i]`` and ``biases[i]`` ``[out_i]``.
     """
@@ -33,7 +33,8 @@ def fused_mlp(
     if not torch.is_grad_enabled():
         return dense_forward(x, weights, biases, relu_last)[-1]
     if not x.is_cpu or is_plain():
-        # Plain operations: there autocast and the compiler see into them, and bookkeeping is free.
+        # Plain operations: autocast, the compiler and vmap can handle them, and autograd's overhead
+        # does not matter there.
         last = len(weights) - 1
         for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
             x = torch.addmm(bias, x, weight)
@@ -46,7 +47,7 @@ def fused_mlp(
 def dense_forward(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], relu_last: bool
 ) -> list[Tensor]:
-    """``x`` and the output of every layer."""
+    """Return ``x`` and the output of every layer."""
     outputs = [x]
     last = len(weights) - 1
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
@@ -72,7 +73,7 @@ def dense_backward(
         torch.mm(outputs[i].t(), grad, out=grad_weights[i])
         torch.sum(grad, 0, out=grad_biases[i])
         if i > 0:
-            # A ReLU's output is positive exactly where its input was: it is its own mask.
+            # A ReLU's output is positive exactly where its input was, so the output is the mask.
             grad = _masked(grad.mm(weights[i].t()), outputs[i], 0)
     return grad
 
@@ -114,7 +115,7 @@ class Dense(nn.Module):
         super().__init__()
         self.relu_last = relu_last
         for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
-            # Drawn as [out, in], so that a seed gives the very weights nn.Linear would have.
+            # Drawn as [out, in], so that a seed gives the same weights as nn.Linear.
             weight = nn.init.kaiming_uniform_(torch.empty(fan_out, fan_in), a=math.sqrt(5))
             self.register_parameter(f"weight_{i}", nn.Parameter(weight.t().contiguous()))
             bound = 1 / math.sqrt(fan_in)

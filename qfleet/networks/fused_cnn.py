@@ -1,8 +1,8 @@
-"""MinAtar's small network with layer normalisation, by kernels of our own, for K agents at once.
+"""MinAtar's small network with layer normalisation in Triton kernels, for K agents at once.
 
 In: flat weights ``[K, P]`` and agent-major samples. Out: Q-values, or the flat gradient. The
 arithmetic is that of ``networks.torsos.MinAtarCNN`` and of the Huber or squared loss
-(tests/test_kernels.py holds them against each other).
+(tests/test_kernels.py compares them).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 SIDE, WIDTH, CHANNELS, TILE = 8, 128, 16, 16
 JUDGED_TOGETHER = 8
-"""Samples per program between forward and backward pass: few, so that many programs share them."""
+"""Samples per program of the head and loss kernels: few, so that many programs run in parallel."""
 DENSE_PIECES = 32
 MOST_SAMPLES = 2**20
-"""Kernels count places in 32 bits, and a sample has 1024 features."""
+"""Limit of samples: kernels use 32-bit offsets, and a sample has 1024 features."""
 BOARD = 10
-"""Side of the boards that the kernels are written for."""
+"""Side of the boards that the kernels support."""
 
 
 def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device) -> FusedCNN | None:
-    """The kernels for this network, or None where they do not fit it or the machine."""
+    """Return the kernels for this network, or None if they do not support it or the machine."""
     one = network.template if isinstance(network, Population) else network
     torso, head = one.torso, one.head
     fits = (
@@ -67,14 +67,14 @@ def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device)
 
 
 def _stride(rows: Tensor) -> int:
-    """From one agent's weights to the next one's."""
+    """Return the distance from one agent's weights to the next agent's."""
     return rows.stride(0) if rows.dim() > 1 else 0
 
 
 def _on_its_device(
     method: Callable[Concatenate[FusedCNN, Arguments], Result],
 ) -> Callable[Concatenate[FusedCNN, Arguments], Result]:
-    """A method whose kernels are launched where its buffers are."""
+    """Decorate a method so that its kernels are launched on the device of its buffers."""
 
     @functools.wraps(method)
     def there(self: FusedCNN, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
@@ -85,7 +85,7 @@ def _on_its_device(
 
 
 class FusedCNN:
-    """The network's shape, where its parameters lie, and the buffers that its kernels hand on."""
+    """The fused network: its shape, its parameters' offsets, and the buffers between kernels."""
 
     def __init__(
         self,
@@ -96,7 +96,11 @@ class FusedCNN:
         precision: Literal["tf32", "ieee"],
         device: torch.device,
     ) -> None:
-        """``offsets`` of kernel, bias, scale, shift, dense, bias, scale, shift, head, bias in P."""
+        """Create the network's buffers.
+
+        ``offsets`` are the positions in P of kernel, bias, scale, shift, dense, bias, scale, shift,
+        head, bias.
+        """
         from qfleet.accelerator.kernels import small_cnn
 
         self._kernels = small_cnn
@@ -107,14 +111,17 @@ class FusedCNN:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def _buffer(self, name: str, *shape: int) -> Tensor:
-        """Kept between calls: a recorded graph needs them where they were."""
+        """Return a buffer. It is kept between calls: a recorded graph needs a fixed address."""
         key = (name, shape[0])
         if key not in self._buffers:
             self._buffers[key] = torch.zeros(shape, device=self._device)
         return self._buffers[key]
 
     def takes(self, samples: int) -> bool:
-        """Whether so many samples of all agents together come in whole tiles, and not too many."""
+        """Return whether the kernels accept this number of samples of all agents together.
+
+        Each agent's samples must fill whole tiles, and there is an upper limit.
+        """
         return samples % (self._agents * TILE) == 0 and samples <= MOST_SAMPLES
 
     def _convolve(self, weights: Tensor, obs: Tensor, keep: bool) -> Tensor:
@@ -137,7 +144,7 @@ class FusedCNN:
 
     @_on_its_device
     def q_values(self, weights: Tensor, obs: Tensor) -> Tensor:
-        """``[samples, actions]``; the same memory every time."""
+        """Return Q-values ``[samples, actions]``; the next call overwrites them."""
         everyone = obs.shape[0]
         partial = self._convolve(weights, obs, keep=False)
         q = self._buffer("q", everyone, self._actions)
@@ -161,7 +168,7 @@ class FusedCNN:
     ) -> tuple[Tensor, Tensor]:
         """Write the mean loss's gradient of every agent to ``grad``.
 
-        Returns what was predicted of each sample, and by how much too high.
+        Returns each sample's prediction, and its error (prediction − target).
         """
         obs, everyone = obs.contiguous(), obs.shape[0]
         samples = everyone // self._agents

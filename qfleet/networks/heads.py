@@ -1,10 +1,10 @@
-"""Heads: features ``[B, F]`` in, values ``[B, A]`` or distributions ``[B, A, K]`` out.
+"""Heads: they map features ``[B, F]`` to values ``[B, A]`` or distributions ``[B, A, K]``.
 
-The one exception gives a policy and a value, ``[B, A + 1]``.
+The actor-critic head returns a policy and a value, ``[B, A + 1]``.
 
-Every head is one or two *streams*: the hidden layers it was given, if any, and a linear one. A
-dueling head has a stream for the state's value and one for the advantages; noise, where asked
-for, is in every layer of the streams. A stream without noise is one fused autograd node.
+Every head has one or two *streams*: hidden layers, if any, and a linear layer. A dueling head has a
+stream for the state's value and one for the advantages; with noisy nets every layer of the streams
+is noisy. A stream without noise is one fused autograd node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qfleet.networks.noisy import NoisyLinear
 
 @dataclass(frozen=True)
 class Style:
-    """What all heads can be asked for."""
+    """The options that all heads have."""
 
     dueling: bool = False
     noisy: bool = False
@@ -34,7 +34,7 @@ class Style:
 
 
 def combine_streams(value: Tensor, advantage: Tensor) -> Tensor:
-    """V + A − mean A over actions (1511.06581).
+    """Return V + A − mean A over actions (1511.06581).
 
     ``[B, 1]`` and ``[B, A]`` → ``[B, A]``; ``[B, 1, K]`` and ``[B, A, K]`` → ``[B, A, K]``.
     """
@@ -56,7 +56,7 @@ def _noisy_layers(stream: nn.Module) -> list[NoisyLinear]:
 
 
 def _two_noisy(features: Tensor, one: nn.Module, other: nn.Module) -> tuple[Tensor, Tensor]:
-    """Two noisy streams on the same features, layer by layer: one product each for a GPU."""
+    """Apply two noisy streams to the same features with one product per layer, faster on GPUs."""
     first, *rest = zip(_noisy_layers(one), _noisy_layers(other), strict=True)
     widths = [len(layer.bias_mu) for layer in first]
     bias = torch.cat([layer.bias() for layer in first])
@@ -67,7 +67,7 @@ def _two_noisy(features: Tensor, one: nn.Module, other: nn.Module) -> tuple[Tens
     x = x.view(len(features), 2, widths[0]).transpose(0, 1)
     for pair in rest:
         widths = [len(layer.bias_mu) for layer in pair]
-        # Products of unlike width become alike by zeros; GPUs like multiples of four.
+        # Zeros pad the products to equal width, a multiple of four, which is faster on GPUs.
         wide = -(-max(widths) // 4) * 4
         missing = [(0, wide - width) for width in widths]
         weights = [F.pad(layer.weight(), pad) for layer, pad in zip(pair, missing, strict=True)]
@@ -78,7 +78,7 @@ def _two_noisy(features: Tensor, one: nn.Module, other: nn.Module) -> tuple[Tens
 
 
 class _Streams(nn.Module):
-    """Features ``[B, F]`` → ``[B, A]``, or ``[B, A, K]`` where ``width`` K is given."""
+    """The streams of a head: features ``[B, F]`` → ``[B, A]``, or ``[B, A, K]`` if K is given."""
 
     def __init__(self, features: int, num_actions: int, width: int | None, style: Style) -> None:
         super().__init__()
@@ -100,16 +100,16 @@ class _Streams(nn.Module):
 
 
 class QHead(_Streams):
-    """Expected values ``[B, A]``."""
+    """A head of expected values ``[B, A]``."""
 
     def __init__(self, features: int, num_actions: int, style: Style) -> None:
         super().__init__(features, num_actions, None, style)
 
 
 class ActorCriticHead(_Streams):
-    """Logits of a policy and, last, the state's value, ``[B, A + 1]`` (A3C, 1602.01783).
+    """A head of a policy's logits and, last, the state's value, ``[B, A + 1]`` (A3C, 1602.01783).
 
-    Both share every hidden layer: they are rows of one linear one.
+    Both share all hidden layers: they are outputs of the same linear layer.
     """
 
     def __init__(self, features: int, num_actions: int, style: Style) -> None:
@@ -117,24 +117,24 @@ class ActorCriticHead(_Streams):
 
 
 class CategoricalHead(_Streams):
-    """Logits ``[B, A, K]`` over K atoms of fixed value (C51, 1707.06887)."""
+    """A head of logits ``[B, A, K]`` over K atoms of fixed value (C51, 1707.06887)."""
 
     def __init__(self, features: int, num_actions: int, num_atoms: int, style: Style) -> None:
         super().__init__(features, num_actions, num_atoms, style)
 
 
 class QuantileHead(_Streams):
-    """The values ``[B, A, K]`` of K fixed quantiles (QR-DQN, 1710.10044)."""
+    """A head of the values ``[B, A, K]`` of K fixed quantiles (QR-DQN, 1710.10044)."""
 
     def __init__(self, features: int, num_actions: int, num_quantiles: int, style: Style) -> None:
         super().__init__(features, num_actions, num_quantiles, style)
 
 
 class ImplicitQuantileHead(nn.Module):
-    """The values ``[B, A, K]`` of the quantiles ``fractions`` ``[B, K]`` (IQN, 1806.06923, eq. 4).
+    """A head of the values ``[B, A, K]`` of the quantiles ``fractions`` ``[B, K]`` (IQN).
 
-    A fraction τ becomes ReLU(W cos(π i τ) + b), i = 0 … n−1, as wide as the features, which it
-    multiplies element by element. The embedding itself is never noisy.
+    A fraction τ is embedded as ReLU(W cos(π i τ) + b), i = 0 … n−1, with the width of the features,
+    and multiplied with them element by element (1806.06923, eq. 4). The embedding is never noisy.
     """
 
     frequencies: Tensor

@@ -1,4 +1,4 @@
-"""A dense layer with learnt noise: a batch ``[B, in]`` in, ``[B, out]`` out (1706.10295)."""
+"""A dense layer with learnt noise, ``[B, in]`` → ``[B, out]`` (noisy nets, 1706.10295)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 
 class NoisyLinear(nn.Module):
-    """Factorised Gaussian noise: w = μ + σ ∘ (f(ε_in) ⊗ f(ε_out)), f(x) = sgn(x)·√|x|.
+    """A linear layer with factorised Gaussian noise.
 
-    In training mode the noise of the last ``resample_noise`` is used, in eval mode the means alone.
-    The noise lies in ordinary buffers, so that a checkpoint holds it and a run resumes exactly.
+    w = μ + σ ∘ (f(ε_in) ⊗ f(ε_out)), f(x) = sgn(x)·√|x|. In training mode the noise of the last
+    ``resample_noise`` is used, in eval mode only the means. The noise is stored in ordinary
+    buffers, so that a checkpoint contains it and a run resumes exactly.
     """
 
     noise_in: Tensor
@@ -30,7 +31,7 @@ class NoisyLinear(nn.Module):
         self.register_buffer("noise_out", _shape_noise(torch.randn(fan_out)))
 
     def weight(self) -> Tensor:
-        """The weights in force, noise and all."""
+        """Return the current weights, including the noise."""
         if not self.training:
             return self.weight_mu
         noise = self.noise_in.unsqueeze(1) * self.noise_out
@@ -43,24 +44,24 @@ class NoisyLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_cpu:
-            # One product instead of two: on a GPU they cost more than building the weights.
+            # One product instead of two: on a GPU a product costs more than building the weights.
             return torch.addmm(self.bias(), x, self.weight())
         mean = torch.addmm(self.bias_mu, x, self.weight_mu)
         if not self.training:
             return mean
-        # The noise's factors are applied to the layer's ends: no noisy weight is ever built.
+        # The noise factors are applied to input and output, so that no noisy weight is built.
         noisy = torch.addmm(self.bias_sigma, x * self.noise_in, self.weight_sigma)
         return torch.addcmul(mean, noisy, self.noise_out)
 
 
 @torch.no_grad()
 def resample_noise(layers: Sequence[NoisyLinear], generator: torch.Generator) -> None:
-    """New noise for all layers, in one draw on the generator's device: few kernels in all."""
+    """Draw new noise for all layers at once on the generator's device, to launch few kernels."""
     store_noise(layers, draw_noise(layers, generator))
 
 
 def draw_noise(layers: Sequence[NoisyLinear], generator: torch.Generator) -> Tensor:
-    """As many normal numbers as the layers need."""
+    """Return the normal random numbers that all layers need."""
     size = sum(len(layer.noise_in) + len(layer.noise_out) for layer in layers)
     return torch.randn(size, generator=generator, device=generator.device)
 

@@ -1,7 +1,8 @@
-"""A switch for shortcuts that torch.func's transforms cannot see through.
+"""A switch that disables optimisations which torch.func's transforms do not support.
 
-Hand-written autograd nodes and memory formats make one network quicker on a CPU; within ``plainly``
-networks are built of plain operations alone, so that ``torch.func.vmap`` can make K of one.
+Hand-written autograd nodes and memory formats make a single network faster on a CPU. In a
+``plainly`` context networks use plain operations only, so that ``torch.func.vmap`` can batch them
+over K agents.
 """
 
 from __future__ import annotations

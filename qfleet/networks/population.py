@@ -1,8 +1,8 @@
-"""K networks of one shape as one module: agent-major batches in, agent-major outputs out.
+"""K networks of the same shape as one module, with agent-major batches and outputs.
 
-In a batch of K·B observations the first B are agent 0's, the next B agent 1's, and so on. Every
-parameter is held K times, ``[K, …]``, and ``torch.func.vmap`` turns the network's operations into
-batched ones, so that K agents cost as many launches as one.
+In a batch of K·B observations the first B belong to agent 0, the next B to agent 1, and so on.
+Every parameter is stored for all agents, ``[K, …]``, and ``torch.func.vmap`` batches the network's
+operations, so that K agents need as many kernel launches as one.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ _STATEFUL = {"Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"}
 
 
 class Population(QNetwork):
-    """What a learner and an actor ask of a ``QNetwork``, for K of them."""
+    """K networks with the interface of one ``QNetwork``, for learners and actors."""
 
     def __init__(self, networks: Sequence[QNetwork]) -> None:
-        # Not QNetwork's: that one builds a torso and a head, and here they are all given.
+        # Not QNetwork.__init__, which builds a head: the networks are already built.
         nn.Module.__init__(self)
         first = networks[0]
         kinds = {type(module).__name__ for module in first.torso.modules()}
         if kinds & _STATEFUL or any(True for _ in first.torso.buffers()):
             raise ConfigError(
-                "a population cannot have a network that keeps numbers besides its weights, or "
-                "draws some (batch normalisation, dropout); use layer_norm, or population 1"
+                "a population does not support networks with buffers (batch normalisation) or "
+                "dropout; use layer_norm, or population 1"
             )
         self.agents = len(networks)
         self.head_kind, self.num_actions = first.head_kind, first.num_actions
         self.allows_shortcuts, self.autocast_dtype = False, None
         self._noisy_layers = []
-        # In a list, so that its own parameters are not taken for the population's.
+        # In a list, so that its parameters are not registered as parameters of the population.
         self._template = [first]
         self._names = [name for name, _ in first.named_parameters()]
         each = [dict(network.named_parameters()) for network in networks]
         for name in self._names:
             stacked = torch.stack([parameters[name].detach() for parameters in each])
             self.register_parameter(name.replace(".", "/"), nn.Parameter(stacked))
-        # Constants, the same for all: a saved policy wants them.
+        # Constants, equal for all agents; a saved policy needs them.
         for name, buffer in first.named_buffers():
             self.register_buffer(name.replace(".", "/"), buffer)
 
@@ -55,11 +55,11 @@ class Population(QNetwork):
 
     @property
     def template(self) -> QNetwork:
-        """A network of this shape; its weights mean nothing."""
+        """A network of this shape; its own weights are not used."""
         return self._template[0]
 
     def forward(self, obs: Tensor, fractions: Tensor | None = None) -> Tensor:
-        assert fractions is None, "populations have no head that takes fractions"
+        assert fractions is None, "a population does not support heads with fractions (iqn)"
         template = self.template
         template.autocast_dtype = self.autocast_dtype
         parameters: dict[str, Tensor] = {

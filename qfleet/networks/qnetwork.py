@@ -1,4 +1,4 @@
-"""A torso and a head as one module: observations in, values or distributions per action out."""
+"""The Q-network: a torso and a head as one module."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from qfleet.networks.torsos import MLP
 
 
 class QNetwork(nn.Module):
-    """Q-values of every action, in the form that ``head_kind`` names, or a policy and a value.
+    """A network that maps observations to values or distributions per action, or to a policy.
 
     ``support`` holds the atoms' values (c51) and ``fractions`` the quantile midpoints (2k+1)/2K:
-    those that are predicted (qr) or those that are asked for when acting (iqn). Both are empty
-    for other heads, and are no part of the state: the configuration gives them.
+    the predicted quantiles (qr) or the quantiles used for acting (iqn). Both are empty for other
+    heads, and are not part of the state dict, because the configuration determines them.
     """
 
     support: Tensor
@@ -38,15 +38,16 @@ class QNetwork(nn.Module):
         config: Config,
         hidden: tuple[int, ...] = (),
     ) -> None:
-        """``features`` is what the torso gives, ``hidden`` the layers that the head adds."""
+        """Build the head. ``features`` is the torso's width, ``hidden`` the head's layer widths."""
         super().__init__()
         self.head_kind: Head = config.head
         self.num_actions = num_actions
         self.allows_shortcuts = True
-        """Off once something was done to ``forward`` from outside, which shortcuts would miss."""
+        """False once ``forward`` was replaced (torch.compile), which shortcuts would bypass."""
         self.autocast_dtype: torch.dtype | None = None
-        """Precision of the torso, where it is not that of the weights. The head keeps theirs: bf16
-        has three digits, and the values of two actions often differ in the fourth."""
+        """Autocast precision of the torso; None: that of the weights. The head always uses that of
+        the weights: bf16 has three digits, and the values of two actions often differ in the
+        fourth."""
         self.torso = torso
         style = Style(config.dueling, config.noisy, hidden, config.noisy_sigma)
         self.head: nn.Module
@@ -71,9 +72,9 @@ class QNetwork(nn.Module):
 
     @property
     def is_plain_mlp(self) -> bool:
-        """Whether it is one fused stack from a vector, taken as it is, to what the head gives.
+        """Return whether the network is one fused stack of dense layers on a float32 vector.
 
-        Then it need not be called: shortcuts may form the same products on its weights.
+        Then callers need not call it: shortcuts may compute the same products with its weights.
         """
         if not self.allows_shortcuts:
             return False
@@ -84,13 +85,13 @@ class QNetwork(nn.Module):
         return self.torso.layers is None and self.torso.takes_plain_vectors
 
     def forward(self, obs: Tensor, fractions: Tensor | None = None) -> Tensor:
-        """``[B, A]`` values (q), or ``[B, A, K]`` logits (c51) or quantiles (qr, iqn).
+        """Return ``[B, A]`` values (q), or ``[B, A, K]`` logits (c51) or quantiles (qr, iqn).
 
-        An actor-critic gives ``[B, A + 1]``: logits of its policy and the state's value.
+        An actor-critic returns ``[B, A + 1]``: logits of its policy and the state's value.
 
-        Only iqn takes ``fractions``, ``[B, K]``, and it must be given them.
+        ``fractions``, ``[B, K]``, are required for iqn and not allowed for other heads.
         """
-        assert (fractions is not None) == (self.head_kind == "iqn"), "fractions are iqn's alone"
+        assert (fractions is not None) == (self.head_kind == "iqn"), "only iqn needs fractions"
         if self.autocast_dtype is None:
             features = self.torso(obs)
         else:
@@ -103,7 +104,7 @@ class QNetwork(nn.Module):
         return output
 
     def expected(self, output: Tensor) -> Tensor:
-        """Reduce what ``forward`` returned to expected values ``[B, A]``, or a policy's logits."""
+        """Reduce the output of ``forward`` to expected values ``[B, A]``, or a policy's logits."""
         match self.head_kind:
             case "q":
                 return output
@@ -115,24 +116,24 @@ class QNetwork(nn.Module):
                 return output.mean(2)
 
     def q_values(self, obs: Tensor) -> Tensor:
-        """Expected values, or a policy's logits, ``[B, A]`` for acting, without drawing anything.
+        """Return expected values, or a policy's logits, ``[B, A]`` for acting; deterministic.
 
-        IQN is asked at evenly spaced midpoints instead of random fractions: the same expectation
-        with less variance, and the same action each time for the same observation.
+        IQN uses evenly spaced midpoints instead of random fractions: the same expectation with less
+        variance, and the same action each time for the same observation.
         """
         if self.head_kind != "iqn":
             return self.expected(self(obs))
         return self.expected(self(obs, self.fractions.expand(obs.shape[0], -1)))
 
     def state_values(self, obs: Tensor) -> Tensor:
-        """What observations are worth ``[B]``: the best action's value, or what the head says."""
+        """Return the state values ``[B]``: the largest Q-value, or the critic's value."""
         if self.head_kind == "actor-critic":
             value: Tensor = self(obs)[:, -1]
             return value
         return self.q_values(obs).amax(1)
 
     def resample_noise(self, generator: torch.Generator) -> None:
-        """Draw new noise for noisy layers; without them nothing is drawn."""
+        """Draw new noise for noisy layers, if the network has any."""
         if self._noisy_layers:
             resample_noise(self._noisy_layers, generator)
 

@@ -1,7 +1,7 @@
-"""Torsos: a batch of raw observations in, features ``[B, F]`` out.
+"""Torsos: they map a batch of raw observations to features ``[B, F]``.
 
-A torso takes observations as the environment gave them (uint8 pixels, float32 boxes, int64
-numbers), scales or encodes them itself, and says in ``features`` how wide its output is.
+A torso takes observations as the environment returns them (uint8 pixels, float32 boxes, int64
+numbers) and scales or encodes them itself. Its attribute ``features`` is the width of its output.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from qfleet.networks.fused import Dense
 from qfleet.networks.plainly import is_plain
 
 NATURE_MIN_PIXELS = 36
-"""The smallest image side that leaves one pixel behind the three convolutions of NatureCNN."""
+"""The smallest image side for which the three convolutions of NatureCNN leave one pixel."""
 
 
 class ImageLayout(NamedTuple):
     channels: int
-    """Of all frames of a stack together."""
+    """Channels of all frames of a stack together."""
     height: int
     width: int
     channels_last: bool
 
 
 def image_layout(obs_shape: tuple[int, ...]) -> ImageLayout | None:
-    """How to read an observation as an image, or None where it is none.
+    """Return how to read an observation as an image, or None if it is not an image.
 
-    The shorter of the first and last axis holds the channels; frame stacks come first, of grey
-    frames (3 axes in all) or of images with channels of their own (4 axes).
+    The shorter of the first and last axis is the channel axis. A frame stack is the first axis,
+    either of grey frames (3 axes in all) or of images with a channel axis (4 axes).
     """
     if len(obs_shape) == 4:
         frame = image_layout(obs_shape[1:])
@@ -55,29 +55,30 @@ def is_nature_image(obs_shape: tuple[int, ...]) -> bool:
 
 
 def _as_image(obs: Tensor, layout: ImageLayout) -> Tensor:
-    """``[B, channels, height, width]``, scaled."""
+    """Return the observation as ``[B, channels, height, width]``; pixels are scaled to [0, 1]."""
     image = obs.movedim(-1, -3) if layout.channels_last else obs
     if image.dim() == 5:
         image = image.flatten(1, 2)
     if image.is_cpu and not is_plain():
-        # Channels innermost in memory: a CPU's convolutions are an eighth quicker that way (Nature
+        # Channels innermost in memory: a CPU's convolutions are an eighth faster that way (Nature
         # CNN, batch 32, forward and backward: 38 instead of 43 ms on two slow cores).
         image = image.contiguous(memory_format=torch.channels_last)
     return image / 255 if obs.dtype == torch.uint8 else image
 
 
 class MLP(nn.Module):
-    """Dense layers with ReLU on the flattened observation.
+    """A torso of dense layers with ReLU on the flattened observation.
 
     Discrete observations are one-hot encoded, pixels scaled to [0, 1]. With ``layer_norm`` every
-    layer is normalised before its ReLU. Without ``layers`` the encoded observation is the output.
+    layer is normalised before its ReLU. If ``layers`` is empty, the output is the encoded
+    observation.
     """
 
     def __init__(self, spec: EnvSpec, layers: Sequence[int], layer_norm: bool) -> None:
         super().__init__()
         self.num_obs_values = spec.num_obs_values
         self.takes_plain_vectors = spec.obs_dtype == "float32" and len(spec.obs_shape) == 1
-        """Observations go into the first layer as they are."""
+        """Observations need no encoding before the first layer."""
         inputs = math.prod(spec.obs_shape) * max(spec.num_obs_values, 1)
         sizes = [inputs, *layers]
         self.features = sizes[-1]
@@ -100,16 +101,16 @@ class MLP(nn.Module):
     def _encode(self, obs: Tensor) -> Tensor:
         flat = obs if obs.dim() == 2 else obs.reshape(obs.shape[0], -1)
         if self.num_obs_values:
-            # Not F.one_hot: it looks at the largest value, which makes a GPU wait for the host.
+            # Not F.one_hot: it reads the largest value, which synchronises a GPU with the host.
             values = torch.arange(self.num_obs_values, device=obs.device)
             return (flat.unsqueeze(2) == values).float().flatten(1)
         return flat / 255 if obs.dtype == torch.uint8 else flat
 
 
 NORM_EPS = 1e-6
-"""Of layer normalisation in convolutional torsos, as PQN's authors have it (2407.04811)."""
+"""Epsilon of layer normalisation in convolutional torsos, as in PQN (2407.04811)."""
 TRUNCATED_STD = 0.87962566103423978
-"""Standard deviation of a standard normal distribution that is cut off at ±2."""
+"""Standard deviation of a standard normal distribution truncated at ±2."""
 
 
 class _ChannelNorm(nn.LayerNorm):
@@ -120,10 +121,10 @@ class _ChannelNorm(nn.LayerNorm):
 
 
 def _normalised(layer: nn.Conv2d | nn.Linear) -> list[nn.Module]:
-    """The layer and its normalisation, initialised as PQN's authors do (2407.04811).
+    """Return the layer and its normalisation, initialised as in PQN (2407.04811).
 
-    Weights are normal with variance 2/inputs (He 2015), cut off at two standard deviations, and
-    biases 0.
+    Weights are normal with variance 2/inputs (He 2015), truncated at two standard deviations, and
+    biases are 0.
     """
     fan_in = layer.weight[0].numel()
     std = math.sqrt(2 / fan_in) / TRUNCATED_STD
@@ -135,7 +136,7 @@ def _normalised(layer: nn.Conv2d | nn.Linear) -> list[nn.Module]:
 
 
 def _dense(inputs: int, outputs: int, layer_norm: bool) -> nn.Module | None:
-    """The last layer of a convolutional torso; None for a width of 0."""
+    """Return the dense layer of a convolutional torso; None for a width of 0."""
     if outputs == 0:
         return None
     if layer_norm:
@@ -146,8 +147,8 @@ def _dense(inputs: int, outputs: int, layer_norm: bool) -> nn.Module | None:
 class NatureCNN(nn.Module):
     """The convolutional network of Nature DQN (Mnih 2015).
 
-    ``dense`` = 0 leaves the last layer out, for heads that bring their own. With ``layer_norm``
-    every layer is normalised before its ReLU, convolutions over the channels of each position.
+    ``dense`` = 0 omits the dense layer, for heads that have their own. With ``layer_norm`` every
+    layer is normalised before its ReLU, convolutions over the channels of each position.
     """
 
     def __init__(self, spec: EnvSpec, dense: int = 512, layer_norm: bool = False) -> None:
@@ -182,7 +183,7 @@ class NatureCNN(nn.Module):
         return features if self.dense is None else self.dense(features)
 
     def _folded(self, x: Tensor) -> Tensor:
-        """The same convolutions with their strides folded into channels, which GPUs do faster.
+        """Apply the convolutions with their strides folded into channels, which is faster on GPUs.
 
         A k×k kernel of stride s on C channels is a k/s×k/s kernel of stride 1 on C·s² channels.
         """
@@ -192,7 +193,7 @@ class NatureCNN(nn.Module):
                 continue
             stride, weight = layer.stride[0], layer.weight
             if stride > 1:
-                # Pixels that no kernel reaches, at the right and lower edge, are left out.
+                # Pixels at the right and lower edge that no kernel covers are dropped.
                 height, width = (side - side % stride for side in x.shape[2:])
                 x = F.pixel_unshuffle(x[:, :, :height, :width], stride)
                 weight = F.pixel_unshuffle(weight, stride)
@@ -206,8 +207,8 @@ class NatureCNN(nn.Module):
 class MinAtarCNN(nn.Module):
     """The network of MinAtar's paper (1903.03176): one layer of 16 kernels of 3×3.
 
-    ``dense`` = 0 leaves the last layer out, for heads that bring their own. With ``layer_norm``
-    both layers are normalised before their ReLU, the first over the channels of each position.
+    ``dense`` = 0 omits the dense layer, for heads that have their own. With ``layer_norm`` both
+    layers are normalised before their ReLU, the first over the channels of each position.
     """
 
     def __init__(self, spec: EnvSpec, dense: int = 128, layer_norm: bool = False) -> None:
@@ -222,7 +223,7 @@ class MinAtarCNN(nn.Module):
         convolution = nn.Conv2d(layout.channels, 16, 3)
         self.convolution = nn.Sequential(*_normalised(convolution)) if layer_norm else convolution
         self.by_position = layer_norm
-        """Features in the order row, column, channel: as normalisation leaves them."""
+        """Features are ordered row, column, channel, as normalisation leaves them."""
         flat = 16 * (layout.height - 2) * (layout.width - 2)
         self.dense = _dense(flat, dense, layer_norm)
         self.features = dense or flat
@@ -250,7 +251,7 @@ class _Residual(nn.Module):
 class ImpalaResNet(nn.Module):
     """The deep network of IMPALA (1802.01561, fig. 3): 16, 32, 32 channels, 15 convolutions.
 
-    ``dense`` = 0 leaves the last layer out, for heads that bring their own.
+    ``dense`` = 0 omits the dense layer, for heads that have their own.
     """
 
     def __init__(self, spec: EnvSpec, dense: int = 256) -> None:
