@@ -1,7 +1,7 @@
-"""N Atari games in ale-py's own C++ pool of threads.
+"""N Atari games in ale-py's own C++ thread pool.
 
-Actions go in, a ``core.Step`` with uint8 stacks ``[N, stack, 84, 84]`` comes out. The pool does the
-usual preprocessing (grey, resized, frames skipped and max-pooled, no-ops and FIRE at the start),
+A step returns a ``core.Step`` with uint8 stacks ``[N, stack, 84, 84]``. The pool does the usual
+preprocessing (grey scale, resizing, frame skip with max-pooling, no-ops and FIRE at the start),
 pads a new episode's stack with zeros and resets on the step after an episode's end.
 """
 
@@ -24,9 +24,9 @@ from qfleet.envs.spaces import describe
 from qfleet.envs.threads import pool_threads
 
 _MAX_FRAMES = 108_000
-"""Half an hour of play, as in the published results."""
+"""Time limit in emulator frames: half an hour of play, as in the published results."""
 _OPTIONS = ("use_fire_reset", "maxpool", "img_height", "img_width")
-"""Of the pool's arguments, those that env_kwargs may set; the others are configuration fields."""
+"""The pool's arguments that env_kwargs may set; the others are configuration fields."""
 
 
 def _make_pool(config: Config, *arguments: Any, **options: Any) -> AtariVectorEnv:
@@ -40,7 +40,7 @@ def _make_pool(config: Config, *arguments: Any, **options: Any) -> AtariVectorEn
 
 
 class AtariEnvs:
-    """A ``core.VectorEnv``. The emulator's rewards and pixels are integers, so none is ever NaN."""
+    """A ``core.VectorEnv`` of Atari games. Rewards and pixels are integers, so never NaN."""
 
     spec: EnvSpec
     num_envs: int
@@ -57,7 +57,7 @@ class AtariEnvs:
         training: bool,
         colour: bool = False,
     ) -> None:
-        """``colour``: full-size colour frames instead, for the camera; no network takes them."""
+        """Create the pool. ``colour``: return full-size colour frames instead, for videos only."""
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
         options = env_kwargs(config)
         for name in options:
@@ -78,7 +78,7 @@ class AtariEnvs:
             frameskip=config.frame_skip,
             noop_max=config.noop_max,
             reward_clipping=False,
-            # ALE's own would end the episode in reports too; see life_lost below.
+            # The pool's episodic life would also end the reported episodes; see life_lost below.
             episodic_life=False,
             grayscale=not colour,
             **{**options, **({"img_height": 210, "img_width": 160} if colour else {})},
@@ -98,7 +98,7 @@ class AtariEnvs:
         self._is_in_flight = False
 
     def reset(self) -> NDArray[Any]:
-        """Start all games anew from their seeds: two resets give the same episodes."""
+        """Reset all games to their seeds: two resets give the same episodes."""
         obs, info = self._pool.reset(seed=np.array(self.seeds))
         self._lives = info["lives"]
         self._is_over = np.zeros(self.num_envs, dtype=np.bool_)
@@ -109,14 +109,14 @@ class AtariEnvs:
         return self.recv()
 
     def send(self, actions: NDArray[np.int64]) -> None:
-        """Wake the pool's threads; they step the games while this one does something else."""
+        """Start a step in the pool's threads and return at once."""
         assert not self._is_in_flight, "send() before the recv() of the step before"
         self._is_in_flight = True
         self._pool.send(actions)
 
     def recv(self) -> Step:
-        """Wait for the pool. It allocates what it returns anew: no later call overwrites it."""
-        # The pool itself would wait for ever.
+        """Wait for the pool's step. Its arrays are new: no later call overwrites them."""
+        # The pool itself would wait forever.
         assert self._is_in_flight, "recv() without a send() before it"
         self._is_in_flight = False
         obs, reward, terminated, truncated, info = self._pool.recv()
@@ -129,7 +129,7 @@ class AtariEnvs:
         return Step(obs, reward, terminated, truncated, opened, opened, life_lost)
 
     def state_dict(self) -> StateDict | None:
-        """None: the pool does not give its emulators' state away."""
+        """Return None: the pool does not expose the state of its emulators."""
         return None
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -137,5 +137,5 @@ class AtariEnvs:
 
     def close(self) -> None:
         self._pool.close()
-        # The C++ threads end with the object that owns them.
+        # The C++ threads end when the object that owns them is deleted.
         del self._pool.ale

@@ -1,15 +1,16 @@
-"""N Atari games in EnvPool's C++ pool of threads, where that library is installed.
+"""N Atari games in EnvPool's C++ thread pool, if that library is installed.
 
-Actions go in, a ``core.Step`` with uint8 stacks ``[N, stack, 84, 84]`` comes out: pixel for pixel
-what ``atari`` gives with ale-py's pool. EnvPool too resets on the step after an episode's end.
-Three things differ, and are mended here:
+A step returns a ``core.Step`` with uint8 stacks ``[N, stack, 84, 84]``, pixel for pixel equal to
+those of ``atari`` with ale-py's pool. EnvPool also resets on the step after an episode's end. Three
+differences are corrected here:
 
-* it opens an episode's stack with repeats of the first frame; memories rebuild it with zeros;
-* it calls a game that ends in its last allowed step truncated; it is terminated;
-* its seeds are fixed for its life, so a reset builds a pool anew. (ale-py loads its ROMs anew in a
-  seeded reset, which takes as long.)
+* EnvPool fills a new episode's stack with repeats of the first frame; memories rebuild it with
+  zeros;
+* EnvPool reports a game that ends in its last allowed step as truncated; it is terminated;
+* EnvPool's seeds are fixed when a pool is created, so a reset creates a new pool. (ale-py reloads
+  its ROMs in a seeded reset, which takes as long.)
 
-One difference stays: where no FIRE is pressed at the start, an episode has one no-op frame more.
+One difference remains: if FIRE is not pressed at the start, an episode has one no-op frame more.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from qfleet.envs.spaces import describe
 from qfleet.envs.threads import pool_threads
 
 _MAX_FRAMES = 108_000
-"""Half an hour of play, as in the published results."""
+"""Time limit in emulator frames: half an hour of play, as in the published results."""
 _OPTIONS = ("use_fire_reset", "img_height", "img_width")
-"""Of the pool's arguments, those that env_kwargs may set; the others are configuration fields."""
+"""The pool's arguments that env_kwargs may set; the others are configuration fields."""
 
 
 class EnvPoolEnvs:
-    """A ``core.VectorEnv``. The emulator's rewards and pixels are integers, so none is ever NaN."""
+    """A ``core.VectorEnv`` of Atari games. Rewards and pixels are integers, so never NaN."""
 
     spec: EnvSpec
     num_envs: int
@@ -46,7 +47,7 @@ class EnvPoolEnvs:
     def __init__(
         self, config: Config, game: str, num_envs: int, seed: int, *, training: bool
     ) -> None:
-        """``game`` is a ROM name, such as ``ms_pacman``. The pool itself is built by ``reset``."""
+        """Prepare a pool; ``reset`` creates it. ``game`` is a ROM name, such as ``ms_pacman``."""
         self._library = _import_library(game)
         self._task_id = task_id(game)
         self.num_envs = num_envs
@@ -70,7 +71,7 @@ class EnvPoolEnvs:
                 frame_skip=config.frame_skip,
             )
             if min(self._options["img_height"], self._options["img_width"]) < 1:
-                # The pool would take it, and end the process from one of its threads.
+                # EnvPool accepts this size and then aborts the process from one of its threads.
                 raise ValueError("an image needs at least one pixel")
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
@@ -80,8 +81,8 @@ class EnvPoolEnvs:
         return spec
 
     def reset(self) -> NDArray[Any]:
-        """Start all games anew from their seeds: two resets give the same episodes."""
-        # The old pool's threads end before the new one's start.
+        """Reset all games to their seeds: two resets give the same episodes."""
+        # The old pool's threads end before the new pool's threads start.
         self.close()
         self._pool = self._library.make_gymnasium(self._task_id, **self._options)
         obs, info = self._pool.reset()
@@ -95,15 +96,15 @@ class EnvPoolEnvs:
         return self.recv()
 
     def send(self, actions: NDArray[np.int64]) -> None:
-        """Wake the pool's threads; they step the games while this one does something else."""
+        """Start a step in the pool's threads and return at once."""
         assert not self._is_in_flight, "send() before the recv() of the step before"
         self._is_in_flight = True
-        # The pool copies the actions, to 32 bits.
+        # The pool copies the actions as 32-bit integers.
         self._pool.send(actions)
 
     def recv(self) -> Step:
-        """Wait for the pool. It allocates what it returns anew: no later call overwrites it."""
-        # The pool itself would wait for ever.
+        """Wait for the pool's step. Its arrays are new: no later call overwrites them."""
+        # The pool itself would wait forever.
         assert self._is_in_flight, "recv() without a send() before it"
         self._is_in_flight = False
         obs, reward, _, at_limit, info = self._pool.recv()
@@ -119,41 +120,41 @@ class EnvPoolEnvs:
         return Step(obs, reward, terminated, truncated, opened, opened, life_lost)
 
     def _blank_before_start(self, obs: NDArray[Any], age_env_steps: NDArray[np.int32]) -> None:
-        """Zero the frames that lie before the episode's first; few envs are so young at a time."""
+        """Zero the frames before the episode's first; only few envs need it at a time."""
         blanks = self.spec.frame_stack - 1 - age_env_steps
         for env in np.flatnonzero(blanks > 0).tolist():
             obs[env, : blanks[env]] = 0
 
     def state_dict(self) -> StateDict | None:
-        """None: the pool does not give its emulators' state away."""
+        """Return None: the pool does not expose the state of its emulators."""
         return None
 
     def load_state_dict(self, state: StateDict) -> None:
         raise CheckpointError(f"Atari games cannot be resumed from a state ({len(state)} entries)")
 
     def close(self) -> None:
-        """The C++ threads end with the object that owns them, a step in flight with them."""
+        """Delete the pool, which ends its C++ threads, also during a step."""
         self._pool = None
         self._is_in_flight = False
 
 
 def task_id(game: str) -> str:
-    """EnvPool's name of a ROM: ``MsPacman-v5`` of ``ms_pacman``."""
+    """Return EnvPool's name of a ROM: ``MsPacman-v5`` for ``ms_pacman``."""
     return "".join(word.capitalize() for word in game.split("_")) + "-v5"
 
 
 def _import_library(game: str) -> Any:
-    """EnvPool, once it is known to have this game."""
+    """Import EnvPool and check that it has this game."""
     try:
-        # Imported when needed: it takes a second that others need not pay.
+        # Imported only when needed, because the import takes a second.
         library = importlib.import_module("envpool")
         games = importlib.import_module("envpool.atari.registration").atari_game_list
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"vectorize 'envpool' lacks package '{error.name}': pip install envpool, or use auto"
+            f"vectorize 'envpool' needs package '{error.name}': pip install envpool, or use auto"
         ) from None
     except (ImportError, OSError) as error:
-        # OSError: its games' files come in a package of their own.
+        # OSError: the ROM files are in a separate package.
         raise ConfigError(
             f"vectorize 'envpool' cannot import its library: {one_line(error)}; "
             "pip install --force-reinstall envpool, or use auto"
@@ -164,7 +165,7 @@ def _import_library(game: str) -> Any:
 
 
 def _options(config: Config, seeds: list[int], *, training: bool) -> dict[str, Any]:
-    """The pool's arguments."""
+    """Return the pool's arguments."""
     options = env_kwargs(config)
     for name in options:
         if name not in _OPTIONS:
@@ -178,10 +179,11 @@ def _options(config: Config, seeds: list[int], *, training: bool) -> dict[str, A
         "full_action_space": config.full_action_space,
         "stack_num": config.frame_stack or 4,
         "frame_skip": config.frame_skip,
-        # A limit of 0 crashes it. 1 means the same: it draws from below the limit, as ale-py does.
+        # A limit of 0 crashes EnvPool. 1 means the same: the number of no-ops is drawn from below
+        # the limit, as in ale-py.
         "noop_max": max(config.noop_max, 1),
         "reward_clip": False,
-        # Its own would end the episode in reports too; see life_lost above.
+        # The pool's episodic life would also end the reported episodes; see life_lost above.
         "episodic_life": False,
         "gray_scale": True,
         "img_height": 84,

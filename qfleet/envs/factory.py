@@ -1,16 +1,18 @@
-"""Environments: ``make_envs`` turns a configuration into N of them behind ``core.VectorEnv``.
+"""The environment factory: ``make_envs`` makes a ``core.VectorEnv`` from a configuration.
 
-registry   what a name means: Atari, a Gymnasium id, a class of the user's
-spaces     which spaces are supported, and their canonical form
-guard      one environment whose faults stay inside
-sync       N guarded ones, one after another
-processes  N guarded ones, in processes that are replaced when they die or hang
-worker     what runs inside such a process
+registry   from a name to an Atari game, a Gymnasium environment or a user's class
+spaces     the supported spaces, and their canonical form
+guard      one environment with fault handling
+sync       N guarded environments, stepped one after another
+processes  N guarded environments in worker processes, which are replaced when they die or hang
+worker     the code that runs inside a worker process
 native     Gymnasium's own vector environments
 atari      ale-py's C++ pool
-latency    any of these, slowed down
-device     environments as tensors: MinAtar's games, some classics, the user's own
-seeding    one seed to many
+envpool    EnvPool's C++ pool
+threads    the number of threads of a C++ pool
+latency    a wrapper that delays the steps of any of these
+device     tensor environments: MinAtar, some classic control tasks, the user's own
+grid       the maze of ``qfleet lab maze``
 state      the exact state of an environment, for resumes
 """
 
@@ -39,17 +41,18 @@ __all__ = [
 ]
 
 _NATIVE_MIN_ENVS = 8
-"""With few envs numpy's cost per call makes a vectorised CartPole slower than plain ones: with one,
-five times; they break even between four and eight."""
+"""Fewest envs for which ``auto`` chooses ``native``. With few envs numpy's cost per call makes a
+vectorised CartPole slower than single ones: with one env, five times; they break even between four
+and eight."""
 
 
 def make_envs(
     config: Config, num_envs: int, seed: int, *, training: bool, on_fault: OnFault
 ) -> VectorEnv:
-    """``num_envs`` environments as ``config`` describes them.
+    """Make ``num_envs`` environments from a configuration.
 
-    ``training`` False (evaluation) leaves episodic life and latency out. ``on_fault`` hears of
-    every fault that was survived; those that cannot be are an EnvironmentFault.
+    ``training`` False (evaluation) disables episodic life and latency. ``on_fault`` is called for
+    every fault that was handled; other faults raise EnvironmentFault.
     """
     envs = _make_quick(config, num_envs, seed, training, on_fault)
     if training and config.step_latency_s > 0:
@@ -76,12 +79,14 @@ def _make_quick(
             from qfleet.envs.envpool import EnvPoolEnvs
 
             return EnvPoolEnvs(config, game, num_envs, seed, training=training)
-        # Imported when needed: ale-py takes a fifth of a second that others need not pay.
+        # Imported only when needed, because importing ale-py takes a fifth of a second.
         from qfleet.envs.atari import AtariEnvs
 
         return AtariEnvs(config, game, num_envs, seed, training=training)
     if config.vectorize == "envpool":
-        raise ConfigError(f"vectorize 'envpool' is for Atari games, not for '{config.env}'")
+        raise ConfigError(
+            f"vectorize 'envpool' supports only Atari games, not '{config.env}'; use auto"
+        )
     mode = _choose(config, num_envs) if config.vectorize == "auto" else config.vectorize
     if mode == "native":
         from qfleet.envs.native import NativeEnvs
@@ -97,30 +102,32 @@ def _make_quick(
 
 
 def make_tensors(config: Config) -> TensorEnv:
-    """The environment as tensors, or a refusal of what such ones do not have."""
+    """Make a tensor environment, or raise ConfigError for options that it does not support."""
     import_modules(config)
     env = make_tensor_env(config)
     _refuse_atari_fields(config)
     if config.vectorize != "auto" or config.frame_stack > 1:
         raise ConfigError(
-            f"'{config.env}' is a stack of tensors already, without frame stacks; leave "
+            f"'{config.env}' is vectorised as tensors and does not support frame stacks; leave "
             "vectorize and frame_stack alone"
         )
     return env
 
 
 def steps_in_background(config: Config) -> bool:
-    """Whether these envs step, or wait, outside this process's Python."""
+    """Return whether these envs step, or wait, without the Python of this process."""
     is_elsewhere = ale_game(config.env) is not None or config.vectorize == "async"
     return is_elsewhere or config.step_latency_s > 0
 
 
 def _refuse_atari_fields(config: Config) -> None:
-    """A field that would do nothing is a mistake somebody wants to hear of."""
+    """Raise ConfigError if a field is set that has an effect for Atari games only."""
     plain = Config()
     for name in ("sticky_actions", "episodic_life", "full_action_space", "frame_skip", "noop_max"):
         if getattr(config, name) != getattr(plain, name):
-            raise ConfigError(f"{name} is for Atari games and does nothing for '{config.env}'")
+            raise ConfigError(
+                f"{name} applies only to Atari games and has no effect on '{config.env}'; remove it"
+            )
 
 
 def _choose(config: Config, num_envs: int) -> str:

@@ -1,6 +1,6 @@
 """A grid world as text: S start, G goal, # wall, . or space open.
 
-Every step costs 1 and the one that reaches the goal earns 10.
+The reward is −1 for every step, except +10 for the step that reaches the goal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GOAL_REWARD = 10.0
 
 
 class Maze:
-    """A grid world. States number all cells row by row, walls included."""
+    """A grid world. States are cell numbers, row by row, walls included."""
 
     def __init__(self, rows: list[str]) -> None:
         self.rows = rows
@@ -37,7 +37,7 @@ class Maze:
 
     @classmethod
     def from_text(cls, text: str) -> Maze:
-        """Parse a maze; ConfigError says what is wrong with one that cannot be solved."""
+        """Parse a maze; raise ConfigError if it is malformed or cannot be solved."""
         rows = [line.rstrip("\r") for line in text.strip("\r\n").split("\n")]
         for i, row in enumerate(rows, 1):
             if len(row) != len(rows[0]):
@@ -48,21 +48,21 @@ class Maze:
             for j, cell in enumerate(row, 1):
                 if cell not in "SG#. ":
                     raise ConfigError(
-                        f"maze line {i}, column {j}: {cell!r} is none of S, G, #, '.' and space"
+                        f"maze line {i}, column {j}: {cell!r} must be S, G, #, '.' or space"
                     )
         for cell, what in (("S", "start"), ("G", "goal")):
             if (count := "".join(rows).count(cell)) != 1:
                 raise ConfigError(f"maze has {count} cells '{cell}'; mark exactly one {what}")
         maze = cls(rows)
         if maze.shortest_path() is None:
-            raise ConfigError("maze has no way from S to G; open a wall")
+            raise ConfigError("maze has no way from S to G; remove a wall")
         return maze
 
     def is_wall(self, state: int) -> bool:
         return self.rows[state // self.width][state % self.width] == "#"
 
     def neighbour(self, state: int, action: int) -> int:
-        """Where an action leads; walls and borders leave one where one is."""
+        """Return the state that an action leads to: the same one at walls and borders."""
         row, column = divmod(state, self.width)
         row, column = row + MOVES[action][0], column + MOVES[action][1]
         if not (0 <= row < self.height and 0 <= column < self.width):
@@ -75,13 +75,13 @@ class Maze:
         return self.state
 
     def step(self, action: int) -> tuple[int, float, bool]:
-        """Next state, reward, terminated."""
+        """Return the next state, the reward and whether the episode terminated."""
         self.state = self.neighbour(self.state, action)
         terminated = self.state == self.goal
         return self.state, GOAL_REWARD if terminated else STEP_REWARD, terminated
 
     def shortest_path(self) -> list[int] | None:
-        """States of a shortest path from start to goal, by breadth-first search."""
+        """Return the states of a shortest path from start to goal, by breadth-first search."""
         came_from = {self.start: self.start}
         queue = deque([self.start])
         while queue:

@@ -1,17 +1,17 @@
-"""One environment behind a guard: whatever it does wrong is found, counted and kept inside.
+"""Fault handling of a single environment.
 
-An action goes in. Out comes an observation, written into the row it is given and always finite and
-of the spec's shape, and an ``Outcome``. All fault handling of single environments is here.
+A step takes an action, writes the observation into a given row (always finite and of the spec's
+shape) and returns an ``Outcome``. Faults are detected, reported and handled here:
 
 =====================================  =========================================================
-reward NaN or infinite                 row invalid, reward 0, the episode goes on
+reward NaN or infinite                 row invalid, reward 0, the episode continues
 observation NaN or infinite            row invalid, reset at once
 ``step`` raises                        row invalid, environment rebuilt and reset
-``reset`` or the constructor raises    rebuilt and tried again
-another shape or kind of observation   EnvironmentFault
+``reset`` or the constructor raises    environment rebuilt, retry
+another shape or dtype of observation  EnvironmentFault
 =====================================  =========================================================
 
-More than ``max_restarts`` failures without a completed step in between are an EnvironmentFault.
+More than ``max_restarts`` failures without a completed step in between raise EnvironmentFault.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from qfleet.envs.spaces import AnyEnv, check_array
 from qfleet.envs.state import load_env, save_env
 
 OnFault: TypeAlias = Callable[[str, str], None]
-"""Told of every fault: its kind (env_reward, env_observation, env_crash, env_reset), a message."""
+"""Called for every fault with its kind (env_reward, env_observation, env_crash, env_reset) and a
+message."""
 
 
 class Outcome(NamedTuple):
-    """What a step was, besides its observation; the fields are those of ``core.Step``."""
+    """The result of a step without its observation; the fields are those of ``core.Step``."""
 
     reward: float
     terminated: bool
@@ -49,21 +50,22 @@ _RESTARTED = Outcome(0.0, terminated=False, truncated=False, invalid=True, fresh
 
 
 def all_finite(array: NDArray[Any]) -> bool:
-    """Whether every number is finite. A dot product tells at half the price of isfinite().all().
+    """Return whether all entries are finite.
 
-    NaN and Inf always survive into it; only very large finite numbers need the second look.
+    A dot product costs half as much as isfinite().all(). NaN and Inf always propagate into it; only
+    if very large finite numbers overflow it is the full check needed.
     """
     return math.isfinite(np.vdot(array, array)) or bool(np.isfinite(array).all())
 
 
 def one_line(error: BaseException) -> str:
-    """``ValueError: text``, without the rest of a long message."""
+    """Return ``ValueError: text``, with only the first line of the message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 class GuardedEnv:
-    """Environment ``index`` of a pool, with next-step autoreset."""
+    """Environment number ``index`` of a pool, with fault handling and next-step autoreset."""
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class GuardedEnv:
         on_fault: OnFault,
         env: AnyEnv | None = None,
     ) -> None:
-        """``env`` may be one that was already made; otherwise it is made when first needed."""
+        """Create a guard. ``env`` is an existing environment, or None to make it on demand."""
         self._make = make
         self._env = env
         self._name = f"env {index} of '{spec.env_id}'"
@@ -94,7 +96,7 @@ class GuardedEnv:
         self._rebuilds = 0
 
     def start(self, row: NDArray[Any]) -> None:
-        """Reset to the first episode of this environment's seed."""
+        """Reset the environment to its seed: start its first episode."""
         self._next_seed = self._seed
         self._rebuilds = 0
         self.reset(row)
@@ -128,7 +130,7 @@ class GuardedEnv:
         return Outcome(0.0, is_terminated, is_truncated, True, False)
 
     def reset(self, row: NDArray[Any]) -> None:
-        """Open the next episode, however many tries it takes within the limit."""
+        """Start the next episode, with retries up to the limit."""
         self._is_over = False
         while True:
             try:
@@ -140,7 +142,7 @@ class GuardedEnv:
                 self._discard()
                 self._fail("env_reset", f"failed to reset: {one_line(error)}")
                 continue
-            # A second try with the same seed would only repeat a bad first observation.
+            # A retry with the same seed would only repeat a non-finite first observation.
             self._next_seed = None
             if self._store(obs, row):
                 return
@@ -151,18 +153,18 @@ class GuardedEnv:
             try:
                 self._env = self._make()
             except EnvironmentFault as error:
-                # Not final here: a failed start is one more failure that may be tried again.
+                # Not raised as EnvironmentFault: a failed start counts as a failure and is retried.
                 raise RuntimeError(str(error)) from error
         return self._env
 
     def _discard(self) -> None:
-        """Drop a failed environment; the next reset builds another, with a seed of its own."""
+        """Close a failed environment; the next reset builds a new one, with a new seed."""
         self.close()
         self._rebuilds += 1
         self._next_seed = rebuilt_seed(self._seed, self._rebuilds)
 
     def _store(self, obs: Any, row: NDArray[Any]) -> bool:
-        """Write the observation; say whether it is finite."""
+        """Write the observation into the row and return whether it is finite."""
         if self._num_obs_values:
             self._store_discrete(obs, row)
             return True
@@ -180,7 +182,7 @@ class GuardedEnv:
         if not 0 <= value < self._num_obs_values:
             raise EnvironmentFault(
                 f"{self._name} changed its observation: expected an integer from 0 to "
-                f"{self._num_obs_values - 1}, got {obs!r}; mend the environment or its "
+                f"{self._num_obs_values - 1}, got {obs!r}; fix the environment or its "
                 "observation_space"
             )
         row[...] = value
@@ -194,7 +196,7 @@ class GuardedEnv:
         if self._failures > self._max_restarts:
             raise EnvironmentFault(
                 f"{self._name} {what} (failure {self._failures} in a row, more than "
-                f"max_env_restarts {self._max_restarts}); mend it or raise max_env_restarts"
+                f"max_env_restarts {self._max_restarts}); fix it or raise max_env_restarts"
             )
 
     def state_dict(self) -> StateDict | None:
@@ -222,6 +224,6 @@ class GuardedEnv:
     def close(self) -> None:
         env, self._env = self._env, None
         if env is not None:
-            # An environment that has just crashed may well crash again here; it is gone anyway.
+            # An environment that has crashed may crash again in close(); it is discarded anyway.
             with contextlib.suppress(Exception):
                 env.close()

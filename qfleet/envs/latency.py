@@ -1,12 +1,12 @@
-"""Environments that take longer than they need: for lessons and measurements.
+"""A wrapper that delays the steps of a ``core.VectorEnv``, for demonstrations and measurements.
 
-In: a ``core.VectorEnv`` and seconds; out: one whose every step takes so much longer. It sleeps, as
-a program that waits for a robot or another machine would: many such waits fit on one core, which
-is what workers are for. What is computed does not change.
+The wrapper sleeps for a given time per step, like a program that waits for a robot or another
+machine: many of these waits fit on one core, which is why several workers help. The results do not
+change.
 
-The latency runs from ``send`` on, and ``recv`` waits for what is left of it. Environments that step
-in ``recv`` do so afterwards; those that step in the background do so meanwhile, and a step then
-takes as long as the longer of the two.
+The latency starts at ``send``, and ``recv`` waits for the rest of it. Environments that step in
+``recv`` do so afterwards; environments that step in the background do so at the same time, and a
+step then takes as long as the longer of the two.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from qfleet.core.types import StateDict, Step, VectorEnv
 
 
 def latency_of(config: Config, worker: int) -> float:
-    """``step_latency_s`` of a worker: that of number 0 is ``straggler`` times as long."""
+    """Return a worker's step latency in seconds: ``straggler`` times as long for worker 0."""
     return config.step_latency_s * (config.straggler if worker == 0 else 1.0)
 
 
 class DelayedEnvs:
-    """A ``core.VectorEnv`` around another. Resets are not delayed."""
+    """A ``core.VectorEnv`` that delays the steps of another one. Resets are not delayed."""
 
     in_background = True
-    """The wait is: who steps two groups in turn waits for both at once."""
+    """The wait runs in the background: the waits of two groups that step in turn overlap."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""N environments that Gymnasium steps as one: a registered vector entry point, such as CartPole's.
+"""N environments as one of Gymnasium's vector environments (a registered vector entry point).
 
-Actions go in, a ``core.Step`` comes out. Such a pool has one seed, and no single environment of it
-can be reset alone, so a NaN in it stops the run.
+CartPole has one, for example. A vector environment has one seed, and none of its environments can
+be reset alone, so a NaN stops the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qfleet.envs.state import load_vector_env, save_vector_env
 
 
 class NativeEnvs:
-    """A ``core.VectorEnv``."""
+    """A ``core.VectorEnv`` around a Gymnasium vector environment."""
 
     spec: EnvSpec
     num_envs: int
@@ -53,7 +53,7 @@ class NativeEnvs:
         self._sent: NDArray[np.int64] | None = None
 
     def reset(self) -> NDArray[Any]:
-        """Start all envs anew from the pool's seed: two resets give the same episodes."""
+        """Reset all envs to the pool's seed: two resets give the same episodes."""
         obs, _ = self._envs.reset(seed=self.seeds[0])
         self._is_over = np.zeros(self.num_envs, dtype=np.bool_)
         return self._canonical(obs)
@@ -63,7 +63,7 @@ class NativeEnvs:
         return self.recv()
 
     def send(self, actions: NDArray[np.int64]) -> None:
-        """Keep the actions: the work is done in ``recv``, for it is done in this thread anyway."""
+        """Store the actions; ``recv`` does the work, in this thread."""
         assert self._sent is None, "send() before the recv() of the step before"
         self._sent = actions + self._first_action
 
@@ -90,7 +90,7 @@ class NativeEnvs:
         good = np.isfinite(values).reshape(self.num_envs, -1).all(axis=1)
         return EnvironmentFault(
             f"env {int(np.argmin(good))} of '{self.spec.env_id}' gave a NaN or Inf {what}, and its "
-            "vector entry point cannot reset it alone; use --vectorize sync to go on without it"
+            "vector entry point cannot reset it alone; use --vectorize sync, which can"
         )
 
     def state_dict(self) -> StateDict | None:
@@ -115,7 +115,7 @@ def _make(config: Config, num_envs: int) -> gymnasium.vector.VectorEnv[Any, Any,
         )
     if config.frame_stack > 1:
         raise ConfigError(
-            f"frame_stack {config.frame_stack} does not work with --vectorize native; use sync"
+            f"frame_stack {config.frame_stack} is not supported by --vectorize native; use sync"
         )
     kwargs = env_kwargs(config)
     if config.max_episode_steps:
@@ -126,6 +126,6 @@ def _make(config: Config, num_envs: int) -> gymnasium.vector.VectorEnv[Any, Any,
         )
     except Exception as error:
         raise ConfigError(
-            f"the vector entry point of '{config.env}' refuses {kwargs or 'to start'}: "
+            f"the vector entry point of '{config.env}' failed with arguments {kwargs or 'none'}: "
             f"{one_line(error)}; use --vectorize sync"
         ) from error

@@ -1,15 +1,14 @@
-"""N environments in processes of their own: for slow ones, and for ones that may crash hard.
+"""N environments in worker processes: for slow ones, and for ones that may crash the process.
 
-Actions go in, a ``core.Step`` comes out. There are as many processes as cores, at most one per
-environment, and each steps its share of the environments one after another (``worker.py``). Every
-environment is guarded inside its worker. Workers come from a fork server: forking this process,
-with its threads and perhaps a GPU, is unsafe, and importing everything anew for each of them is
-slow.
+There are as many processes as cores, at most one per environment, and each steps its share of the
+environments one after another (``worker.py``). Every environment is guarded inside its worker.
+Workers are started by a fork server: forking this process, with its threads and perhaps a GPU, is
+unsafe, and spawning would import all modules again for each worker, which is slow.
 
 A worker that dies is replaced, and one that does not answer in time is killed and replaced: in that
-step its environments' rows are invalid and open new episodes. More than ``max_env_restarts`` such
-failures without a completed step in between are an EnvironmentFault. Every wait has a deadline, and
-``close`` leaves no process behind.
+step its environments' rows are invalid and start new episodes. More than ``max_env_restarts`` of
+these failures without a completed step in between raise EnvironmentFault. Every wait has a
+deadline, and ``close`` leaves no process behind.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from qfleet.envs.state import as_dict
 from qfleet.envs.worker import CLOSE_S, Command, Share, Slab, pack, serve, unpack
 
 _BOOT_S = 60.0
-"""How long a new process may take to come up; ``env_timeout_s`` is for what the environments do."""
+"""Timeout of a new process until its first reply; ``env_timeout_s`` is the timeout of commands."""
 _RESTARTS = "process_restarts"
-"""Key beside a guard's own in an environment's state."""
+"""Key that this pool adds to the state of an environment, next to the guard's keys."""
 
 
 class _Loss(NamedTuple):
-    """How a worker was lost: the kind of fault, what happened, what may be done about it."""
+    """How a worker was lost: the kind of fault, a description and a remedy."""
 
     kind: str
     text: str
@@ -53,7 +52,7 @@ class _Loss(NamedTuple):
 
 
 class _Worker:
-    """One process and the pipe to it. ``loss`` says why it does not answer any more."""
+    """A worker process and the pipe to it. ``loss`` says why it no longer answers, or is None."""
 
     def __init__(self, context: Any, share: Share) -> None:
         self._context, self._share = context, share
@@ -66,7 +65,7 @@ class _Worker:
         self.spawn()
 
     def spawn(self) -> None:
-        """Start the process; it says so when it is up."""
+        """Start the process; its first reply says that it is up."""
         self.loss: _Loss | None = None
         self.is_up = False
         self._process: BaseProcess | None = None
@@ -81,7 +80,7 @@ class _Worker:
             text = f"the process of {self.name} could not be started: {one_line(error)}"
             self.loss = _Loss("env_process", text, "use fewer envs")
         finally:
-            # Ours would keep the pipe open when the worker dies.
+            # This process's copy of the worker's end would keep the pipe open if the worker dies.
             theirs.close()
 
     @property
@@ -96,11 +95,11 @@ class _Worker:
                 self.loss = self._find_loss(error)
 
     def hear(self, deadline_s: float) -> bytes | None:
-        """The reply to what it was told last; None if it is lost."""
+        """Return the reply to the last command; None if the worker is lost."""
         if self.loss is not None:
             return None
         assert self._process is not None
-        # The sentinel too: something that the environment has started may hold the pipe open.
+        # Wait for the sentinel too: a process that the environment started may keep the pipe open.
         ready = wait((self._pipe, self._process.sentinel), max(0.0, deadline_s - time.monotonic()))
         error: OSError | EOFError = EOFError() if ready else BlockingIOError()
         if self._pipe in ready:
@@ -117,28 +116,28 @@ class _Worker:
         assert self._process is not None
         if isinstance(error, BlockingIOError):
             if not self.is_up:
-                text = f"the process of {self.name} did not come up within {_BOOT_S:g} s"
+                text = f"the process of {self.name} did not start within {_BOOT_S:g} s"
                 return _Loss("env_timeout", text, "use fewer envs")
             text = f"{self.name} did not answer within env_timeout_s {self._timeout_s:g}"
-            return _Loss("env_timeout", text, "mend the environment, raise env_timeout_s")
-        # The pipe breaks a moment before the exit code is known.
+            return _Loss("env_timeout", text, "fix the environment, raise env_timeout_s")
+        # The pipe closes shortly before the exit code is available.
         self._process.join(CLOSE_S)
         text = f"the process of {self.name} died (exit code {self._process.exitcode})"
         mend = "run it with --vectorize sync to see why"
         if not self.is_up:
-            # Each process imports the user's script again, which must not train there too.
+            # Each process imports the user's script again, which must not start training there.
             mend += ", put a script's own code under if __name__ == '__main__'"
         return _Loss("env_process", text, mend)
 
     def end(self, grace_s: float) -> None:
-        """Wait for the process to end, and kill it if it does not; a lost one never would."""
+        """Wait for the process to end, and kill it if it does not; kill a lost one at once."""
         if self._process is None or self._process.pid is None:
             return
         self._process.join(grace_s if self.loss is None else 0.0)
-        # The worker leads a group: what its environments have started goes with it.
+        # The worker leads a process group: processes that its environments started end with it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        # It may have been too young to lead one.
+        # The process may not have created its group yet.
         self._process.kill()
         self._process.join(CLOSE_S)
         self._pipe.close()
@@ -146,7 +145,10 @@ class _Worker:
 
 
 class ProcessEnvs:
-    """A ``core.VectorEnv``. All arrays stay valid for one more call than the protocol asks."""
+    """A ``core.VectorEnv`` of N environments in worker processes.
+
+    All arrays stay valid for one more call than the protocol requires.
+    """
 
     spec: EnvSpec
     num_envs: int
@@ -178,7 +180,7 @@ class ProcessEnvs:
         ]
 
     def reset(self) -> NDArray[Any]:
-        """Start all envs anew from their seeds: two resets give the same episodes."""
+        """Reset all envs to their seeds: two resets give the same episodes."""
         self._side ^= 1
         self._restarts = [0] * self.num_envs
         self._start(self._workers)
@@ -210,7 +212,7 @@ class ProcessEnvs:
     # --- workers ----------------------------------------------------------------------------
 
     def _start(self, workers: list[_Worker]) -> None:
-        """Let the envs of these workers begin episodes; who cannot is marked as lost."""
+        """Start episodes in the envs of these workers; workers that cannot are marked as lost."""
         self._wait_until_up(workers)
         for worker in workers:
             message = {"side": self._side, "seeds": self._worker_seeds(worker)}
@@ -223,7 +225,7 @@ class ProcessEnvs:
 
     def _worker_seeds(self, worker: _Worker) -> list[int]:
         return [
-            # Guards number the rebuilds of their own from 1, so 0 leads to seeds that none uses.
+            # Guards number their own rebuilds from 1, so 0 gives seeds that no guard uses.
             rebuilt_seed(rebuilt_seed(self.seeds[i], 0), self._restarts[i])
             if self._restarts[i]
             else self.seeds[i]
@@ -233,7 +235,7 @@ class ProcessEnvs:
     def _gather(
         self, workers: list[_Worker], timeout_s: float
     ) -> list[tuple[_Worker, dict[str, Any]]]:
-        """What each worker replies within the time; the others are marked as lost."""
+        """Return the replies received before the deadline; mark the other workers as lost."""
         deadline_s = time.monotonic() + timeout_s
         replies: list[tuple[_Worker, dict[str, Any]]] = []
         for worker in workers:
@@ -252,7 +254,7 @@ class ProcessEnvs:
             raise EnvironmentFault(error)
 
     def _replace_lost(self) -> None:
-        """Put new processes in the place of lost ones; their rows open new episodes."""
+        """Replace lost workers by new processes; their rows start new episodes."""
         step = self._steps[self._side]
         while lost := [worker for worker in self._workers if worker.loss is not None]:
             for worker in lost:
@@ -283,7 +285,10 @@ class ProcessEnvs:
     # --- state ------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict | None:
-        """As of ``SyncEnvs``; None also when a worker is lost: the next step replaces it."""
+        """Return the state as ``SyncEnvs`` does; None also if a worker is lost.
+
+        The next step replaces a lost worker.
+        """
         self._wait_until_up(self._workers)
         for worker in self._workers:
             worker.tell(Command.SAVE)
@@ -315,7 +320,7 @@ class ProcessEnvs:
             raise CheckpointError(error or f"{losses[0]} while its state was loaded; try again")
 
     def close(self) -> None:
-        """Let the workers close their environments, and kill those that take too long."""
+        """Tell the workers to close their environments, and kill workers that take too long."""
         for worker in self._workers:
             if worker.pid is not None:
                 worker.tell(Command.CLOSE)
@@ -325,7 +330,7 @@ class ProcessEnvs:
 
 
 def _context() -> Any:
-    """Where processes come from. Its types differ from system to system, hence Any."""
+    """Return the multiprocessing context. Its type depends on the system, hence Any."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -334,12 +339,12 @@ def _context() -> Any:
 
 
 def _timeout_s(config: Config) -> float:
-    """The operating system's waits take no more than 24 days."""
+    """Return ``env_timeout_s``, limited to 24 days, the longest wait of the operating system."""
     return min(config.env_timeout_s, 1e6)
 
 
 def _set_deadline(pipe: Connection, timeout_s: float) -> None:
-    """Let no read or write of this end last longer: a stopped worker would block it for ever."""
+    """Set a timeout for reads and writes of this end: a stopped worker would block it forever."""
     whole_s = int(timeout_s)
     timeval = struct.pack("ll", whole_s, int((timeout_s - whole_s) * 1e6))
     with socket.socket(fileno=os.dup(pipe.fileno())) as half:

@@ -1,7 +1,7 @@
-"""From ``Config.env`` to what it names: an Atari game, a Gymnasium id or a class of the user's.
+"""From ``Config.env`` to an Atari game, a Gymnasium environment or a user's class.
 
-A configuration goes in; a ROM name or a ready single environment with canonical spaces comes out.
-Every way in which a name or its arguments can be wrong ends here, as a typed error.
+In: a configuration. Out: a ROM name, or a single environment with canonical spaces. A wrong name or
+wrong arguments raise a typed error here.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _LEGACY_ATARI = re.compile(r"(?P<game>[A-Za-z0-9]+?)(?P<suffix>NoFrameskip|Deter
 
 
 def import_modules(config: Config) -> None:
-    """Import what may register environments."""
+    """Import the modules of ``config.imports``, which may register environments."""
     if config.imports and os.getcwd() not in sys.path and "" not in sys.path:
-        # A console script does not see the user's own folder; last, so that it shadows nothing.
+        # The import path of a console script lacks the current folder. It is appended last, so that
+        # it shadows no other module.
         sys.path.append(os.getcwd())
     for name in config.imports:
         try:
@@ -49,8 +50,8 @@ def env_kwargs(config: Config) -> dict[str, Any]:
 
 @functools.cache
 def _atari_ids() -> dict[str, str]:
-    """ROM name → id, of the games that one player can play."""
-    # Importing it registers its games, and takes a fifth of a second that others need not pay.
+    """Return ROM name → id of the single-player games."""
+    # The import registers the games. It is here because it takes a fifth of a second.
     import ale_py  # noqa: F401
 
     return {
@@ -61,10 +62,11 @@ def _atari_ids() -> dict[str, str]:
 
 
 def ale_game(env_id: str) -> str | None:
-    """ROM name of an Atari id (``ALE/Pong-v5``, ``PongNoFrameskip-v4``, ``Pong-v4``, ``pong``).
+    """Return the ROM name of an Atari id, or None if it is not an Atari id.
 
-    None if it is no Atari id; UnknownNameError if it is one of a game that does not exist. How
-    frames are skipped and actions repeated is up to the configuration, not to the id's flavour.
+    Accepted are ``ALE/Pong-v5``, ``PongNoFrameskip-v4``, ``Pong-v4`` and ``pong``. An Atari id of
+    an unknown game raises UnknownNameError. The configuration, not the variant of the id,
+    determines frame skip and sticky actions.
     """
     registered = gymnasium.registry.get(env_id)
     if registered is not None and not str(registered.entry_point).startswith("ale_py"):
@@ -88,7 +90,7 @@ def _rom(name: str, env_id: str, *, is_required: bool) -> str | None:
 
 
 def close_names(env_id: str) -> list[str]:
-    """The registered ids that look most like this one, whatever the case of its letters."""
+    """Return the registered ids most similar to this one, ignoring case."""
     _atari_ids()
     known = {name.lower(): name for name in gymnasium.registry}
     close = difflib.get_close_matches(env_id.lower(), known, n=3, cutoff=0.4)
@@ -105,7 +107,7 @@ def has_vector_entry_point(env_id: str) -> bool:
 
 
 def make_single(config: Config, render_mode: str | None = None) -> AnyEnv:
-    """One environment that is not Atari, with limit, canonical spaces and frame stack applied."""
+    """Make one non-Atari environment with time limit, canonical spaces and frame stack."""
     import_modules(config)
     if ale_game(config.env) is not None:
         raise ConfigError(f"Atari game '{config.env}' has no single environment; use make_envs")
@@ -119,13 +121,14 @@ def make_single(config: Config, render_mode: str | None = None) -> AnyEnv:
         )
     env = canonical(env, spec, copy=is_stacked)
     if is_stacked:
-        # Zeros, not the first frame: a memory rebuilds stacks by masking what lies before it.
+        # Pad with zeros, not with the first frame: a memory rebuilds stacks by zeroing the frames
+        # before it.
         env = FrameStackObservation(env, config.frame_stack, padding_type="zero")
     return env
 
 
 def single_spec(config: Config, env: AnyEnv) -> EnvSpec:
-    """Spec of what ``make_single`` made."""
+    """Return the spec of an environment that ``make_single`` made."""
     frame_stack = max(config.frame_stack, 1)
     spec = describe(config.env, env.observation_space, env.action_space, frame_stack=frame_stack)
     layer = env
@@ -152,11 +155,11 @@ def _make_raw(config: Config, render_mode: str | None) -> AnyEnv:
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv):
         raise UnknownNameError("environment", config.env, close_names(config.env)) from None
     except gymnasium.error.DependencyNotInstalled as error:
-        raise ConfigError(f"environment '{config.env}' lacks a package: {error}") from error
+        raise ConfigError(f"environment '{config.env}' needs a package: {error}") from error
     except TypeError as error:
         if render_mode is not None and "render_mode" in str(error):
             raise ConfigError(
-                f"environment '{config.env}' takes no render_mode, so it cannot be filmed"
+                f"environment '{config.env}' takes no render_mode, so no video can be recorded"
             ) from error
         if "argument" in str(error):
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""Which spaces qfleet understands, and the canonical form in which observations arrive.
+"""The supported spaces, and the canonical form of observations and actions.
 
-A Gymnasium environment goes in; out comes one whose observations are float32 or uint8 arrays or
-integers from 0, whose actions are integers from 0, and an ``EnvSpec`` that says so.
+In: a Gymnasium environment. Out: an environment whose observations are float32 or uint8 arrays or
+integers from 0 and whose actions are integers from 0, and its ``EnvSpec``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def describe(
     frame_stack: int = 1,
     frame_skip: int = 1,
 ) -> EnvSpec:
-    """The spec of these spaces, or UnsupportedEnvError."""
+    """Return the spec of these spaces, or raise UnsupportedEnvError."""
     if not isinstance(action_space, Discrete):
         raise _unsupported(env_id, f"action space {action_space}")
     num_actions, first_action = int(action_space.n), int(action_space.start)
@@ -61,7 +61,8 @@ def _unsupported(env_id: str, what: str) -> UnsupportedEnvError:
 def check_array(who: str, obs: NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Raise EnvironmentFault unless ``obs`` has this shape and a dtype of the same kind.
 
-    Wider floats and integers pass; for uint8 nothing else does, as a cast would wrap around.
+    Other widths of floats and integers are accepted, but only uint8 for uint8, because a cast would
+    wrap around.
     """
     if dtype == np.uint8:
         alike = obs.dtype == np.uint8
@@ -70,7 +71,7 @@ def check_array(who: str, obs: NDArray[Any], shape: tuple[int, ...], dtype: np.d
     if obs.shape != shape or not alike:
         raise EnvironmentFault(
             f"{who} changed its observation: expected {shape} {dtype}, got {obs.shape} {obs.dtype};"
-            " mend the environment or its observation_space"
+            " fix the environment or its observation_space"
         )
 
 
@@ -78,10 +79,9 @@ _KIND = {"f": "float", "i": "integer", "u": "integer", "b": "bool"}
 
 
 class Canonical(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Casts observations to float32 or uint8, and counts discrete values and actions from 0.
+    """A wrapper that casts observations to float32 or uint8; discrete values start from 0.
 
-    It returns a copy, because frame stacks keep what they are given and an environment may reuse
-    its own array.
+    It returns a copy, because frame stacks keep references and an environment may reuse its array.
     """
 
     def __init__(self, env: AnyEnv, spec: EnvSpec) -> None:
@@ -116,16 +116,16 @@ class Canonical(gymnasium.Wrapper[Any, Any, Any, Any]):
         if self._is_discrete:
             return operator.index(obs) - self.first_value
         raw = np.asarray(obs)
-        # Checked here and not only by the guard: a frame stack around this wrapper would meet a
-        # changed shape with an error that names nothing.
+        # Checked here and not only by the guard: for a changed shape, a frame stack around this
+        # wrapper would raise an error that does not name the environment.
         check_array(self._who, raw, self._shape, self._declared_dtype)
-        # The infinity that this may make of a huge float64 is the guard's to find.
+        # A huge float64 may become infinite here; the guard detects it.
         with np.errstate(over="ignore"):
             return raw.astype(self._dtype)
 
 
 def canonical(env: AnyEnv, spec: EnvSpec, *, copy: bool) -> AnyEnv:
-    """``env`` itself where its spaces are canonical already: a wrapper costs time at every step."""
+    """Return ``env`` with canonical spaces, unwrapped if they already are: a wrapper costs time."""
     actions, observations = env.action_space, env.observation_space
     starts = [space.start for space in (actions, observations) if isinstance(space, Discrete)]
     is_canonical = not any(starts) and (

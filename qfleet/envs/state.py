@@ -1,7 +1,7 @@
-"""The exact state of an environment, as JSON values and tensors, for a resume bit for bit.
+"""The exact state of an environment, as JSON values and tensors, for bit-identical resumes.
 
-Covered are the Gymnasium environments and wrappers in the tables below, and every environment
-that follows ``ResumableEnv``. Anything else gives None, and its episode is cut on a resume.
+Supported are the Gymnasium environments and wrappers in the tables below, and every environment
+that implements ``ResumableEnv``. The state of others is None, and a resume ends their episode.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from qfleet.envs.spaces import AnyEnv, Canonical
 
 @runtime_checkable
 class ResumableEnv(Protocol):
-    """What your own environment offers to be resumed in mid-episode.
+    """The methods that make a user's environment resumable within an episode.
 
-    Both speak of a dict of JSON values and numpy arrays. ``np_random`` is saved besides it.
+    The state is a dict of JSON values and numpy arrays. ``np_random`` is saved separately.
     ``set_state`` may be called on an environment that was never reset.
     """
 
@@ -47,7 +47,7 @@ _ENV_ATTRIBUTES: Mapping[type, tuple[str, ...]] = {
     CliffWalkingEnv: ("s", "lastaction"),
     TaxiEnv: ("s", "lastaction", "fickle_step", "taxi_orientation"),
 }
-"""What changes from step to step in Gymnasium's own environments."""
+"""The attributes that change from step to step in Gymnasium's own environments."""
 
 _WRAPPER_ATTRIBUTES: Mapping[type, tuple[str, ...]] = {
     TimeLimit: ("_elapsed_steps",),
@@ -61,11 +61,11 @@ _VECTOR_ATTRIBUTES: Mapping[type, tuple[str, ...]] = {
 }
 
 _LIST = "list of"
-"""Marks a dict that stands for a list with arrays in it."""
+"""Key of a dict that represents a list with arrays in it."""
 
 
 def save_env(env: AnyEnv) -> StateDict | None:
-    """Everything that decides how ``env`` goes on, or None where that is not known."""
+    """Return the full state of ``env``, or None if its kind is not supported."""
     layers = []
     while isinstance(env, gymnasium.Wrapper):
         names = _WRAPPER_ATTRIBUTES.get(type(env))
@@ -84,7 +84,7 @@ def save_env(env: AnyEnv) -> StateDict | None:
 
 
 def load_env(env: AnyEnv, state: StateDict) -> None:
-    """Bring an environment of the same make into a saved state."""
+    """Load a saved state into an environment of the same kind."""
     layers = list(state["layers"].values())
     while isinstance(env, gymnasium.Wrapper):
         _write(env, _WRAPPER_ATTRIBUTES.get(type(env), ()), _values_of(env, layers))
@@ -98,7 +98,7 @@ def load_env(env: AnyEnv, state: StateDict) -> None:
 
 
 def save_vector_env(envs: VectorEnv[Any, Any, Any]) -> StateDict | None:
-    """As ``save_env``, for a vector environment that Gymnasium steps as one."""
+    """Return the full state of a Gymnasium vector environment, or None; see ``save_env``."""
     names = _VECTOR_ATTRIBUTES.get(type(envs))
     if names is None:
         return None
@@ -134,7 +134,7 @@ def _write(target: object, names: tuple[str, ...], values: StateDict) -> None:
     for name in names:
         value = _decode(values[name])
         if name == "obs_queue":
-            # The queue keeps its length limit; only its frames are replaced.
+            # Extend the deque instead of replacing it, which keeps its maxlen.
             getattr(target, name).extend(value)
         else:
             setattr(target, name, value)
@@ -156,7 +156,7 @@ def _encode(value: Any) -> Any:
 
 
 def as_dict(entries: list[Any]) -> dict[str, Any]:
-    """``{"0": …, "1": …}``: a checkpoint keeps tensors in dicts only."""
+    """Return ``{"0": …, "1": …}``, because a checkpoint stores tensors in dicts only."""
     return {str(i): entry for i, entry in enumerate(entries)}
 
 

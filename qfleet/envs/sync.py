@@ -1,8 +1,8 @@
 """N environments stepped one after another in this process.
 
-Actions go in, a ``core.Step`` comes out. This is our own loop and not Gymnasium's SyncVectorEnv,
-because a fault must stay with the environment that has it, and because it is faster: no info dicts
-are merged, no observation is copied twice, and all arrays are allocated once.
+This is not Gymnasium's SyncVectorEnv, because a fault must not affect the other environments, and
+because this loop is faster: no info dicts are merged, no observation is copied twice, and all
+arrays are allocated once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from qfleet.envs.state import as_dict
 
 
 class SyncEnvs:
-    """A ``core.VectorEnv``. Observations stay valid for one more call than the protocol asks."""
+    """A ``core.VectorEnv`` that steps N environments in this thread.
+
+    Observations stay valid for one more call than the protocol requires.
+    """
 
     spec: EnvSpec
     num_envs: int
@@ -49,8 +52,8 @@ class SyncEnvs:
             for index, env_seed in enumerate(self.seeds)
         ]
         shape = (num_envs, *self.spec.obs_shape)
-        # Two, used in turn: an actor still reads the observation it acted on while the next one
-        # is written.
+        # Two buffers, used in turn: an actor still reads its last observation while the next one is
+        # written.
         self._obs = [np.zeros(shape, dtype=self.spec.obs_dtype) for _ in range(2)]
         self._rows: list[list[NDArray[Any]]] = [
             [obs[index, ...] for index in range(num_envs)] for obs in self._obs
@@ -68,7 +71,7 @@ class SyncEnvs:
         ]
 
     def reset(self) -> NDArray[Any]:
-        """Start all envs anew from their seeds: two resets give the same episodes."""
+        """Reset all envs to their seeds: two resets give the same episodes."""
         self._side ^= 1
         for guard, row in zip(self._guards, self._rows[self._side], strict=True):
             guard.start(row)
@@ -79,7 +82,7 @@ class SyncEnvs:
         return self.recv()
 
     def send(self, actions: NDArray[np.int64]) -> None:
-        """Keep the actions: the work is done in ``recv``, for it is done in this thread anyway."""
+        """Store the actions; ``recv`` does the work, in this thread."""
         assert self._sent is None, "send() before the recv() of the step before"
         self._sent = actions.tolist()
 

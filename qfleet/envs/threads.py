@@ -1,4 +1,4 @@
-"""How many threads a pool of games gets."""
+"""The number of threads of a C++ pool of Atari games."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 from qfleet.config.config import Config
 
 SHARE = 1.5
-"""Threads per core over all groups: enough that a group whose actions are being chosen leaves no
-core idle, few enough that whoever chooses them is not kept waiting for a core. With 128 envs in 4
-groups on 16 cores, one thread per core for each group (4 in all) made 24.0k steps/s where 1.5
-made 26.5k; the envs alone made 29.0k and 30.4k."""
+"""Threads per core over all groups: enough that no core is idle while one group waits for its
+actions, few enough that inference does not wait for a core. With 128 envs in 4 groups on 16 cores,
+one thread per core for each group (4 threads per core in all) made 24.0k steps/s where 1.5 made
+26.5k; the envs alone made 29.0k and 30.4k."""
 
 
 def pool_threads(config: Config, num_envs: int, *, training: bool) -> int:
-    """For one group of envs; evaluation has a single group."""
+    """Return the number of threads for one group of envs; evaluation has a single group."""
     cores = os.cpu_count() or 1
     groups = config.env_groups if training else 1
     threads = cores if groups <= 1 else -(-int(SHARE * cores) // groups)

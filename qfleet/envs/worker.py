@@ -1,21 +1,22 @@
-"""What runs inside an environment process: a share of the environments, stepped on command.
+"""The code of a worker process: it steps its share of the environments on command.
 
-Commands come in over a pipe and actions through shared memory; observations, rewards and flags go
-out through shared memory, and a reply over the pipe says that they are there. Messages are bytes
-and JSON. Only what multiprocessing itself needs to start the process is ever pickled.
+Commands arrive through a pipe and actions through shared memory; observations, rewards and flags
+are written to shared memory, and a reply through the pipe says that they are complete. Messages are
+bytes and JSON. Only the arguments that multiprocessing needs to start the process are pickled.
 
 =======  ======================================  =================================================
 command  payload                                 reply
 =======  ======================================  =================================================
-START    JSON: ``side``, ``seeds``               first observations are on that side
+START    JSON: ``side``, ``seeds``               the first observations are on that side
 STEP     the side, one byte                      the step is on that side
 SAVE     –                                       ``state``: of each env, or None
-LOAD     JSON: ``seeds``, ``states``             the envs go on from there
+LOAD     JSON: ``seeds``, ``states``             the envs continue from these states
 CLOSE    –                                       none: the process ends
 =======  ======================================  =================================================
 
-A reply is empty, or JSON with ``faults`` (survived ones, for ``on_fault``) and ``error`` (the text
-of one that was not). The first reply, capturable, says that the process is up.
+A reply is empty, or JSON with ``faults`` (handled ones, for ``on_fault``) and ``error`` (the
+message of a fault that could not be handled). The first reply is sent without a command and says
+that the process is up.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ class Command:
 
 NOTHING_TO_SAY = b""
 CLOSE_S = 5.0
-"""How long environments may take to close before their process is ended all the same."""
+"""Seconds that environments may take to close before their process is killed."""
 _TENSOR = "tensor of"
-"""Marks a dict that stands for a tensor."""
+"""Key of a dict that represents a tensor."""
 
 
 class Slab:
     """Views of the memory that a pool's workers share with their parent.
 
-    What comes out has two sides, used in turn: whoever still reads the last step is not disturbed
-    by the one that is in flight.
+    The outputs have two sides, used in turn: the parent may still read the last step while the
+    workers write the next one.
     """
 
     def __init__(self, raw: Any, spec: EnvSpec, num_envs: int) -> None:
@@ -79,7 +80,7 @@ class Slab:
 
 
 def _columns(spec: EnvSpec, num_envs: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Shapes and dtypes, widest first, so that every one of them is aligned."""
+    """Return shapes and dtypes of the columns, widest first, so that all of them are aligned."""
     return [
         ((2, num_envs), np.dtype(np.float64)),
         ((num_envs,), np.dtype(np.int64)),
@@ -91,22 +92,22 @@ def _columns(spec: EnvSpec, num_envs: int) -> list[tuple[tuple[int, ...], np.dty
 
 @dataclass(frozen=True)
 class Share:
-    """What a worker has to know: which envs of which pool are its own."""
+    """The arguments of a worker: the configuration, and which envs of the pool it steps."""
 
     config: Config
     spec: EnvSpec
     num_envs: int
-    """Of the whole pool."""
+    """Number of envs of the whole pool."""
     envs: range
     raw: Any
     """The pool's shared memory."""
 
 
 def serve(share: Share, pipe: Connection) -> None:
-    """Answer commands until told to close, or until nobody is there to command."""
-    # Ctrl-C reaches the whole process group; the parent alone decides when to stop.
+    """Answer commands until CLOSE, or until the parent has died."""
+    # Ctrl-C reaches the whole process group, but only the parent decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A group of its own, so that whatever the environments start can be ended with the worker.
+    # A separate process group, so that processes started by environments can be killed with it.
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     worker = Worker(share)
@@ -116,7 +117,7 @@ def serve(share: Share, pipe: Connection) -> None:
             pipe.send_bytes(reply)
             command = pipe.recv_bytes()
         except (EOFError, OSError):
-            break  # the parent is gone
+            break  # the parent has died
         if command == Command.CLOSE:
             break
         reply = worker.answer(command)
@@ -124,12 +125,12 @@ def serve(share: Share, pipe: Connection) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process even if an environment hangs when the parent dies without a word."""
+    """Kill this process after its parent has died, even if an environment hangs."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     time.sleep(CLOSE_S)
-    # Not only this process: see setpgid.
+    # The whole process group: see setpgid.
     os.killpg(0, signal.SIGKILL)
 
 
@@ -153,7 +154,7 @@ class Worker:
         self._faults: list[tuple[str, str]] = []
 
     def answer(self, command: bytes) -> bytes:
-        """Do as told; whatever goes wrong is in the reply."""
+        """Execute a command and return the reply, which contains any error."""
         reply: dict[str, Any] = {}
         try:
             if command[:1] == Command.STEP:
@@ -192,7 +193,10 @@ class Worker:
         return states if is_whole else None
 
     def _build(self, seeds: list[int]) -> None:
-        """Guards with these seeds; those that have them already stay, for they may be costly."""
+        """Create guards with these seeds; keep existing ones if the seeds are equal.
+
+        Creating an environment may be slow.
+        """
         if seeds == self._seeds:
             return
         self.close()
@@ -220,7 +224,7 @@ class Worker:
 
 
 def pack(message: Any) -> bytes:
-    """JSON values and tensors as bytes."""
+    """Encode JSON values and tensors as bytes."""
     return json.dumps(_to_json(message)).encode()
 
 
@@ -235,7 +239,7 @@ def _to_json(value: Any) -> Any:
         return {_TENSOR: array.dtype.str, "shape": list(array.shape), "data": data}
     if isinstance(value, dict):
         for key in value:
-            # JSON would turn it into a string without a word, and the env would not know it again.
+            # JSON would silently turn the key into a string, which the env would not recognise.
             if not isinstance(key, str):
                 raise CheckpointError(f"environment state key {key!r} must be a string; rename it")
         return {key: _to_json(entry) for key, entry in value.items()}

@@ -1,9 +1,8 @@
-"""Environments as tensors.
+"""Tensor environments: N copies of an environment as batched tensor operations.
 
-protocol   what a tensor environment must say, and the episodes made of it
-random     random numbers of many environments at once
-names      which names mean one
-vector     one behind ``core.VectorEnv``
-minatar    five games on a board of 10×10
+protocol   the interface ``TensorEnv``, and episodes with autoreset and time limit
+names      from ``Config.env`` to a tensor environment
+vector     a tensor environment as a ``core.VectorEnv``
+minatar    the five MinAtar games
 cartpole, acrobot, mountaincar, maze
 """

@@ -1,4 +1,4 @@
-"""Acrobot-v1 as tensors: Gymnasium's equations (the book's), in float32."""
+"""Acrobot-v1 as tensors: Gymnasium's equations (its ``"book"`` variant), in float32."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from qfleet.core.counter_rng import draw_uniform
 from qfleet.core.types import EnvSpec
 from qfleet.envs.device.protocol import Outcome, State, TensorEnv
 
-# Both links are alike; CENTRE is how far from its joint a link's mass is thought to sit.
+# Both links are equal; CENTRE is the distance of a link's centre of mass from its joint.
 GRAVITY, MASS, LENGTH, CENTRE, INERTIA, TIME_STEP = 9.8, 1.0, 1.0, 0.5, 1.0, 0.2
 FASTEST = (4 * math.pi, 9 * math.pi)
 HEIGHT = 1.0
-"""Episodes end with the tip higher than this above the upper joint."""
+"""An episode terminates when the tip is higher than this above the upper joint."""
 START = 0.1
-"""Every number of the state starts within ± this."""
+"""Every component of the initial state is uniform within ± this value."""
 START_LANES = (1, 2, 3, 4)
 
 
@@ -30,10 +30,10 @@ class Acrobot(TensorEnv):
         return {"joints": (2 * torch.stack(drawn, dim=1) - 1) * START}
 
     def advance(self, state: State, action: Tensor, counters: Tensor) -> Outcome:
-        del counters  # nothing happens by chance
+        del counters  # the dynamics are deterministic
         joints = state["joints"]
         torque = (action - 1).to(joints.dtype)
-        # Runge and Kutta's fourth order: the torque is the same throughout the step.
+        # Fourth-order Runge-Kutta; the torque is constant during the step.
         first = _change(joints, torque)
         second = _change(joints + TIME_STEP / 2 * first, torque)
         third = _change(joints + TIME_STEP / 2 * second, torque)
@@ -60,7 +60,10 @@ class Acrobot(TensorEnv):
 
 
 def _change(joints: Tensor, torque: Tensor) -> Tensor:
-    """What the four numbers change by per second. Angle 0 hangs down; the lower one is relative."""
+    """Return the time derivative of the four state components.
+
+    Angle 0 hangs down; the lower link's angle is relative to the upper link.
+    """
     upper, lower, upper_speed, lower_speed = joints.unbind(1)
     lever = MASS * LENGTH * CENTRE
     sine, cosine = lower.sin(), lower.cos()
@@ -81,5 +84,5 @@ def _change(joints: Tensor, torque: Tensor) -> Tensor:
 
 
 def _wrapped(angle: Tensor) -> Tensor:
-    """The same angle within ± π; one that lies there already is left as it is."""
+    """Return the angle wrapped to ± π; an angle in that range is unchanged."""
     return angle - 2 * math.pi * (angle / (2 * math.pi)).round()

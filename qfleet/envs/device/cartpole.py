@@ -14,7 +14,7 @@ from qfleet.envs.device.protocol import Outcome, State, TensorEnv
 GRAVITY, CART_MASS, POLE_MASS, HALF_LENGTH, FORCE, TIME_STEP = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02
 FARTHEST, STEEPEST = 2.4, 12 * math.pi / 180
 START = 0.05
-"""Every number of the state starts within ± this."""
+"""Every component of the initial state is uniform within ± this value."""
 
 
 class CartPole(TensorEnv):
@@ -26,7 +26,7 @@ class CartPole(TensorEnv):
         return {"body": (2 * torch.stack(drawn, dim=1) - 1) * START}
 
     def advance(self, state: State, action: Tensor, counters: Tensor) -> Outcome:
-        del counters  # nothing happens by chance
+        del counters  # the dynamics are deterministic
         place, speed, angle, turning = state["body"].unbind(1)
         force = torch.where(action == 1, FORCE, -FORCE)
         sine, cosine = angle.sin(), angle.cos()

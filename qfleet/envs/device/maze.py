@@ -1,4 +1,4 @@
-"""The lab's maze as tensors: its grid, its moves, its rewards, its patience."""
+"""The maze of ``qfleet lab maze`` as tensors: same grid, moves, rewards and time limit."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from qfleet.envs import grid as grids
 from qfleet.envs.device.protocol import Outcome, State, TensorEnv
 
 STEPS_PER_CELL = 50
-"""Walks are truncated after so many steps per cell of the grid, as in the lab."""
+"""Episodes are truncated after this many steps per cell of the grid, as in the lab."""
 _BITS = 63
-"""Cells per word of walls: as many as an int64 has beside its sign."""
+"""Cells per word of walls: the bits of an int64 without its sign."""
 
 
 class Maze(TensorEnv):
-    """A grid as text (S start, G goal, # wall, . or space open); what is seen is the cell's number.
+    """A grid world from text (S start, G goal, # wall, . or space open).
 
-    Walls are kept as bits of Python ints: they reach a GPU as kernel arguments, so there is no
-    table that would have to be copied there.
+    The observation is the cell's number. Walls are stored as bits of Python ints: they reach a GPU
+    as kernel arguments, so no table has to be copied there.
     """
 
     def __init__(self, grid: str = grids.MAZE) -> None:
@@ -42,7 +42,7 @@ class Maze(TensorEnv):
         return {"cell": torch.full_like(counters, self._start)}
 
     def advance(self, state: State, action: Tensor, counters: Tensor) -> Outcome:
-        del counters  # nothing happens by chance
+        del counters  # the dynamics are deterministic
         cell = state["cell"]
         row, column = cell // self._width, cell % self._width
         for number, (down, right) in enumerate(grids.MOVES):

@@ -12,7 +12,7 @@ from qfleet.envs.device.protocol import Outcome, State, TensorEnv
 FORCE, GRAVITY, FASTEST = 0.001, 0.0025, 0.07
 LEFTMOST, RIGHTMOST, GOAL = -1.2, 0.6, 0.5
 START = (-0.6, -0.4)
-"""Where the car stands at first."""
+"""The range of the initial position."""
 START_LANE = 1
 
 
@@ -25,7 +25,7 @@ class MountainCar(TensorEnv):
         return {"car": torch.stack((place, torch.zeros_like(place)), dim=1)}
 
     def advance(self, state: State, action: Tensor, counters: Tensor) -> Outcome:
-        del counters  # nothing happens by chance
+        del counters  # the dynamics are deterministic
         place, speed = state["car"].unbind(1)
         push = FORCE * (action - 1).to(place.dtype)
         speed = (speed + push - GRAVITY * (3 * place).cos()).clamp(-FASTEST, FASTEST)

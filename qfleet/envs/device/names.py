@@ -1,4 +1,4 @@
-"""Which names mean a tensor environment: a configuration in, one of them out."""
+"""From ``Config.env`` to a tensor environment."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _CLASSICS: dict[str, tuple[Callable[[], TensorEnv], int]] = {
     "Acrobot-v1": (Acrobot, Acrobot.max_episode_steps),
     "MountainCar-v0": (MountainCar, MountainCar.max_episode_steps),
 }
-"""Gymnasium ids with a tensor form, and their time limits. Only the engine ``device`` reads them
-so: elsewhere they mean Gymnasium's own."""
+"""Gymnasium ids with a tensor form, and their time limits. Only the engine ``device`` uses the
+tensor form: other engines use Gymnasium's environment."""
 
 
 def is_tensor_env(env_id: str) -> bool:
-    """Whether this is a MinAtar game or a class of the user's that is a ``TensorEnv``."""
+    """Return whether this is a MinAtar game or a user's class that derives from ``TensorEnv``."""
     if ":" not in env_id:
         return env_id.startswith("MinAtar/")
-    # Protocols do not answer issubclass; whoever names it as a base is meant.
+    # issubclass does not work with this protocol, so look for it among the base classes.
     return TensorEnv in getattr(load_object(env_id, "environment"), "__mro__", ())
 
 
 def has_tensor_form(env_id: str) -> bool:
-    """Whether ``make_tensor_env`` can make it."""
+    """Return whether ``make_tensor_env`` can make this environment."""
     return env_id in _CLASSICS or is_tensor_env(env_id)
 
 
@@ -86,13 +86,13 @@ def _make_own(config: Config) -> TensorEnv:
         env: TensorEnv = load_object(config.env, "environment")(**kwargs)
     except Exception as error:
         raise ConfigError(
-            f"environment '{config.env}' cannot be made with env_kwargs {kwargs}: {one_line(error)}"
+            f"environment '{config.env}' does not accept env_kwargs {kwargs}: {one_line(error)}"
         ) from error
     return env
 
 
 def _make_minatar(config: Config) -> MinAtar:
-    """``MinAtar/<game>-v1`` with the actions that do something, ``-v0`` with all six."""
+    """Make ``MinAtar/<game>-v1`` with the actions that have an effect, ``-v0`` with all six."""
     found = re.fullmatch(r"MinAtar/(?P<game>\w+)-v(?P<version>[01])", config.env)
     if found is None or found["game"] not in {**_RAMPING, **_STEADY}:
         raise UnknownNameError("MinAtar game", config.env, MINATAR_IDS)
@@ -106,7 +106,7 @@ def _make_minatar(config: Config) -> MinAtar:
 
 
 def _options(config: Config) -> dict[str, Any]:
-    """``env_kwargs``, by the names that the minatar package has for them."""
+    """Return ``env_kwargs``, with the names of the minatar package's arguments."""
     options: dict[str, Any] = json.loads(config.env_kwargs)
     for name, value in options.items():
         if name == "sticky_action_prob":
@@ -119,5 +119,8 @@ def _options(config: Config) -> dict[str, Any]:
             known = ("sticky_action_prob", "difficulty_ramping")
             raise UnknownNameError("MinAtar env_kwargs entry", name, known)
         if not good:
-            raise ConfigError(f"MinAtar game '{config.env}' cannot take {name} = {value!r}")
+            raise ConfigError(
+                f"MinAtar game '{config.env}' cannot take {name} = {value!r}; sticky_action_prob "
+                "must be from 0 to 1, difficulty_ramping true or false"
+            )
     return options

@@ -1,9 +1,9 @@
-"""Environments as tensors: what one must say, and the episodes that are made of it.
+"""The interface of tensor environments, and episodes on top of it.
 
-A *tensor environment* is three functions of batched tensors: how episodes begin, what an action
-does, what is seen. They neither loop over environments nor ask the host for a value, so that a GPU
-can run them inside a recorded graph. ``Episodes`` adds what all environments share: next-step
-autoreset, a time limit and random numbers.
+A *tensor environment* is three functions of batched tensors: ``begin`` starts episodes, ``advance``
+applies an action, ``observe`` returns the observation. They neither loop over environments nor
+synchronise with the host, so that a GPU can run them inside a recorded graph. ``Episodes`` adds the
+common parts: next-step autoreset, a time limit and random numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qfleet.core.counter_rng import first_counters, next_counters
 from qfleet.core.types import EnvSpec
 
 State: TypeAlias = dict[str, Tensor]
-"""Whatever an environment needs to know of itself; every tensor is ``[N, …]``."""
+"""The state of N environments; every tensor is ``[N, …]``."""
 
 
 class Outcome(NamedTuple):
@@ -29,53 +29,54 @@ class Outcome(NamedTuple):
 
 
 class TensorEnv(Protocol):
-    """N copies of an environment, all at once. Nothing may be changed in place.
+    """An environment whose functions step N copies at once. No tensor may be changed in place.
 
-    ``counters`` (int64 ``[N]``) are for ``random.draw_…``: give every draw a lane of its own.
-    ``begin`` and ``advance`` of one step get the same counters.
+    ``counters`` (int64 ``[N]``) are for ``draw_uniform`` and ``draw_below`` (``core.counter_rng``):
+    use a different lane for every draw. ``begin`` and ``advance`` of one step get the same
+    counters.
     """
 
     spec: EnvSpec
     max_episode_steps: int
-    """Episodes are truncated after so many steps; 0: never."""
+    """Number of steps after which episodes are truncated; 0: never."""
 
     def begin(self, counters: Tensor) -> State:
-        """New episodes."""
+        """Return the state of N new episodes."""
         ...
 
     def advance(self, state: State, action: Tensor, counters: Tensor) -> Outcome:
-        """What an action (int64 ``[N]``) does. Called for ended episodes too; then nobody looks."""
+        """Apply an action (int64 ``[N]``). The result for episodes that have ended is ignored."""
         ...
 
     def observe(self, state: State) -> Tensor:
-        """``[N, *spec.obs_shape]`` of ``spec.obs_dtype``."""
+        """Return the observations ``[N, *spec.obs_shape]`` of ``spec.obs_dtype``."""
         ...
 
 
 class TensorStep(NamedTuple):
-    """As ``core.Step``, on the device."""
+    """A step of N environments: like ``core.Step``, but on the device."""
 
     obs: Tensor
     reward: Tensor
     terminated: Tensor
     truncated: Tensor
     opened: Tensor
-    """The episode before had ended: this step's action was ignored, ``obs`` opens a new one."""
+    """The previous episode had ended: this step's action was ignored, ``obs`` starts a new one."""
 
 
 class Episodes(NamedTuple):
-    """N running episodes of an environment: a value, replaced by the next one in every step."""
+    """N running episodes of an environment; immutable, every step returns a new value."""
 
     inner: State
     counters: Tensor
     steps: Tensor
-    """int64 ``[N]``, of the running episode."""
+    """int64 ``[N]``: steps of the running episode."""
     over: Tensor
-    """bool ``[N]``: ended, to be begun anew by the next step."""
+    """bool ``[N]``: the episode has ended; the next step starts a new one."""
 
 
 def begin_episodes(env: TensorEnv, seeds: Tensor) -> Episodes:
-    """One episode per int64 seed ``[N]``, on the seeds' device."""
+    """Start one episode per int64 seed ``[N]``, on the seeds' device."""
     counters = first_counters(seeds)
     return Episodes(
         inner=env.begin(counters),
@@ -88,7 +89,7 @@ def begin_episodes(env: TensorEnv, seeds: Tensor) -> Episodes:
 def step_episodes(
     env: TensorEnv, episodes: Episodes, action: Tensor
 ) -> tuple[Episodes, TensorStep]:
-    """One step of all; episodes that had ended begin anew instead."""
+    """Step all episodes; those that had ended start a new episode instead."""
     counters, opened = next_counters(episodes.counters), episodes.over
     fresh = env.begin(counters)
     moved, reward, terminated = env.advance(episodes.inner, action, counters)
@@ -104,13 +105,13 @@ def step_episodes(
 
 
 def hold_episodes(episodes: Episodes) -> Episodes:
-    """The same in memory of its own, for ``copy_episodes``: a place that recorded work knows."""
+    """Return a copy at fixed addresses, which recorded graphs use; ``copy_episodes`` updates it."""
     inner = {name: tensor.clone() for name, tensor in episodes.inner.items()}
     return Episodes(inner, *(tensor.clone() for tensor in episodes[1:]))
 
 
 def copy_episodes(held: Episodes, episodes: Episodes) -> None:
-    """Take over other episodes' values, in place."""
+    """Copy the values of ``episodes`` into ``held``, in place."""
     for name, tensor in held.inner.items():
         tensor.copy_(episodes.inner[name])
     for tensor, value in zip(held[1:], episodes[1:], strict=True):

@@ -1,4 +1,4 @@
-"""A tensor environment as a ``core.VectorEnv``, for engines whose environments live on the host."""
+"""A tensor environment as a ``core.VectorEnv``, for engines that step environments on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qfleet.envs.guard import all_finite, one_line
 
 
 def check_tensor_env(env: TensorEnv, device: torch.device | None = None) -> None:
-    """Try two environments for a step: a mistake in a class of the user's shows here."""
+    """Step two environments once and raise ConfigError if shapes or dtypes are wrong."""
     name = type(env).__name__
     try:
         spec, _ = env.spec, env.max_episode_steps
@@ -37,23 +37,25 @@ def check_tensor_env(env: TensorEnv, device: torch.device | None = None) -> None
         found = getattr(step, part)
         if tuple(found.shape) != shape or found.dtype != dtype:
             raise ConfigError(
-                f"tensor environment {name} gives {part} of {found.dtype} {tuple(found.shape)}; "
+                f"tensor environment {name} returns {part} of {found.dtype} {tuple(found.shape)}; "
                 f"for two envs it must be {dtype} {shape}"
             )
     for key in episodes.inner:
         if not isinstance(key, str) or not key.isidentifier():
-            raise ConfigError(f"tensor environment {name} has a state called {key!r}; use a word")
+            raise ConfigError(
+                f"tensor environment {name} has a state key {key!r}; keys must be identifiers"
+            )
         before, after = begun.inner[key], episodes.inner[key]
         if (before.dtype, before.shape) != (after.dtype, after.shape):
             raise ConfigError(
-                f"tensor environment {name} begins with {key} of {before.dtype} "
-                f"{tuple(before.shape)} and goes on with {after.dtype} {tuple(after.shape)}; "
+                f"tensor environment {name}: begin() returns {key} of {before.dtype} "
+                f"{tuple(before.shape)}, advance() of {after.dtype} {tuple(after.shape)}; "
                 "they must be alike"
             )
 
 
 class TensorEnvs:
-    """N environments in one stack of tensors on the CPU; their state, and so a resume, is exact."""
+    """A ``core.VectorEnv`` of N environments as tensors on the CPU; resumes are exact."""
 
     in_background = False
 
@@ -69,7 +71,7 @@ class TensorEnvs:
         return begin_episodes(self._env, torch.tensor(self.seeds))
 
     def reset(self) -> NDArray[Any]:
-        """Start all envs anew from their seeds: two resets give the same episodes."""
+        """Reset all envs to their seeds: two resets give the same episodes."""
         self._episodes = self._begun()
         obs: NDArray[Any] = self._env.observe(self._episodes.inner).numpy()
         return obs
@@ -79,7 +81,7 @@ class TensorEnvs:
         return self.recv()
 
     def send(self, actions: NDArray[np.int64]) -> None:
-        """Keep the actions: the work is done in ``recv``, for it is done in this thread anyway."""
+        """Store the actions; ``recv`` does the work, in this thread."""
         assert self._sent is None, "send() before the recv() of the step before"
         self._sent = torch.tensor(actions)
 
@@ -108,4 +110,4 @@ class TensorEnvs:
         self._episodes = Episodes(**{name: state[name] for name in Episodes._fields})
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources to release."""

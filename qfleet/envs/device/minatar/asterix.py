@@ -1,7 +1,7 @@
-"""MinAtar Asterix: enemies and gold cross the board, the player walks among them.
+"""MinAtar Asterix: enemies and gold cross the board; the player avoids enemies and takes gold.
 
-Each of the eight rows the player can reach holds at most one thing, so the rows are the slots.
-With time things come and move more often, unless ramping is off.
+Each of the eight rows that the player can reach holds at most one object, so each row is a slot.
+With ramping, objects appear and move more often over time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FIRST_ROW, LAST_ROW = 1, SIDE - 2
 ROWS = LAST_ROW - FIRST_ROW + 1
 EMPTY, ENEMY, GOLD = range(3)
 SPAWN_EVERY, MOVE_EVERY = 10, 5
-"""Steps between two arrivals, and between two moves, before any ramping."""
+"""Steps between two arrivals of objects, and between two moves, before any ramping."""
 RAMP_WAIT = 100
 
 
@@ -59,19 +59,20 @@ class Asterix:
         row = state["row"] - (action == UP).long() + (action == DOWN).long()
         row = row.clamp(FIRST_ROW, LAST_ROW)
 
-        # Things are met before they move and again after: none is passed by changing places.
+        # Collisions are checked before and after objects move, so that an object and the player
+        # cannot pass by swapping cells.
         beside = _rows(counters) == row.view(-1, 1)
         met = beside & (columns == column.view(-1, 1))
         taken, hit = met & (kinds == GOLD), met & (kinds == ENEMY)
         kinds = torch.where(taken, EMPTY, kinds)
-        # What an empty slot has for a column is never looked at.
+        # The column of an empty slot is never read.
         columns = torch.where(moves.view(-1, 1), columns + headings, columns)
         kinds = torch.where((columns < 0) | (columns > LAST), EMPTY, kinds)
         met = beside & (columns == column.view(-1, 1))
         taken, hit = taken | (met & (kinds == GOLD)), hit | (met & (kinds == ENEMY))
         kinds = torch.where(taken, EMPTY, kinds)
 
-        # Waits start anew at the old pace; ramping shows from the next time on.
+        # The timers restart with the old interval; ramping takes effect at their next restart.
         spawn_every, move_every = state["spawn_every"], state["move_every"]
         after = {
             "row": row,
@@ -83,7 +84,7 @@ class Asterix:
             "move_wait": torch.where(moves, move_every, state["move_wait"]) - 1,
             **self._pace(state),
         }
-        # A row has one thing at most: no step gives more than one piece of gold.
+        # A row holds at most one object, so no step collects more than one piece of gold.
         return Outcome(after, taken.any(1).float(), hit.any(1))
 
     def draw(self, state: State) -> Tensor:
@@ -94,7 +95,7 @@ class Asterix:
         things = torch.stack(
             (at & (kinds == ENEMY), behind & (kinds != EMPTY), at & (kinds == GOLD)), dim=3
         )
-        # The rows above and below the slots.
+        # Pad the rows above and below the slots.
         things = pad(things, (0, 0, 0, 0, FIRST_ROW, LAST - LAST_ROW))
         player = cells(state["row"], state["column"])
         return torch.cat((player.unsqueeze(3), things), dim=3)
@@ -105,7 +106,7 @@ class Asterix:
         if self.ramping:
             goes_on = (spawn_every > 1) | (move_every > 1)
             due = goes_on & (wait < 0)
-            # Moves get faster at every other ramp only.
+            # The move interval decreases only at every other ramp.
             move_every = (move_every - (due & (ramps % 2 == 1)).long()).clamp(min=1)
             spawn_every = (spawn_every - due.long()).clamp(min=1)
             wait = torch.where(due, RAMP_WAIT, wait - goes_on.long())
@@ -119,10 +120,10 @@ class Asterix:
 
 
 def _arrivals(state: State, spawns: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Kinds, columns and headings, with a new thing in one of the empty rows where one is due."""
+    """Return kinds, columns and headings, with a new object in an empty row if one is due."""
     empty = state["kinds"] == EMPTY
     place = draw_below(counters, ROW_LANE, empty.sum(1)).view(-1, 1)
-    # If no row is empty, none is chosen.
+    # If no row is empty, no row is chosen.
     chosen = spawns.view(-1, 1) & empty & (empty.cumsum(1) == place + 1)
     from_left = (draw_uniform(counters, SIDE_LANE) < 1 / 2).view(-1, 1)
     gold = (draw_uniform(counters, GOLD_LANE) < 1 / 3).view(-1, 1)

@@ -1,7 +1,7 @@
-"""MinAtar Breakout: a ball, a paddle in the lowest row, three rows of bricks that come back.
+"""MinAtar Breakout: a ball, a paddle in the lowest row, three rows of bricks that are refilled.
 
-The ball's direction is two signs. Bricks are hit once per pass: a ball that has just struck goes
-through the next brick it meets.
+The ball's direction is two signs. A ball that has just hit a brick passes through the next brick
+that it meets.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """MinAtar Freeway: a chicken crosses eight lanes of cars, again and again, until time is up.
 
-Every row but the first and the last has one car, which moves one column each time its timer has run
-down. A chicken that is hit, or has arrived, starts from the lowest row; an arrival also gives all
-cars new speeds and directions where they are.
+Every row except the first and the last has one car, which moves one column each time its timer
+expires. A chicken that is hit, or has arrived, starts from the lowest row; an arrival also gives
+all cars new speeds and directions at their current positions.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ SPEEDS_LANE, DIRECTIONS_LANE = 1, 2
 LAST = SIDE - 1
 CARS = SIDE - 2
 SLOWEST = 5
-"""A car's timer starts at 1 to this."""
+"""The largest initial value of a car's timer; the smallest is 1."""
 CROSSING = 4
-"""The column the chicken walks in."""
+"""The column in which the chicken walks."""
 MOVE_TIMER = 3
 TIME_LIMIT = 2500
 
@@ -46,7 +46,7 @@ class Freeway:
         ready = state["move_timer"] == 0
         up, down = ready & (action == UP), ready & (action == DOWN)
         row = (state["row"] - up.long() + down.long()).clamp(0, LAST)
-        # A step against the edge costs the wait as well.
+        # A move against the edge also restarts the move timer.
         move_timer = torch.where(up | down, MOVE_TIMER, state["move_timer"])
 
         arrived = row == 0
@@ -58,8 +58,8 @@ class Freeway:
         moves, before = timers == 0, state["columns"]
         columns = torch.where(moves, (before + speeds.sign()) % SIDE, before)
         timers = torch.where(moves, speeds.abs(), timers - 1)
-        # Hit where the car was or where it is now. The row the chicken is sent back to has no car,
-        # so the cars' order does not matter.
+        # The chicken is hit at the car's old or new position. The row that it is sent back to has
+        # no car, so the order of the cars does not matter.
         on_crossing = (before == CROSSING) | (columns == CROSSING)
         lanes = torch.arange(1, CARS + 1, device=row.device)
         hit = (on_crossing & (lanes == row.unsqueeze(1))).any(1)
@@ -87,9 +87,10 @@ class Freeway:
 
 
 def _speeds(counters: Tensor) -> Tensor:
-    """int64 ``[N, 8]``: ± steps between two moves, a plus is to the right.
+    """Return int64 ``[N, 8]``: steps between two moves; positive values move right.
 
-    All cars share two draws, each car a digit of them: a draw is much more work than a digit.
+    All cars share two draws, and each car uses one digit of them: a draw costs much more than
+    extracting a digit.
     """
     car = torch.arange(CARS, device=counters.device)
     speeds = draw_below(counters, SPEEDS_LANE, SLOWEST**CARS).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""What the five MinAtar games share (1903.03176): a 10×10 board, six actions, sticky actions."""
+"""The common part of the MinAtar games (1903.03176): 10×10 board, six actions, sticky actions."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from qfleet.envs.device.protocol import Outcome, State, TensorEnv
 SIDE = 10
 NOTHING, LEFT, UP, RIGHT, DOWN, FIRE = range(6)
 STICKY_LANE = 0
-"""Draws of a game use the lanes from 1 on."""
+"""Random lane of sticky actions; the draws of a game use the lanes from 1 on."""
 
 
 class Game(Protocol):
-    """A game's own rules. Actions are the six above; sticky ones are resolved already."""
+    """The rules of a game. Actions are the six above, after sticky actions were applied."""
 
     name: str
     channels: int
     useful: tuple[int, ...]
-    """The actions that do something in this game."""
+    """The actions that have an effect in this game."""
 
     def begin(self, counters: Tensor) -> State: ...
 
     def advance(self, state: State, action: Tensor, counters: Tensor) -> Outcome: ...
 
     def draw(self, state: State) -> Tensor:
-        """bool ``[N, 10, 10, channels]``: row, column, channel."""
+        """Return the boards as bool ``[N, 10, 10, channels]``: row, column, channel."""
         ...
 
 
 class MinAtar(TensorEnv):
-    """A game as a ``TensorEnv``: its useful actions, its board ``[C, 10, 10]`` in 0 and 255.
+    """A MinAtar game as a ``TensorEnv``, with boards ``[C, 10, 10]`` of 0 and 255.
 
-    ``all_actions``: also those that do nothing in this game, in the package's order. With
-    probability ``sticky`` the action before is repeated. An episode starts as if nothing had
-    been done before it.
+    ``all_actions``: the action space includes the actions without effect in this game, in the
+    order of the minatar package. With probability ``sticky`` the previous action is repeated. At
+    the start of an episode the previous action is no-op.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MinAtar(TensorEnv):
         return {**self.game.begin(counters), "last_action": torch.zeros_like(counters)}
 
     def advance(self, state: State, action: Tensor, counters: Tensor) -> Outcome:
-        # The table is made of kernel arguments: no copy from the host is waited for.
+        # The table is passed as kernel arguments, which needs no copy from the host.
         chosen = torch.zeros_like(action)
         for number, code in enumerate(self.actions):
             chosen = torch.where(action == number, code, chosen)
@@ -68,11 +68,12 @@ class MinAtar(TensorEnv):
         return Outcome({**inner, "last_action": chosen}, reward, terminated)
 
     def observe(self, state: State) -> Tensor:
-        # Channels first: a board of ten channels is a cube, which tells nobody what is what.
+        # Channels first: a board with ten channels is a cube, whose channel axis cannot be inferred
+        # from its shape.
         return (self.game.draw(state).movedim(3, 1).to(torch.uint8) * 255).contiguous()
 
 
 def cells(row: Tensor, column: Tensor) -> Tensor:
-    """bool ``[N, 10, 10]``, true at one cell of each board; nowhere if that lies outside."""
+    """Return bool ``[N, 10, 10]``, True at one cell of each board; all False if it is outside."""
     line = torch.arange(SIDE, device=row.device)
     return (row.view(-1, 1, 1) == line.view(1, -1, 1)) & (column.view(-1, 1, 1) == line)

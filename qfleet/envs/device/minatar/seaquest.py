@@ -1,18 +1,20 @@
 """MinAtar Seaquest: a boat under water that shoots fish and submarines and brings divers up.
 
-Enemies, divers and the boat's bullets lie in slots, the newest in the first one: what comes pushes
-the others on by one slot, and a hole stays a hole. What is not on the board is not there, so a
-column outside it is the mask. A submarine's shell lives in the slot of its submarine.
+Enemies, divers and the boat's bullets are stored in slots, the newest in the first one: a new
+object shifts the others by one slot, and empty slots between objects stay empty. An object with a
+column outside the board does not exist, so the column is the mask. A submarine's shell is stored in
+the slot of its submarine.
 
-The game does everything one thing after the other, and its lists remember who came first. Few of
-these orders can be seen, which lets all slots move at once:
+The original game processes all objects one after another, in the order of its lists. Few of these
+orders affect the result, so all slots can be processed at once:
 
-- The boat is as fast as its bullets and shoots every fifth step: those to the right stay right of
-  it, those to the left stay left, and no two ever share a cell. So no two hit the same enemy.
-- Enemies of one row go the same way. They started at different steps and keep their distance in
-  time, so no two enter a cell in the same step: a bullet that has met none meets one at most.
-- Enemies that wait can share a cell. Then a bullet takes fish before submarines, the oldest first.
-- Divers are taken on the newest first, which matters to the sixth.
+- The boat is as fast as its bullets and shoots every fifth step: bullets to the right stay right of
+  it, bullets to the left stay left, and no two share a cell. So no two hit the same enemy.
+- Enemies of one row move in the same direction. They started at different steps and keep their
+  distance in time, so no two enter a cell in the same step: a bullet that has hit no enemy yet hits
+  one at most.
+- Waiting enemies can share a cell. Then a bullet hits fish before submarines, the oldest first.
+- Divers are picked up newest first, which matters only when the boat has room for one more.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ ENEMY_SIDE_LANE, ENEMY_KIND_LANE, ENEMY_ROW_LANE, DIVER_SIDE_LANE, DIVER_ROW_LAN
 
 LAST = SIDE - 1
 SEABED = SIDE - 2
-"""The lowest row one can be in; below it are the gauges."""
+"""The lowest row that objects can be in; below it are the gauges."""
 OUTSIDE = -1
 CHANNELS = 10
 FRONT, BACK, BULLET, TRAIL, SHELL, FISH, SUBMARINE, OXYGEN, RESCUED, DIVER = range(CHANNELS)
@@ -48,13 +50,14 @@ SLOWEST_MOVE, FASTEST_MOVE, DIVER_MOVE = 5, 2, 5
 LAST_LEVEL = SLOWEST_SPAWN - FASTEST_SPAWN
 
 ENEMIES = SIDE * (FASTEST_MOVE + 1)
-"""At the last levels one may come every step, and stays three steps in each of ten columns. While
-enemies were slower they came every 15 steps or less often, too few to make up for their staying
-longer. A shell is faster than its submarine: it has left before that would have."""
+"""Slots for enemies. At the last levels one may appear every step and stays three steps in each of
+ten columns. At earlier levels enemies stay longer but appear at most every 15 steps, which needs
+fewer slots. A shell is faster than its submarine, so it leaves the board earlier than the submarine
+would."""
 DIVERS = 2
-"""One every 30 steps, which stays six steps in each of ten columns."""
+"""Slots for divers: one appears every 30 steps and stays six steps in each of ten columns."""
 BULLETS = 2
-"""One every fifth step, which leaves the board nine steps later or sooner."""
+"""Slots for bullets: one every fifth step, which leaves the board after at most nine steps."""
 
 
 class Seaquest:
@@ -122,7 +125,7 @@ class Seaquest:
         rammed = rammed | (moves & in_row & (at_column == boat_column))
         wait = torch.where(wait == 0, move_every.unsqueeze(1), wait - 1)
 
-        # One that leaves or is shot down by its own move still fires.
+        # A submarine that leaves the board or is hit in this move still fires.
         shoots = there & (armed == 1) & (shot_wait == 0)
         shot_wait = torch.where(shot_wait == 0, ENEMY_RELOAD, shot_wait - 1)
         shell = torch.where(shoots, at_column, shell)
@@ -137,7 +140,7 @@ class Seaquest:
 
         under = row > 0
         arrives = ~under & (state["row"] > 0)
-        # Only exactly none is too few: a full boat comes down again with one less than none.
+        # Only exactly 0 divers is too few: after surfacing full, the boat dives with −1 divers.
         surfaces, full = arrives & (held != 0), arrives & (held == FULL_BOAT)
         over = rammed.any(1) | (oxygen <= 0) | (arrives & ~surfaces)
         reward = struck.sum(1) + met.sum((1, 2)) + torch.where(full, _bar(oxygen), 0)
@@ -166,7 +169,7 @@ class Seaquest:
         front = (row * SIDE + column) * CHANNELS + FRONT
 
         def marks(row: Tensor | int, column: Tensor, channel: Tensor | int, seen: Tensor) -> Tensor:
-            # What is not seen marks the boat, which is seen anyway.
+            # Objects that are not visible mark the boat's cell, which is marked anyway.
             return torch.where(seen, (row * SIDE + column) * CHANNELS + channel, front)
 
         rows, columns, to_right, _, armed, _, shells = state["enemies"].unbind(1)
@@ -193,7 +196,7 @@ class Seaquest:
 
 
 def _with_enemy(state: State, move_every: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
-    """The enemies after one may have come, and when the next is due."""
+    """Return the enemies, with a new one if due, and the steps until the next."""
     enemies, due = state["enemies"], state["enemy_due"] == 0
     row = 1 + draw_below(counters, ENEMY_ROW_LANE, SEABED)
     from_left = draw_uniform(counters, ENEMY_SIDE_LANE) < 1 / 2
@@ -212,7 +215,7 @@ def _with_enemy(state: State, move_every: Tensor, counters: Tensor) -> tuple[Ten
 
 
 def _with_diver(state: State, counters: Tensor) -> tuple[Tensor, Tensor]:
-    """The divers after one may have come, and when the next is due."""
+    """Return the divers, with a new one if due, and the steps until the next."""
     due = state["diver_due"] == 0
     row = 1 + draw_below(counters, DIVER_ROW_LANE, SEABED)
     from_left = draw_uniform(counters, DIVER_SIDE_LANE) < 1 / 2
@@ -227,11 +230,11 @@ def _with_diver(state: State, counters: Tensor) -> tuple[Tensor, Tensor]:
 def _after_divers(
     divers: Tensor, boat_row: Tensor, boat_column: Tensor, held: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The divers after their move, and how many came aboard, before it or by it."""
+    """Return the divers after their move, and the number picked up before or after the move."""
     row, column, right, wait = divers.unbind(1)
     moved = column + right * ((wait == 0) & _inside(column)).long()
     reached = (row == boat_row) & ((column == boat_column) | (moved == boat_column))
-    # The newest first, while there is room.
+    # The newest divers are picked up first, while there is room.
     aboard = reached & (held.unsqueeze(1) + reached.cumsum(1) <= FULL_BOAT)
     moved = torch.where(aboard, OUTSIDE, moved)
     wait = torch.where(wait == 0, DIVER_MOVE, wait - 1)
@@ -239,7 +242,7 @@ def _after_divers(
 
 
 def _pushed(slots: Tensor, fresh: Tensor, comes: Tensor) -> Tensor:
-    """Slots ``[N, fields, slots]`` with ``fresh`` in the first one, where it comes."""
+    """Insert ``fresh`` before the slots ``[N, fields, slots]`` where ``comes`` is True."""
     pushed = torch.cat((fresh.unsqueeze(2), slots[:, :, :-1]), dim=2)
     return torch.where(comes.view(-1, 1, 1), pushed, slots)
 
@@ -255,7 +258,7 @@ def _without(bullets: Tensor, gone: Tensor) -> Tensor:
 
 
 def _meets(bullets: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """bool ``[N, bullets, enemies]``: both are in the same cell of the board."""
+    """Return bool ``[N, bullets, enemies]``: whether both are in the same cell of the board."""
     at_row, at_column = bullets[:, 0].unsqueeze(2), bullets[:, 1].unsqueeze(2)
     same = (at_row == row.unsqueeze(1)) & (at_column == column.unsqueeze(1))
     return same & _inside(at_column)
@@ -266,5 +269,5 @@ def _inside(column: Tensor) -> Tensor:
 
 
 def _bar(oxygen: Tensor) -> Tensor:
-    """How many cells of the gauge are lit."""
+    """Return the number of lit cells of the oxygen gauge."""
     return oxygen.clamp(min=0) * SIDE // FULL_OXYGEN

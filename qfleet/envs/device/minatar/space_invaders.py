@@ -1,7 +1,7 @@
-"""MinAtar Space Invaders: a cannon in the lowest row, a block of aliens that comes down to it.
+"""MinAtar Space Invaders: a cannon in the lowest row, a block of aliens that moves down to it.
 
-Aliens, the cannon's shots and the aliens' bombs are boards of their own. Nothing happens by chance:
-bombs are dropped by the alien nearest to the cannon.
+Aliens, the cannon's shots and the aliens' bombs are separate boards. The game is deterministic:
+the alien nearest to the cannon drops the bombs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from qfleet.envs.device.protocol import Outcome, State
 
 LAST = SIDE - 1
 WAVE_ROWS, WAVE_COLUMNS = (0, 3), (2, 7)
-"""First and last of a new wave."""
+"""First and last row, and first and last column, of a new wave."""
 SHOT_TIMER, BOMB_TIMER = 5, 10
 SLOWEST, FASTEST = 12, 6
-"""Steps between two moves of a full wave: of the first, and of the last that is faster."""
+"""Steps between two moves of a full wave: of the first wave, and the minimum of later waves."""
 
 
 class SpaceInvaders:
@@ -49,7 +49,7 @@ class SpaceInvaders:
         fires = (action == FIRE) & (state["shot_timer"] == 0)
         line = torch.arange(SIDE, device=cannon.device)
         last_row = line.view(-1, 1) == LAST
-        # What leaves the board at one end must not come in at the other.
+        # roll() wraps around: objects that leave the board must not reappear at the other end.
         shots = (state["shots"] | (target & _per_board(fires))).roll(-1, 1) & ~last_row
         bombs = state["bombs"].roll(1, 1) & (line > 0).view(-1, 1)
 
@@ -61,8 +61,8 @@ class SpaceInvaders:
         ahead = line == torch.where(rightwards, LAST, 0).unsqueeze(1)
         turns = moves & (aliens.any(1) & ahead).any(1)
         landed = turns & (aliens & last_row).flatten(1).any(1)
-        # No alien leaves sideways, as it turns first. Landed ones do come in again at the top: the
-        # game is over, but that is what its last board shows.
+        # No alien leaves sideways, because the wave turns first. Landed aliens do reappear at the
+        # top: the game is over, but the original's last board shows this too.
         aside = torch.where(_per_board(rightwards), aliens.roll(1, 2), aliens.roll(-1, 2))
         moved = torch.where(_per_board(turns), aliens.roll(1, 1), aside)
         aliens = torch.where(_per_board(moves), moved, aliens)
@@ -106,7 +106,7 @@ def _per_board(values: Tensor) -> Tensor:
 
 
 def _nearest(aliens: Tensor, cannon: Tensor) -> Tensor:
-    """bool ``[N, 10, 10]``: the lowest alien of the nearest column, left before right."""
+    """Return bool ``[N, 10, 10]``: the lowest alien of the nearest column, left before right."""
     line = torch.arange(SIDE, device=cannon.device)
     apart = line - cannon.unsqueeze(1)
     rank = (2 * apart.abs() + (apart > 0).long()).unsqueeze(1) * SIDE + (LAST - line).view(-1, 1)
