@@ -21,8 +21,8 @@ def stream_of(device: torch.device, urgent: bool = False) -> torch.Stream:
 
 
 _BESIDE: dict[tuple[torch.device, str], torch.Stream] = {}
-"""One stream per role: torch has few streams and assigns them in turn, so two roles created anew
-could share one."""
+"""One stream per role. Torch has few streams and assigns them in turn: with a new stream per
+``SideStream``, two roles could share one."""
 
 
 class SideStream:

@@ -181,8 +181,8 @@ class Ring:
     def _find_witness(self, window: Window) -> int:
         """Return the newest row of the window with a start that is not SKIP, or −1.
 
-        The newest such row stays in the window until the ring has almost wrapped around, so this
-        scan and its host synchronisation are rare.
+        The newest row stays in the window until the ring has almost wrapped around, so this scan
+        and its host synchronisation are rare.
         """
         stop = window.stop
         for start, end in reversed(list(ring_segments(*window, self.rows))):

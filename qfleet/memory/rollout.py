@@ -292,7 +292,7 @@ class Rollout:
         The state must have been saved between two rollouts, where returns and order are unused.
         """
         if state["drawn"]:
-            raise ValueError(f"{state['drawn']} samples drawn; draw all of the rollout before")
+            raise ValueError(f"{state['drawn']} samples drawn; draw the whole rollout first")
         shape = {**state["shape"], "agents": len(agents), "num_envs": len(agents) * own}
         columns = [env for agent in agents for env in range(agent * own, (agent + 1) * own)]
         starts = shape["rows"] * shape["num_envs"]
