@@ -31,8 +31,8 @@ class Population(QNetwork):
         kinds = {type(module).__name__ for module in first.torso.modules()}
         if kinds & _STATEFUL or any(True for _ in first.torso.buffers()):
             raise ConfigError(
-                "a population does not support networks with buffers (batch normalisation) or "
-                "dropout; use layer_norm, or population 1"
+                "a population does not support networks with state other than their weights "
+                "(batch normalisation) or with dropout; use layer_norm, or population 1"
             )
         self.agents = len(networks)
         self.head_kind, self.num_actions = first.head_kind, first.num_actions
