@@ -10,14 +10,13 @@ train: $(STAMP)
 	$(BIN)/qfleet train CartPole-v1
 
 # What a newcomer runs: everything but the tests marked slow. Meant to take under 6 minutes.
-# Three processes, because tests spend a third of their time waiting; those that start Ray clusters
-# share one of them (--dist loadgroup).
+# Tests that start Ray clusters share one of the two processes (--dist loadgroup).
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 # The whole suite, as .ci/run runs it. Meant to take under 20 minutes.
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The whole suite in one process, counting which lines ran.
 coverage: $(STAMP)

@@ -15,7 +15,9 @@ import pytest
 
 import qfleet
 from qfleet.core.errors import CheckpointError
+from qfleet.engines.parameter_server import servers
 from support.clusters import needs_ray
+from support.waiting import CLUSTER_S, deadline
 
 STORED = Path(__file__).parents[1] / "fixtures" / "stored_runs"
 ON_RAY = ("parameter-server", "actors")
@@ -26,6 +28,11 @@ def resume(name: str, tmp_path: Path) -> qfleet.Trained:
     folder = tmp_path / name
     shutil.copytree(STORED / name, folder)
     before = json.loads((folder / "result.json").read_text())
+    # Processes start slowly on a busy machine. This field may differ from the checkpoint's.
+    config = json.loads((folder / "config.json").read_text())
+    config["worker_timeout_s"] = deadline(CLUSTER_S)
+    if config["engine"] in ON_RAY:
+        (folder / "config.json").write_text(json.dumps(config))
     trained = qfleet.resume(folder)
     assert before["env_steps"] < 240 <= trained.result.env_steps
     assert trained.result.updates > before["updates"]
@@ -45,7 +52,10 @@ def test_a_stored_run_resumes(name: str, tmp_path: Path) -> None:
 
 @needs_ray
 @pytest.mark.parametrize("name", ON_RAY)
-def test_a_stored_run_on_ray_resumes(name: str, tmp_path: Path) -> None:
+def test_a_stored_run_on_ray_resumes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "TIMEOUT_S", deadline(CLUSTER_S))
     resume(name, tmp_path)
 
 
