@@ -49,7 +49,7 @@ class Rollout:
         """Create an empty rollout.
 
         ``values`` returns the value of each observation (the largest Q-value, or the critic's)
-        with the current weights.
+        by the learner's current network.
 
         ``seeds``: one per agent. Each agent owns the same number of adjacent envs. Every
         ``agents * batch_size`` consecutive samples are agent-major, ``batch_size`` of each agent;
