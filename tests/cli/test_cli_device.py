@@ -69,9 +69,9 @@ def test_a_classic_of_gymnasium_is_profiled(
         ("CartPole-v1", ["--vectorize", "sync"], "leave vectorize and frame_stack alone"),
         ("CartPole-v1", ["--frame-stack", "2"], "leave vectorize and frame_stack alone"),
         ("CartPole-v1", ["--env-kwargs", '{"x": 1}'], "takes no env_kwargs as tensors"),
-        ("CartPole-v1", ["--lockstep"], "--engine pipeline; device"),
+        ("CartPole-v1", ["--lockstep"], "device always collects and learns in turn"),
         ("CartPole-v1", ["--env-groups", "2", "--envs", "8"], "device steps all envs together"),
-        ("CartPole-v1", ["--inference-device", "cpu"], "--engine pipeline; device chooses"),
+        ("CartPole-v1", ["--inference-device", "cpu"], "device chooses actions on --device"),
     ],
 )
 def test_what_does_not_go_is_one_line(

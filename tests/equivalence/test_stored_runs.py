@@ -1,6 +1,6 @@
 """Runs that an earlier qfleet has stored (version 0.1.0, commit 9097aa5) still resume and load.
 
-Each was stopped after about half of its 240 env steps. Checkpoint keys, names of environments and
+Each was stopped before the last of its 240 env steps. Checkpoint keys, names of environments and
 admission policies inside the state, and configuration fields are therefore fixed.
 """
 
