@@ -31,7 +31,8 @@ def test_every_row_is_followed_by_what_it_led_to(changes: dict[str, Any]) -> Non
     assert_rows_tell_the_truth(run(config).memory)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("engine", ["serial", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["serial", "pipeline"])
 def test_the_network_takes_the_remembered_actions_on_the_remembered_stacks(engine: str) -> None:
     config, _ = resolve(
         "ALE/Pong-v5",

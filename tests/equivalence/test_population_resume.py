@@ -47,7 +47,7 @@ def assert_same_agents(whole: Path, parted: Path) -> None:
         # In the middle of an interval, and right where agents take over.
         pytest.param({"pbt_interval": 160}, (240, 320), marks=pytest.mark.slow),
         # Before, at and after halvings.
-        ({"halving_interval": 240}, (160, 240, 400)),
+        pytest.param({"halving_interval": 240}, (160, 240, 400), marks=pytest.mark.slow),
     ],
     ids=["plain", "pbt", "halving"],
 )

@@ -50,6 +50,7 @@ def test_a_stored_run_resumes(name: str, tmp_path: Path) -> None:
     resume(name, tmp_path)
 
 
+@pytest.mark.slow
 @needs_ray
 @pytest.mark.parametrize("name", ON_RAY)
 def test_a_stored_run_on_ray_resumes(

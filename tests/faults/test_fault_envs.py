@@ -126,6 +126,7 @@ def test_the_largest_memory_that_fits_is_named(tmp_path: Path) -> None:
     assert 10_000 < int(named[1]) < 10**12
 
 
+@pytest.mark.slow
 def test_a_truncation_bootstraps_and_a_termination_does_not(tmp_path: Path) -> None:
     """Exact Q of a chain whose episodes are cut after five steps, wherever they are."""
     gamma, cells, end = 0.9, ChainEnv.CELLS, ChainEnv.CELLS

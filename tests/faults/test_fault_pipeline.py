@@ -152,6 +152,7 @@ def test_an_error_of_the_collectors_thread_ends_the_run_as_itself(
     assert not [thread for thread in threading.enumerate() if thread.name == "collector"]
 
 
+@pytest.mark.slow
 def test_a_process_that_always_dies_ends_in_a_typed_error(tmp_path: Path) -> None:
     arguments = {**TINY, **PIPELINE, "env": "test_fault_pipeline:MayflyEnv"}
     with pytest.raises(EnvironmentFault, match=says("2", "max_env_restarts", "1")):

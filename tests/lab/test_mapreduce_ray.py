@@ -86,6 +86,7 @@ def test_async_counts_staleness_and_descends(cluster: Cluster) -> None:
     assert PROBLEM.distance(found.weights[-1]) < 0.1
 
 
+@pytest.mark.slow
 def test_a_straggler_holds_up_sync_but_not_async(cluster: Cluster) -> None:
     late = Slowness(latency_s=0.05)
     sync = descend_on(cluster, PROBLEM, WORKERS, STEPS, RATE, "sync", straggler=late)

@@ -92,7 +92,16 @@ QUICK = SMALL | {
 }
 
 
-@pytest.mark.parametrize("algo", ["dqn", "c51", "qr-dqn", "iqn", "munchausen-dqn", "rainbow"])
+@pytest.mark.parametrize(
+    "algo",
+    [
+        "dqn",
+        *(
+            pytest.param(algo, marks=pytest.mark.slow)
+            for algo in ("c51", "qr-dqn", "iqn", "munchausen-dqn", "rainbow")
+        ),
+    ],
+)
 def test_the_corridor_is_learnt(algo: str, tmp_path: Path) -> None:
     trained = qfleet.train(
         "support.toy_envs:Corridor", algo=algo, **QUICK, run_dir=tmp_path / "run"
@@ -109,7 +118,16 @@ def test_the_corridor_is_learnt(algo: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algo", ["dqn", "c51", "qr-dqn", "iqn", "munchausen-dqn", "rainbow"])
+@pytest.mark.parametrize(
+    "algo",
+    [
+        "dqn",
+        *(
+            pytest.param(algo, marks=pytest.mark.slow)
+            for algo in ("c51", "qr-dqn", "iqn", "munchausen-dqn", "rainbow")
+        ),
+    ],
+)
 def test_the_bandit_is_learnt(algo: str, tmp_path: Path) -> None:
     trained = qfleet.train(
         "support.toy_envs:Bandit",

@@ -180,6 +180,7 @@ def test_random_play_is_that_of_the_package() -> None:
     assert ended > 300
 
 
+@pytest.mark.slow
 def test_good_play_is_that_of_the_package() -> None:
     env, reached = MinAtar(Seaquest(), sticky=0.0), Reached()
     compare(env, lambda game: SeaquestDice(game, reached), num_envs=96, steps=230, policy=hunt)

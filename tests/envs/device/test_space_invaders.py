@@ -43,6 +43,7 @@ def test_random_play_is_that_of_the_package() -> None:
     assert compare(MinAtar(SpaceInvaders()), Dice, num_envs=16, steps=400) > 50
 
 
+@pytest.mark.slow
 def test_good_play_is_that_of_the_package() -> None:
     games: list[Any] = []
     intervals: set[int] = set()

@@ -186,7 +186,7 @@ def test_states_are_exact() -> None:
     assert_same(play(other, 100, seed=1), expected)
 
 
-@pytest.mark.parametrize("engine", ["serial", "pipeline"])
+@pytest.mark.parametrize("engine", ["serial", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_a_run_trains_resumes_and_is_filmed(engine: str, tmp_path: Path) -> None:
     fields = {**QUICK, "engine": engine}
     whole = qfleet.train("MinAtar/Breakout-v1", run_dir=tmp_path / "whole", **fields)
