@@ -29,8 +29,8 @@ from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.telemetry.aggregate import bootstrap_ci
-from qfleet.training.evaluator import Evaluator
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 
 NOT_STICKY = json.dumps({"sticky_action_prob": 0.0})
 
@@ -123,14 +123,14 @@ def in_our_order(params: dict[str, Any]) -> list[np.ndarray]:
 
 def play(run: Run, agents: int) -> list[float]:
     """Mean return of every agent's episodes, with the weights that the network has now."""
-    played = Evaluator().play(run.parts, lambda: False)
+    played = run.parts.evaluator.play(lambda: False)
     assert played is not None
     return np.array(played.returns).reshape(agents, -1).mean(1).tolist()  # type: ignore[no-any-return]
 
 
 def put(run: Run, weights: list[np.ndarray]) -> None:
     with torch.no_grad():
-        for ours, theirs in zip(run.parts.learner.online.parameters(), weights, strict=True):
+        for ours, theirs in zip(run.parts.model.online.parameters(), weights, strict=True):
             agents = theirs if run.config.population > 1 else theirs[0]
             assert agents.shape == ours.shape
             ours.copy_(torch.as_tensor(agents.copy()))

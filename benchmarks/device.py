@@ -27,7 +27,8 @@ from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.telemetry.aggregate import bootstrap_ci
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 
 GAMES = ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders")
 NOT_STICKY = json.dumps({"sticky_action_prob": 0.0})

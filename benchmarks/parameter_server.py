@@ -38,7 +38,8 @@ from qfleet.engines.parameter_server.client import RemoteLine, Servers
 from qfleet.engines.parameter_server.server import RemoteServer, calls_at_once
 from qfleet.engines.parameter_server.wire import INLINE_VECTOR_BYTES
 from qfleet.telemetry.timers import Timers
-from qfleet.training.run import Callback, Run
+from qfleet.training.callbacks import Callback
+from qfleet.training.run import Run
 
 SIZES = {"CartPole's MLP": 4_610, "an MLP of 256 × 256": 67_586, "Nature's CNN": 1_687_206}
 CLIENTS = (1, 4)
@@ -216,8 +217,7 @@ class Killer(Callback):
     def on_log(self, run: Run, scalars: dict[str, float | None]) -> bool | None:
         del scalars
         now_s = time.monotonic()
-        assert run.parts.fleet is not None
-        there = run.parts.fleet.pids()
+        there = run.parts.collector.pids()
         if self._until_s == float("inf"):
             self._until_s = now_s + self._seconds
         if not self._spares and self._next_s <= now_s < self._until_s and there:

@@ -27,7 +27,8 @@ from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.engines.auto import settle
 from qfleet.training import stage_rates
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 
 UNTIMED = {"eval_freq": 0, "n_eval_episodes": 1, "checkpoint_freq": 10**9, "tensorboard": False}
 

@@ -23,7 +23,8 @@ import torch
 
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
         train,
         train_seeds,
     )
+    from qfleet.training.callbacks import Callback
     from qfleet.training.result import Result
-    from qfleet.training.run import Callback, Run, RunOptions
-    from qfleet.training.run import RunOptions as Sitting
+    from qfleet.training.run import Run
+    from qfleet.training.run_state import RunOptions
+    from qfleet.training.run_state import RunOptions as Sitting
 
 _HOMES = {
-    "Callback": "training.run",
+    "Callback": "training.callbacks",
     "Config": "config.config",
     "EnvSpec": "core.types",
     "Evaluation": "agent.evaluation",
@@ -42,9 +44,9 @@ _HOMES = {
     "Policy": "agent.policy",
     "Result": "training.result",
     "Run": "training.run",
-    "RunOptions": "training.run",
+    "RunOptions": "training.run_state",
     "Scaled": "training.api",
-    "Sitting": "training.run",
+    "Sitting": "training.run_state",
     "State": "envs.device.protocol",
     "TensorEnv": "envs.device.protocol",
     "Trained": "training.api",

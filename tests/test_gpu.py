@@ -13,7 +13,7 @@ import qfleet
 from qfleet.agent.device_actor import TensorActor
 from qfleet.agent.device_evaluation import TensorEvaluator
 from qfleet.agent.device_inference import DeviceInference
-from qfleet.agent.learner import Learner
+from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.updaters.local import LocalUpdater
 from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.agent.weights import FlatWeights, SameWeights
@@ -22,7 +22,7 @@ from qfleet.config.presets import resolve
 from qfleet.core.counter_rng import draw_below, first_counters, next_counters
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
 from qfleet.engines import serial
-from qfleet.engines.factories import make_memory, make_objective, make_updater
+from qfleet.engines.factories import make_objective, make_ring, make_updater
 from qfleet.engines.placement import Placement
 from qfleet.engines.registry import build
 from qfleet.engines.torch_settings import TorchSettings
@@ -122,7 +122,7 @@ def test_atari_trains_on_the_device(algo: str, tmp_path: Path) -> None:
 
 def learner_pair(
     algo: str, buffer_size: int = 4000
-) -> tuple[tuple[Learner, Ring, Clock], tuple[Learner, Ring, Clock]]:
+) -> tuple[tuple[RecordedLearner, Ring, Clock], tuple[RecordedLearner, Ring, Clock]]:
     config, _ = resolve(
         "ALE/Pong-v5",
         algo,
@@ -131,10 +131,10 @@ def learner_pair(
     )  # fmt: skip
     place = Placement(CUDA, CUDA, ahead=True, capturable=True)
 
-    def make() -> tuple[Learner, Ring, Clock]:
+    def make() -> tuple[RecordedLearner, Ring, Clock]:
         clock = Clock()
-        memory = make_memory(config, IMAGES, place, seed=1)
-        learner = Learner(
+        memory = make_ring(config, IMAGES, place, seed=1)
+        learner = RecordedLearner(
             config=config,
             online=make_network(config, IMAGES, CUDA, 0),
             target=make_network(config, IMAGES, CUDA, 0),
@@ -180,7 +180,7 @@ def test_recorded_updates_equal_eager_ones_over_a_thousand(
     recorded.record(10)
     recorded.load_state_dict(saved["learner"])
     memory.load_state_dict(saved["memory"])
-    eager.limit_bursts(10)
+    eager.burst_updates = 10
     start = eager.weights.data.clone()
     for turn in range(10):
         fill(eager_memory, eager_clock, turn)
@@ -204,8 +204,8 @@ def test_compiled_updates_point_where_plain_ones_do(precision: Any) -> None:
             fill(plain_memory, plain_clock, turn)
             fill(memory, clock, turn)
         apply_choice(Choice("fp32", False), plain.networks, plain.compilables())
-        plain.limit_bursts(4)
-        compiled.limit_bursts(4)
+        plain.burst_updates = 4
+        compiled.burst_updates = 4
         plain.learn(4)
         apply_choice(Choice(precision, True), compiled.networks, compiled.compilables())
         compiled.learn(4)
@@ -404,8 +404,8 @@ def rollouts(final_eps: float, graphs: bool, compiled: bool) -> tuple[list[Any],
     network = make_network(config, made.spec, CUDA, 0)
     actor = TensorActor(
         made, torch.arange(64), network.q_values, config, CUDA, [3], 8,
-        channel=SameWeights(), timers=Timers(), resample_noise=network.resample_noise,
-        compiled=compiled,
+        channel=SameWeights(), clock=Clock(), timers=Timers(),
+        resample_noise=network.resample_noise, compiled=compiled,
     )  # fmt: skip
     blocks = []
     for rows in (8, 8, 3, *(8,) * 10):

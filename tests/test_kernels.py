@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import qfleet
-from qfleet.agent.gradients import AutogradGradient, FusedGradient
+from qfleet.agent.gradients import AutogradGradient
+from qfleet.agent.recorded_gradients import FusedGradient
 from qfleet.agent.updaters.local import LocalUpdater
 from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.agent.weights import FlatWeights

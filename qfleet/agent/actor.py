@@ -61,9 +61,9 @@ class Actor:
         blocks: int = 1,
         ladder: NDArray[np.float32] | None = None,
     ) -> None:
-        """``blocks`` are filled in turn: so many collects later, a block is overwritten.
+        """``blocks`` blocks are filled in turn: a block is overwritten after that many calls.
 
-        ``ladder``: a constant ε of each env, where they are some of many; None: the config's.
+        ``ladder``: the constant ε of each env, if these envs are some of many; None: the config's.
         """
         self._groups, self._inference, self._config = groups, inference, config
         self._acting, self._stepping = timers.span("act"), timers.span("env")
@@ -79,8 +79,7 @@ class Actor:
         self._stacked = self.spec.frame_stack > 1
         if ladder is None and config.exploration_ladder:
             ladder = epsilon_ladder(n, config.exploration_final_eps).numpy()
-        self.ladder = ladder
-        """The constant ε of each env; None where ε falls instead."""
+        self._ladder = ladder
         frames = inference.host_frames((blocks, max_rows, n, *self.spec.frame_shape))
         self._blocks = [Rows(max_rows, n, frames[i]) for i in range(blocks)]
         self._newest = 0
@@ -90,13 +89,12 @@ class Actor:
         self._returns = np.zeros(n, dtype=np.float64)
         self._lengths = np.zeros(n, dtype=np.int64)
         self._episodes: list[Episode] = []
-        self.env_steps = 0
-        """Steps taken so far; the clock counts them when their block enters the memory."""
-        self.elsewhere_env_steps = 0
-        """Steps of other workers of the same run, as far as they are known here."""
 
-    def collect(self, rows: int, version: int) -> Block:
-        """Step every env ``rows`` times; ``version`` is that of the weights in use."""
+    def collect(self, rows: int, version: int, env_steps: int) -> Block:
+        """Step every env ``rows`` times; ``version`` is that of the weights in use.
+
+        ``env_steps`` is the clock of the whole run at the first of these rows; ε depends on it.
+        """
         n = self.num_envs
         self._inference.begin_block()
         # Drawn for the whole block at once: the draws cost more than their use.
@@ -108,20 +106,20 @@ class Actor:
             # The very first row: explore, as every run does at its start.
             start = self._random.integers(self.spec.num_actions, size=n)
             for group in range(len(self._groups)):
-                self._send(group, number, 0, np.zeros(n), start)
+                self._send(group, number, 0, np.zeros(n), start, env_steps)
             self._sent_with = version
         if not self._keeps_in_flight:
             for row in range(rows):
-                self._send(0, number, row, chance[row], random_actions[row])
+                now = env_steps + row * n
+                self._send(0, number, row, chance[row], random_actions[row], now)
                 self._receive(0, number, row)
-                self.env_steps += n
         else:
             for row in range(rows):
                 at = (number, row + 1) if row + 1 < rows else (then, 0)
+                now = env_steps + row * n
                 for group in range(len(self._groups)):
                     self._receive(group, number, row)
-                    self._send(group, *at, chance[row], random_actions[row])
-                self.env_steps += n
+                    self._send(group, *at, chance[row], random_actions[row], now)
             self._in_flight = True
             # Row 0 was chosen in the call before: a block is as old as its oldest row.
             version, self._sent_with = self._sent_with, version
@@ -135,6 +133,7 @@ class Actor:
         row: int,
         chance: NDArray[np.float64],
         random_actions: NDArray[np.int64],
+        env_steps: int,
     ) -> None:
         """Choose the actions of this row and set the group's envs going."""
         envs, obs, columns = self._groups[group], self._obs[group], self._columns[group]
@@ -142,7 +141,11 @@ class Actor:
         with self._acting:
             # Before the step: envs may overwrite what they returned last time.
             filling.frames[row, columns] = obs[:, -1] if self._stacked else obs
-            rate = self.exploration_rate() if self.ladder is None else self.ladder[columns]
+            rate = (
+                schedules.epsilon(self._config, env_steps)
+                if self._ladder is None
+                else self._ladder[columns]
+            )
             explore = chance[columns] < rate
             greedy = self._inference.choose(
                 group, block, row, columns, obs, self._first[columns], needed=not explore.all()
@@ -204,11 +207,11 @@ class Actor:
                 group.recv()
             self._in_flight = False
 
-    def exploration_rate(self) -> float:
-        """ε now, or the mean of the ladder's."""
-        if self.ladder is not None:
-            return float(self.ladder.mean())
-        return schedules.epsilon(self._config, self.env_steps + self.elsewhere_env_steps)
+    def exploration_rate(self, env_steps: int) -> float:
+        """Return ε at ``env_steps`` of the run, or the mean of the ladder's."""
+        if self._ladder is not None:
+            return float(self._ladder.mean())
+        return schedules.epsilon(self._config, env_steps)
 
     def take_episodes(self) -> list[Episode]:
         """Episodes finished since the last call."""
@@ -231,9 +234,8 @@ class Actor:
             "episodes": [[e.env, e.reward, e.length] for e in self._episodes],
         }
 
-    def load_state_dict(self, state: StateDict, env_steps: int) -> bool:
-        """Restore everything; False if the envs had to start new episodes instead."""
-        self.env_steps = env_steps
+    def load_state_dict(self, state: StateDict) -> bool:
+        """Restore everything; return False if the envs had to start new episodes instead."""
         self._random.bit_generator.state = state["random"]
         self._inference.load_noise_state(state["noise"])
         self._episodes = [Episode(*fields) for fields in state["episodes"]]

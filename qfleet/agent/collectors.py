@@ -17,9 +17,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from qfleet.agent.actor import Actor
 from qfleet.agent.schedules import next_rows
@@ -30,39 +28,25 @@ from qfleet.telemetry.timers import Timers
 
 
 class Inline:
-    """The actor is asked when its block is wanted."""
+    """The actor is called when its block is needed."""
 
-    def __init__(self, actor: Actor, channel: WeightsChannel) -> None:
-        self._actor, self._channel = actor, channel
+    def __init__(self, actor: Actor, channel: WeightsChannel, clock: Clock) -> None:
+        self._actor, self._channel, self._clock = actor, channel, clock
 
     def collect(self, rows: int) -> Block:
-        return self._actor.collect(rows, self._channel.refresh())
+        return self._actor.collect(rows, self._channel.refresh(), self._clock.progress)
 
     def take_episodes(self) -> list[Episode]:
         return self._actor.take_episodes()
 
     def exploration_rate(self) -> float:
-        return self._actor.exploration_rate()
-
-    def set_ladder(self, ladder: NDArray[np.float32]) -> None:
-        """The constant ε of each env, which is one of many."""
-        self._actor.ladder = ladder
-
-    def set_elsewhere(self, env_steps: int) -> None:
-        """So many steps were made by other workers of the run."""
-        self._actor.elsewhere_env_steps = env_steps
+        return self._actor.exploration_rate(self._clock.progress)
 
     def state_dict(self) -> StateDict:
         return self._actor.state_dict()
 
-    def load_state_dict(self, state: StateDict, env_steps: int) -> bool:
-        return self._actor.load_state_dict(state, env_steps)
-
-    def land(self) -> None:
-        """Nothing stays in flight here."""
-
-    def close(self) -> None:
-        """Nothing runs on its own here."""
+    def load_state_dict(self, state: StateDict) -> bool:
+        return self._actor.load_state_dict(state)
 
 
 class _Collected(NamedTuple):
@@ -104,7 +88,7 @@ class Ahead:
         self._episodes: list[Episode] = []
         self._rows = 0
         """Of the block under way."""
-        self._jobs: queue.SimpleQueue[tuple[int, int, Future[_Collected]] | None]
+        self._jobs: queue.SimpleQueue[tuple[int, int, int, Future[_Collected]] | None]
         self._jobs = queue.SimpleQueue()
         # A daemon, unlike an executor's threads: an environment that hangs must not keep the
         # process from ending.
@@ -114,31 +98,31 @@ class Ahead:
         self._thread.start()
 
     def collect(self, rows: int) -> Block:
-        collected = self._finished() or self._result(self._start(rows))
+        collected = self._finished() or self._result(self._start(rows, self._clock.env_steps))
         self._block_ready()
         self._episodes += collected.episodes
         if not self._lockstep:
             after = self._clock.env_steps + collected.block.rows * self._config.envs
             following = next_rows(self._config, after)
-            self._under_way = self._start(following) if following else None
+            self._under_way = self._start(following, after) if following else None
         return collected.block
 
-    def _start(self, rows: int) -> Future[_Collected]:
-        # The weights are taken over here, while nobody acts, and never later.
+    def _start(self, rows: int, env_steps: int) -> Future[_Collected]:
+        # The weights are taken over here, while the actor is idle, and never later.
         self._rows = rows
         future: Future[_Collected] = Future()
-        self._jobs.put((rows, self._channel.refresh(), future))
+        self._jobs.put((rows, self._channel.refresh(), env_steps, future))
         return future
 
     def _work(self, tensor_threads: int | None) -> None:
         if tensor_threads is not None:
             torch.set_num_threads(tensor_threads)
         while (job := self._jobs.get()) is not None:
-            rows, version, future = job
+            rows, version, env_steps, future = job
             try:
-                block = self._actor.collect(rows, version)
+                block = self._actor.collect(rows, version, env_steps)
                 future.set_result(_Collected(block, self._actor.take_episodes()))
-            except BaseException as error:  # whatever it is, it belongs to whoever waits
+            except BaseException as error:  # raised again where the block is waited for
                 future.set_exception(error)
 
     def _finished(self) -> _Collected | None:
@@ -173,7 +157,7 @@ class Ahead:
         return episodes
 
     def exploration_rate(self) -> float:
-        return self._actor.exploration_rate()
+        return self._actor.exploration_rate(self._clock.env_steps)
 
     def state_dict(self) -> StateDict:
         """The actor's state. With a block under way the envs are ahead of the memory: no state."""
@@ -182,13 +166,13 @@ class Ahead:
         except EnvironmentFault:
             if self._lockstep:
                 raise
-            # Of no use to the checkpoint; whoever takes the block will hear of it.
+            # It is raised again when the block is taken; a checkpoint can be written without it.
         state = self._actor.state_dict()
         state["episodes"] = [[e.env, e.reward, e.length] for e in self._episodes]
         return state if self._lockstep else {**state, "envs": None}
 
-    def load_state_dict(self, state: StateDict, env_steps: int) -> bool:
-        return self._actor.load_state_dict(state, env_steps)
+    def load_state_dict(self, state: StateDict) -> bool:
+        return self._actor.load_state_dict(state)
 
     def land(self) -> None:
         """Wait until no step is in flight; the run is over."""

@@ -23,7 +23,16 @@ from qfleet.config.config import Config
 from qfleet.core.counter_rng import draw_below, draw_uniform, first_counters, later_counters
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.seeding import env_seeds, restore_generator
-from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Episode, StateDict, WeightsChannel
+from qfleet.core.types import (
+    FIRST,
+    SKIP,
+    TERMINATED,
+    Block,
+    Clock,
+    Episode,
+    StateDict,
+    WeightsChannel,
+)
 from qfleet.envs.device.protocol import (
     Episodes,
     TensorEnv,
@@ -108,6 +117,7 @@ class TensorActor:
         max_rows: int,
         *,
         channel: WeightsChannel,
+        clock: Clock,
         timers: Timers,
         resample_noise: Callable[[torch.Generator], None],
         compiled: bool = False,
@@ -119,7 +129,7 @@ class TensorActor:
         observations and gives ``[N, actions]``; ``resample_noise`` is called before every block.
         """
         self._env, self._config, self._device = env, config, device
-        self._channel, self._resample_noise = channel, resample_noise
+        self._channel, self._clock, self._resample_noise = channel, clock, resample_noise
         self._working = timers.span("env")
         self.spec, self.num_envs = env.spec, len(seeds)
         self._max_rows = max_rows
@@ -169,7 +179,6 @@ class TensorActor:
         """Episodes finished, and numbers that were not finite, since the actor was made."""
         self._taken = 0
         self._waiting: list[Episode] = []
-        self._env_steps = 0
         # Apart from each other: the network may have kernels that a compiler need not see.
         self._values, self._step = Compilable(q_values), Compilable(self._step_of)
         self._values.on, self._step.on = compiled and compile_values, compiled
@@ -184,12 +193,12 @@ class TensorActor:
         with self._working:
             self._resample_noise(self._noise)
             # A kernel argument, not a copy from host memory that could change before it is.
-            self._fallen.fill_(min(1.0, self._env_steps / self._span) if self._span else 1.0)
+            progress = self._clock.progress
+            self._fallen.fill_(min(1.0, progress / self._span) if self._span else 1.0)
             if rows == self._max_rows:
                 self._launch()
             else:
                 self._rollout(rows)
-        self._env_steps += rows * self._own
         block = self._block
         return Block(
             block.obs[:rows], block.action[:rows], block.reward[:rows], block.flags[:rows], version
@@ -315,7 +324,7 @@ class TensorActor:
         """ε now, or the mean of the ladder's."""
         if self._ladder is not None:
             return float(self._ladder.mean())
-        return schedules.epsilon(self._config, self._env_steps)
+        return schedules.epsilon(self._config, self._clock.progress)
 
     def rate(self) -> float:
         """Env steps per second of collecting alone. The environments are of no more use after."""
@@ -346,10 +355,9 @@ class TensorActor:
             "episodes": [[e.env, e.reward, e.length] for e in self._waiting],
         }
 
-    def load_state_dict(self, state: StateDict, env_steps: int) -> bool:
+    def load_state_dict(self, state: StateDict) -> bool:
         """Restore everything, which always works here: True."""
         envs: dict[str, Any] = state["envs"]
-        self._env_steps = env_steps
         restore_generator(self._noise, state["noise"])
         copy_episodes(self._now.episodes, Episodes(**{k: envs[k] for k in Episodes._fields}))
         self._now.obs.copy_(self._env.observe(self._now.episodes.inner))
@@ -371,9 +379,3 @@ class TensorActor:
             "explorers": state["explorers"][rows],
             "episodes": [],
         }
-
-    def land(self) -> None:
-        """Nothing stays in flight here."""
-
-    def close(self) -> None:
-        """Nothing is held."""

@@ -1,4 +1,4 @@
-"""Evaluation: a policy, environments of its own, and the unclipped returns it earns there."""
+"""Evaluation: the unclipped returns of a policy in environments of its own."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ import numpy as np
 import torch
 
 from qfleet.agent.inference import make_greedy
+from qfleet.config.config import Config
 from qfleet.core.types import VectorEnv
+from qfleet.envs.factory import make_envs
 from qfleet.networks.qnetwork import QNetwork
+from qfleet.telemetry.faults import FaultLog
 
-# An env without a time limit and a policy that never fails would otherwise play for ever.
-# Atari's own limit at the usual frame skip: 108,000 frames.
 LONGEST_EPISODE = 27_000
+"""Steps after which an episode is cut: in an env without a time limit, a policy that never fails
+would play for ever. It is Atari's own limit at the usual frame skip: 108,000 frames."""
+
+MOST_ENVS = 16
+"""Environments on the host that play an evaluation side by side."""
 
 
 @dataclass
@@ -44,9 +50,9 @@ def evaluate_policy(
     seed: int,
     give_up: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Play ``episodes`` episodes from the envs' own seeds, greedily but for ``epsilon``.
+    """Play ``episodes`` episodes from the envs' own seeds, greedily except with ``epsilon``.
 
-    None if ``give_up``, asked at every step, said yes before the end.
+    Return None if ``give_up``, called at every step, returned True before the end.
 
     Each env plays a fixed share, so that short episodes are not counted more often than long ones.
     """
@@ -85,3 +91,34 @@ def evaluate_policy(
         network.train(was_training)
     flat = [result for env_results in results for result in env_results]
     return Evaluation([r for r, _ in flat], [length for _, length in flat])
+
+
+class HostEvaluator:
+    """Plays the evaluations of a run on the host. Its environments are made at the first one."""
+
+    def __init__(
+        self, config: Config, network: QNetwork, device: torch.device, seed: int, faults: FaultLog
+    ) -> None:
+        self._config, self._network, self._device = config, network, device
+        self._seed, self._faults = seed, faults
+        self._envs: VectorEnv | None = None
+
+    def play(self, give_up: Callable[[], bool]) -> Evaluation | None:
+        """Return the episodes; None if ``give_up`` returned True before their end."""
+        config, episodes = self._config, self._config.n_eval_episodes
+        if self._envs is None:
+            count = min(episodes, MOST_ENVS)
+            self._envs = make_envs(config, count, self._seed, training=False, on_fault=self._faults)
+        return evaluate_policy(
+            self._network,
+            self._envs,
+            episodes,
+            config.eval_eps,
+            self._device,
+            self._seed,
+            give_up=give_up,
+        )
+
+    def close(self) -> None:
+        if self._envs is not None:
+            self._envs.close()

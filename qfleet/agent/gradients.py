@@ -1,9 +1,9 @@
 """How a batch becomes a gradient in the flat vector: by autograd, or by hand for plain MLPs.
 
-In: a batch and its targets. Out: ``weights.grad`` and the loss's numbers. Both ways form the same
-products in the same order and give the same bits (tests/agent/test_gradients.py); the second
-exists because autograd's bookkeeping costs more than a small MLP's arithmetic (256×256, batch 64,
-two slow cores: 0.85 ms by hand, 1.4 ms through autograd).
+In: a batch and its targets. Out: ``weights.grad`` and the loss. Both ways form the same products in
+the same order and give the same bits (tests/agent/test_gradients.py). The second exists because
+autograd's bookkeeping costs more than a small MLP's arithmetic (256×256, batch 64, two slow cores:
+0.85 ms by hand, 1.4 ms through autograd).
 """
 
 from __future__ import annotations
@@ -15,41 +15,59 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qfleet.accelerator.compiling import Compilable
-from qfleet.agent.weights import FlatWeights, join
+from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms import losses
 from qfleet.algorithms.objective import Objective, Prediction
 from qfleet.core.types import Batch
 from qfleet.networks.fused import dense_backward, dense_forward
-from qfleet.networks.fused_cnn import FusedCNN
 from qfleet.networks.qnetwork import QNetwork
 
 
 class LossInfo(NamedTuple):
-    """What is worth knowing about a batch once its gradient is there; all detached."""
+    """The loss of a batch once its gradient is computed; all tensors are detached."""
 
     loss: Callable[[], Tensor]
-    """Mean over the batch; worked out only for the few updates whose loss is shown."""
+    """Mean over the batch; computed only for the few updates whose loss is shown."""
     priority: Tensor
-    """How surprising each sample was, of either sign, ``[B]``."""
+    """TD error of each sample, of either sign, ``[B]``."""
     prediction: Tensor
     """Expected value of the action taken, ``[B]``."""
     numbers: Callable[[], dict[str, Tensor]] = dict
-    """What else the objective shows of it, when asked."""
+    """Further metrics of the objective."""
+
+
+class UpdateInfo(NamedTuple):
+    """What is known about an update."""
+
+    loss_info: LossInfo
+    target: Tensor
+    grad_norm: Tensor | float
+
+    def metrics(self, head: str) -> dict[str, float]:
+        return {
+            "loss": float(self.loss_info.loss()),
+            "grad_norm": float(torch.as_tensor(self.grad_norm).max()),
+            "q_mean": float(self.loss_info.prediction.mean()),
+            "abs_q_max": float(self.largest_value(head).max()),
+            **{name: float(value) for name, value in self.loss_info.numbers().items()},
+        }
+
+    def largest_value(self, head: str, agents: int = 1) -> Tensor:
+        """Return the largest |Q| or |target|, ``[agents]``; NaN where there is one."""
+        largest = self.loss_info.prediction.abs().view(agents, -1).amax(1)
+        if head == "c51":  # its targets are probabilities
+            return largest
+        return torch.maximum(largest, self.target.abs().view(agents, -1).amax(1))
 
 
 class Gradient(Protocol):
-    """In two parts, so that targets can be found while the network predicts."""
+    """In two parts, so that targets can be computed while the network predicts."""
 
     def predict(self, batch: Batch) -> Any:
-        """The forward pass; only ``__call__`` reads what comes out."""
+        """Run the forward pass; only ``__call__`` reads the result."""
         ...
 
     def __call__(self, predicted: Any, batch: Batch, target: Tensor) -> LossInfo: ...
-
-    def compilables(self) -> list[Compilable]:
-        """What torch.compile may be switched on for."""
-        ...
 
 
 class AutogradGradient:
@@ -60,20 +78,18 @@ class AutogradGradient:
     ) -> None:
         self._network, self._objective, self._weights = network, objective, weights
         self._weighted, self._agents = weighted, weights.agents or 1
-        self._predict, self._judge = Compilable(self._output), Compilable(self._loss)
-        self._join = Compilable(join)
 
     def predict(self, batch: Batch) -> Prediction:
-        prediction: Prediction = self._predict(batch.obs)
-        return prediction
+        return self._objective.predict(batch.obs, self._network)
 
     def __call__(self, predicted: Prediction, batch: Batch, target: Tensor) -> LossInfo:
-        mean, priority, prediction = self._judge(*predicted, batch.action, batch.weight, target)
-        gradients = torch.autograd.grad(mean, self._weights.parameters)
-        if self._weights.grad.is_cpu or self._weights.agents is not None:
-            self._weights.set_grad(gradients)
-        else:
-            self._weights.grad = self._join(*gradients)  # a copy less than into the old one
+        mean, priority, prediction = self._mean_loss(*predicted, batch.action, batch.weight, target)
+        self._weights.set_grad(torch.autograd.grad(mean, self._weights.parameters))
+        return self._info(mean, priority, prediction, predicted)
+
+    def _info(
+        self, mean: Tensor, priority: Tensor, prediction: Tensor, predicted: Prediction
+    ) -> LossInfo:
         detached = mean.detach()  # the graph behind the loss must not outlive this call
         loss_info = LossInfo(lambda: detached / self._agents, priority, prediction)
         if self._objective.head != "actor-critic":
@@ -81,10 +97,7 @@ class AutogradGradient:
         numbers = functools.partial(self._objective.numbers, predicted.output.detach())
         return loss_info._replace(numbers=numbers)
 
-    def _output(self, obs: Tensor) -> Prediction:
-        return self._objective.predict(obs, self._network)
-
-    def _loss(
+    def _mean_loss(
         self,
         output: Tensor,
         fractions: Tensor | None,
@@ -92,17 +105,13 @@ class AutogradGradient:
         weight: Tensor,
         target: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss to differentiate, and each sample's priority and prediction."""
         prediction = Prediction(output, fractions)
         loss = self._objective.loss(prediction, action, self._network, target)
         per_sample = loss.per_sample * weight if self._weighted else loss.per_sample
         # Every agent of a population has its own mean; their gradients do not meet.
         mean = per_sample.mean() if self._agents == 1 else per_sample.mean() * self._agents
         return mean, loss.priority, loss.prediction
-
-    def compilables(self) -> list[Compilable]:
-        # IQN draws quantile fractions, from a generator that compilers do not take.
-        predict = [] if self._objective.head == "iqn" else [self._predict]
-        return [*predict, self._judge, self._join]
 
 
 class DenseGradient:
@@ -134,54 +143,20 @@ class DenseGradient:
             share = batch.weight.unsqueeze(1) * share
         grad = torch.zeros_like(outputs[-1]).scatter_(1, action, slope * share)
         dense_backward(outputs, self._layers, grad, self._layer_grads, self._bias_grads)
-
-        def loss() -> Tensor:
-            td = error.squeeze(1)
-            per_sample = losses.huber(td) if self._huber else losses.squared(td)
-            return (per_sample * batch.weight).mean()
-
-        return LossInfo(loss, error.squeeze(1), prediction.squeeze(1))
-
-    def compilables(self) -> list[Compilable]:
-        return []
+        td = error.squeeze(1)
+        loss = functools.partial(mean_td_loss, td, batch.weight, self._huber)
+        return LossInfo(loss, td, prediction.squeeze(1))
 
 
-class FusedGradient:
-    """MinAtar's small network by kernels of our own (``qfleet/networks/fused_cnn.py``)."""
-
-    def __init__(self, fused: FusedCNN, objective: Objective, weights: FlatWeights) -> None:
-        self._fused, self._weights = fused, weights
-        self._huber = objective.loss_kind == "huber"
-
-    def predict(self, batch: Batch) -> None:
-        """Nothing: forward and backward pass share what never leaves the chip."""
-
-    def __call__(self, predicted: None, batch: Batch, target: Tensor) -> LossInfo:
-        del predicted
-        weights = self._weights
-        prediction, error = self._fused.gradient(
-            weights.data, weights.grad, batch.obs, batch.action, target, batch.weight, self._huber
-        )
-
-        def loss() -> Tensor:
-            per_sample = losses.huber(error) if self._huber else losses.squared(error)
-            return (per_sample * batch.weight).mean()
-
-        return LossInfo(loss, error, prediction)
-
-    def compilables(self) -> list[Compilable]:
-        return []
+def mean_td_loss(error: Tensor, weight: Tensor, huber: bool) -> Tensor:
+    per_sample = losses.huber(error) if huber else losses.squared(error)
+    return (per_sample * weight).mean()
 
 
 def make_gradient(
-    network: QNetwork,
-    objective: Objective,
-    weights: FlatWeights,
-    weighted: bool,
-    fused: FusedCNN | None = None,
+    network: QNetwork, objective: Objective, weights: FlatWeights, weighted: bool
 ) -> Gradient:
-    if fused is not None:
-        return FusedGradient(fused, objective, weights)
+    """``weighted``: whether the samples' weights can differ from 1."""
     if weights.data.device.type == "cpu" and network.is_plain_mlp and objective.head == "q":
         return DenseGradient(objective, weights, weighted)
     return AutogradGradient(network, objective, weights, weighted)

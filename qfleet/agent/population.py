@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qfleet.agent.device_actor import TensorActor
-from qfleet.agent.learner import Learner
+from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, UnknownNameError
@@ -81,7 +81,7 @@ class Agents:
         self,
         config: Config,
         members: Sequence[int],
-        learner: Learner,
+        learner: RecordedLearner,
         memory: Rollout,
         actor: TensorActor,
     ) -> None:

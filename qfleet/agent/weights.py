@@ -29,6 +29,7 @@ class FlatWeights:
 
     def __init__(self, module: nn.Module) -> None:
         """A module with ``agents`` holds every parameter that many times, ``[K, …]``."""
+        self._module = module
         named = [(name.replace("/", "."), p) for name, p in module.named_parameters()]
         self.parameters: list[nn.Parameter] = [parameter for _, parameter in named]
         self.agents: int | None = getattr(module, "agents", None)
@@ -70,6 +71,10 @@ class FlatWeights:
         else:
             for view, gradient in zip(self.grad_views(), gradients, strict=True):
                 view.copy_(gradient)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the module's buffers by name; the running statistics of a torso, for example."""
+        return {name.replace("/", "."): buffer for name, buffer in self._module.named_buffers()}
 
     def describe(self) -> list[list[object]]:
         """Names and shapes, for the checkpoint: ``[["torso.0", [4, 64]], …]``."""

@@ -16,8 +16,23 @@ from torch import Tensor
 from qfleet.algorithms import losses, targets
 
 
-class Samples(NamedTuple):
+class Samples(Protocol):
     """The part of a batch that a learning rule reads."""
+
+    @property
+    def obs(self) -> Tensor: ...
+    @property
+    def action(self) -> Tensor: ...
+    @property
+    def reward(self) -> Tensor: ...
+    @property
+    def discount(self) -> Tensor: ...
+    @property
+    def next_obs(self) -> Tensor: ...
+
+
+class Columns(NamedTuple):
+    """Samples as bare columns; compiled functions take tensors, not batches."""
 
     obs: Tensor
     action: Tensor
@@ -50,6 +65,12 @@ class TargetTerms(NamedTuple):
     targets for every next action, of which the online network selects one. Else: the targets."""
     here: Tensor | None
     """The target network's output for the observations; only with Munchausen."""
+
+    def split(self, size: int) -> list[TargetTerms]:
+        """Split the terms of a burst into those of batches of ``size``."""
+        aheads = torch.split(self.ahead, size)
+        heres = [None] * len(aheads) if self.here is None else torch.split(self.here, size)
+        return [TargetTerms(ahead, here) for ahead, here in zip(aheads, heres, strict=True)]
 
 
 class Prediction(NamedTuple):

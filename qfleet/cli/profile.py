@@ -24,8 +24,8 @@ from qfleet.core.errors import ConfigError
 from qfleet.telemetry.formatting import format_duration
 
 if TYPE_CHECKING:
+    from qfleet.engines.stage_rates import Stages
     from qfleet.training.result import Result
-    from qfleet.training.stage_rates import Stages
 
 HELP = "train for some seconds with a trace, and report the bottleneck"
 
@@ -95,7 +95,9 @@ def _learning_phase(config: Config) -> Config:
 def _profile(config: Config, options: ProfileOptions) -> int:
     from qfleet.storage.rundir import default_name, new_run_dir
     from qfleet.training import api
-    from qfleet.training.run import Callback, Run, RunOptions
+    from qfleet.training.callbacks import Callback
+    from qfleet.training.run import Run
+    from qfleet.training.run_state import RunOptions
 
     class Watch(Callback):
         """A callback that keeps the run and its rate, which a result does not hold."""
@@ -144,8 +146,8 @@ def stages_from_timers(
     result: Result, config: Config, end_to_end: float, device_type: str
 ) -> Stages:
     """Return the rates of stages that took turns on one thread, from the seconds of each."""
+    from qfleet.engines.stage_rates import Stages
     from qfleet.telemetry.bottleneck import StageRates, diagnose
-    from qfleet.training.stage_rates import Stages
 
     spent_s = {stage: (share or 0.0) * result.wall_s for stage, share in result.time_share.items()}
 

@@ -15,7 +15,7 @@ from qfleet.core.errors import UserError
 
 if TYPE_CHECKING:
     from qfleet.training.api import Trained
-    from qfleet.training.run import RunOptions
+    from qfleet.training.run_state import RunOptions
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RunArguments:
 
     def resolve(self) -> RunOptions:
         from qfleet.telemetry.progress import choose_mode
-        from qfleet.training.run import RunOptions
+        from qfleet.training.run_state import RunOptions
 
         max_wall_s = parse_duration(self.max_wall) if self.max_wall else None
         if self.stop_after is not None and self.stop_after <= 0:

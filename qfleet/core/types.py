@@ -313,12 +313,8 @@ class Episode:
     length: int
 
 
-class Collector(Protocol):
-    """A source of blocks: an actor called directly, one that works ahead, or many actors."""
-
-    def collect(self, rows: int) -> Block:
-        """Return a block of ``rows`` rows."""
-        ...
+class EpisodeSource(Protocol):
+    """What plays the episodes of a run, in this process or in others."""
 
     def take_episodes(self) -> list[Episode]:
         """Return the episodes that finished since the last call."""
@@ -328,12 +324,14 @@ class Collector(Protocol):
 
     def state_dict(self) -> StateDict: ...
 
-    def load_state_dict(self, state: StateDict, env_steps: int) -> bool:
+    def load_state_dict(self, state: StateDict) -> bool:
         """Restore the state; return False if the environments had to start new episodes."""
         ...
 
-    def land(self) -> None:
-        """Wait until no environment step is in flight; the run is over."""
-        ...
 
-    def close(self) -> None: ...
+class Collector(EpisodeSource, Protocol):
+    """A source of blocks: an actor called directly, one that works ahead, or many actors."""
+
+    def collect(self, rows: int) -> Block:
+        """Return a block of ``rows`` rows."""
+        ...

@@ -1,26 +1,206 @@
 """The device engine: environments, acting, replay and learning on one device.
 
-The serial loop with its parts placed otherwise (``one_process.py``): the actor steps tensor
-environments where the learner is, and the memory lies there too. Everything is queued in the order
-of ``serial``. On an accelerator the host only launches, and waits for it where something is read:
-logs, evaluations, checkpoints, and here at the end.
+It is the serial loop with its parts placed otherwise: the actor steps tensor environments on the
+learner's device, and the memory is there too. Everything is queued in the order of ``serial``. On
+an accelerator the host only launches, and waits for the device where something is read: logs,
+evaluations, checkpoints, and at the end. Populations train here: their agents are one batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import nn
 
+from qfleet.accelerator.graphs import why_no_graphs
+from qfleet.agent.device_actor import TensorActor
+from qfleet.agent.device_evaluation import TensorEvaluator, as_evaluation
+from qfleet.agent.evaluation import Evaluation
+from qfleet.agent.population import Agents, agent_seeds
+from qfleet.agent.recorded_learner import RecordedLearner
+from qfleet.agent.schedules import rows_per_block
+from qfleet.agent.weights import SameWeights
+from qfleet.config.config import Config
+from qfleet.core.seeding import Seeds, env_seeds
+from qfleet.core.types import Clock, StateDict
 from qfleet.engines import serial
-from qfleet.engines.one_process import build
-from qfleet.engines.parts import Parts
+from qfleet.engines.factories import make_learner, make_memory
+from qfleet.engines.loop import RateLimiter
+from qfleet.engines.parts import EngineHook, LoopParts
+from qfleet.engines.placement import Placement
+from qfleet.engines.recording import prepare_learner
+from qfleet.engines.stage_rates import Stages, make_stages
+from qfleet.engines.torch_settings import set_threads
+from qfleet.engines.tuning import apply_asked, may_compile
+from qfleet.envs.device.vector import check_tensor_env
+from qfleet.envs.factory import make_tensors
+from qfleet.memory.rollout import Rollout
+from qfleet.telemetry.bottleneck import StageRates
+from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.timers import Timers
+from qfleet.telemetry.trace import Trace
 
-__all__ = ["build", "run"]
+
+def build(
+    config: Config,
+    faults: FaultLog,
+    restarted_at: int = 0,
+    trace: Trace | None = None,
+    members: Sequence[int] | None = None,
+) -> LoopParts:
+    """Create the parts of the agents ``members``; None: of all. Tensor envs always resume."""
+    del restarted_at
+    members = range(config.population) if members is None else members
+    seeds = Seeds.of(config.seed)
+    with contextlib.ExitStack() as made:
+        env = make_tensors(config)
+        spec = env.spec
+        place = Placement.of(config, spec, in_background=False)
+        device = place.device
+        check_tensor_env(env, device)
+        set_threads(config.threads, spec)
+        clock = Clock(frame_skip=spec.frame_skip)
+        timers = Timers(trace.lane("learner") if trace else None)
+        # The memory asks the learner for values, and the learner the memory for samples.
+        memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs), members)
+        made.callback(memory.close)
+        learner = make_learner(
+            config, spec, place, memory, clock, timers, members=members, use_kernels=True
+        )
+        notes, hooks = list(place.notes), list[EngineHook]()
+        learner_only = 0.0
+        if place.capturable:
+            assert isinstance(learner, RecordedLearner), "devices with streams record updates"
+            prepared = prepare_learner(config, spec, learner, memory, device)
+            timers.load_state_dict({})  # trials are not part of the run
+            notes.append(prepared.note)
+            learner_only = prepared.learner_rate(config, len(members))
+        else:
+            apply_asked(config, learner.networks)
+        channel = SameWeights()
+        started_s = time.monotonic()
+        # Steps are tried before they are recorded; a torso's own buffers must not keep the effects.
+        buffers = [(buffer, buffer.clone()) for buffer in learner.online.buffers()]
+        # The seeds of all agents: those of agents that have stopped are part of the run's record.
+        every = [Seeds.of(seed) for seed in agent_seeds(config, range(config.population))]
+        seeds_of_envs = [env_seeds(own.envs, config.envs) for own in every]
+        compiled = place.capturable and may_compile(config, device)
+        is_fused = isinstance(learner, RecordedLearner) and learner.is_fused
+        actor = TensorActor(
+            env,
+            torch.tensor([seeds_of_envs[agent] for agent in members]).view(-1),
+            learner.q_values,
+            config,
+            device,
+            [every[agent].actor for agent in members],
+            rows_per_block(config),
+            channel=channel,
+            clock=clock,
+            timers=timers,
+            resample_noise=learner.online.resample_noise,
+            compiled=compiled,
+            compile_values=not is_fused,
+        )
+        if config.population > 1:
+            assert isinstance(learner, RecordedLearner)
+            assert isinstance(memory, Rollout)
+            hooks.append(PopulationHook(Agents(config, members, learner, memory, actor)))
+        episodes = TensorEvaluator(
+            learner.q_values,
+            env,
+            # All agents of a population play the same episodes.
+            torch.tensor(env_seeds(seeds.eval_envs, config.n_eval_episodes)),
+            config.eval_eps,
+            device,
+            seeds.eval_envs,
+            config.graphs,
+            agents=len(members),
+        )
+        if place.capturable:
+            learner.online.eval()
+            episodes.prepare()  # now, not in the middle of the run
+            learner.online.train()
+            for buffer, before in buffers:
+                buffer.copy_(before)
+            hooks.append(StagesHook(config, device, actor, learner_only))
+            recorded = config.graphs and why_no_graphs(device) is None
+            how = f"{rows_per_block(config)} steps a launch" if recorded else "not recorded"
+            if compiled:
+                failure = actor.compile_failure
+                how += ", compiled" if failure is None else f", not compiled ({failure})"
+            notes.append(f"steps on {device}: {how} ({time.monotonic() - started_s:.0f} s)")
+        return LoopParts(
+            config=config,
+            spec=spec,
+            device=device,
+            seeds=seeds,
+            env_seeds=[seed for own in seeds_of_envs for seed in own],
+            clock=clock,
+            timers=[timers],
+            faults=faults,
+            collector=actor,
+            evaluator=DeviceEvaluator(episodes, learner.online),
+            memory=memory,
+            learner=learner,
+            channel=channel,
+            limiter=RateLimiter(config, clock, memory),
+            notes=notes,
+            hooks=hooks,
+            members=members,
+            closing=made.pop_all(),
+        )
 
 
-def run(parts: Parts, keep_going: Callable[[], bool]) -> None:
-    """Advance the loop until ``keep_going`` says no, then wait for the device."""
+def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
+    """Advance the loop until ``keep_going`` returns False, then wait for the device."""
     serial.run(parts, keep_going)
     if parts.device.type != "cpu":
         torch.accelerator.synchronize(parts.device)
+
+
+class DeviceEvaluator:
+    """Plays the evaluations of a run on its device."""
+
+    def __init__(self, episodes: TensorEvaluator, network: nn.Module) -> None:
+        self._episodes, self._network = episodes, network
+
+    def play(self, give_up: Callable[[], bool]) -> Evaluation | None:
+        self._network.eval()
+        try:
+            return as_evaluation(self._episodes.play(give_up))
+        finally:
+            self._network.train()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class StagesHook(EngineHook):
+    """Measures collecting alone: on an accelerator the host's timers only see launches."""
+
+    def __init__(
+        self, config: Config, device: torch.device, actor: TensorActor, learner_only: float
+    ) -> None:
+        self._config, self._device = config, device
+        self._actor, self._learner_only = actor, learner_only
+
+    def measure(self, end_to_end: float) -> Stages:
+        # Environments and inference are one launch and cannot be told apart.
+        rates = StageRates(self._actor.rate(), None, self._learner_only, end_to_end)
+        return make_stages(rates, self._config, self._device, share_a_device=True)
+
+
+class PopulationHook(EngineHook):
+    """Keeps the agents of a population and their hyper-parameters."""
+
+    def __init__(self, agents: Agents) -> None:
+        self.agents = agents
+
+    def state_dict(self) -> Mapping[str, StateDict]:
+        return {"agents": self.agents.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, StateDict]) -> None:
+        self.agents.load_state_dict(state["agents"])

@@ -1,14 +1,17 @@
-"""Config in, one part of a run out: environments, networks, memory, objective, updater."""
+"""Factories that engines share: each makes one part of a run from its configuration."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from qfleet.agent.learner import Learner
 from qfleet.agent.population import agent_seeds
+from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.updaters.fused import FusedUpdater, has_kernels
 from qfleet.agent.updaters.local import LocalUpdater
 from qfleet.agent.updaters.optimisers import make_optimiser
@@ -16,7 +19,7 @@ from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.objective import Objective
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds, mix_seeds
-from qfleet.core.types import EnvSpec, Updater, VectorEnv
+from qfleet.core.types import Clock, EnvSpec, Memory, Updater, VectorEnv
 from qfleet.engines.placement import Placement, free_device_bytes
 from qfleet.envs.factory import make_envs
 from qfleet.memory.ring import Ring
@@ -24,13 +27,20 @@ from qfleet.memory.rollout import Rollout
 from qfleet.memory.samplers import PrioritizedSampler, Sampler, UniformSampler
 from qfleet.memory.sizing import check_fits
 from qfleet.networks.factory import make_network
+from qfleet.networks.fused_cnn import fuse
 from qfleet.networks.population import Population
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.timers import Timers
+
+
+def training_env_seed(seeds: Seeds, restarted_at: int) -> int:
+    """Return the seed of the environments; ``restarted_at`` env steps they begin new episodes."""
+    return mix_seeds(seeds.envs, restarted_at) if restarted_at else seeds.envs
 
 
 def make_groups(config: Config, seed: int, faults: FaultLog) -> list[VectorEnv]:
-    """The environments, in groups of (almost) equal size."""
+    """Return the environments, in groups of (almost) equal size."""
     groups = max(1, config.env_groups)
     envs: list[VectorEnv] = []
     try:
@@ -48,14 +58,38 @@ def make_groups(config: Config, seed: int, faults: FaultLog) -> list[VectorEnv]:
 def make_networks(
     config: Config, spec: EnvSpec, device: torch.device, members: Sequence[int] | None = None
 ) -> QNetwork:
-    """The learner's network, or those of a population's agents, all or some, as one."""
+    """Return the learner's network, or those of a population's agents (None: all) as one."""
     members = range(config.population) if members is None else members
     seeds = [Seeds.of(seed).network for seed in agent_seeds(config, members)]
     networks = [make_network(config, spec, device, seed) for seed in seeds]
     return networks[0] if config.population == 1 else Population(networks)
 
 
-def make_memory(config: Config, spec: EnvSpec, place: Placement, seed: int) -> Ring:
+def make_memory(
+    config: Config,
+    spec: EnvSpec,
+    place: Placement,
+    state_values: Callable[[Tensor], Tensor],
+    members: Sequence[int] = (0,),
+) -> Ring | Rollout:
+    """Return a replay ring, or a rollout, which uses ``state_values`` for its returns."""
+    if config.replay:
+        return make_ring(config, spec, place, Seeds.of(config.seed).memory)
+    return Rollout(
+        spec,
+        config.envs * len(members),
+        config.train_freq // config.envs,
+        config.gamma,
+        config.td_lambda,
+        state_values,
+        [Seeds.of(seed).memory for seed in agent_seeds(config, members)],
+        place.replay,
+        batch_size=config.batch_size,
+        epochs=config.gradient_steps * config.batch_size // config.train_freq,
+    )
+
+
+def make_ring(config: Config, spec: EnvSpec, place: Placement, seed: int) -> Ring:
     directory = Path(config.replay_dir) if config.replay_dir else None
     device = place.replay
     check_fits(
@@ -96,27 +130,6 @@ def make_memory(config: Config, spec: EnvSpec, place: Placement, seed: int) -> R
     )
 
 
-def make_rollout(
-    config: Config,
-    spec: EnvSpec,
-    place: Placement,
-    values: Callable[[Tensor], Tensor],
-    members: Sequence[int],
-) -> Rollout:
-    return Rollout(
-        spec,
-        config.envs * len(members),
-        config.train_freq // config.envs,
-        config.gamma,
-        config.td_lambda,
-        values,
-        [Seeds.of(seed).memory for seed in agent_seeds(config, members)],
-        place.replay,
-        batch_size=config.batch_size,
-        epochs=config.gradient_steps * config.batch_size // config.train_freq,
-    )
-
-
 def make_objective(config: Config, device: torch.device, seed: int) -> Objective:
     return Objective(
         head=config.head,
@@ -138,3 +151,41 @@ def make_updater(config: Config, weights: FlatWeights, capturable: bool) -> Upda
         return FusedUpdater(weights, config.optimizer_eps, config.max_grad_norm)
     optimiser = make_optimiser(config.optimizer, weights.data, config.optimizer_eps)
     return LocalUpdater(weights, optimiser, config.max_grad_norm)
+
+
+def make_learner(
+    config: Config,
+    spec: EnvSpec,
+    place: Placement,
+    memory: Memory,
+    clock: Clock,
+    timers: Timers,
+    *,
+    members: Sequence[int] = (0,),
+    updater: Callable[[FlatWeights], Updater] | None = None,
+    drawing: str | None = None,
+    use_kernels: bool = False,
+) -> Learner:
+    """Return the learner: ``RecordedLearner`` on accelerators and for populations.
+
+    ``updater``: makes the updater; default: the one of the configuration. ``use_kernels``: let our
+    own kernels replace the network if they can.
+    """
+    device, seeds = place.device, Seeds.of(config.seed)
+    online = make_networks(config, spec, device, members)
+    has_target = config.replay or config.target_network
+    target = make_network(config, spec, device, seeds.network) if has_target else online
+    objective = make_objective(config, device, seeds.objective)
+    updater = updater or functools.partial(make_updater, config, capturable=place.capturable)
+    if device.type == "cpu" and config.population == 1:
+        return Learner(
+            config, online, target, memory, objective, updater, clock, timers, device,
+            seeds.learner, drawing=drawing,
+        )  # fmt: skip
+    return RecordedLearner(
+        config, online, target, memory, objective, updater, clock, timers, device, seeds.learner,
+        drawing=drawing,
+        # The learning rates of a population are a tensor on every device.
+        capturable=place.capturable or config.population > 1,
+        fused=fuse(config, spec, online, device) if use_kernels else None,
+    )  # fmt: skip

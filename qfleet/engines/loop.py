@@ -1,6 +1,6 @@
 """The loop, written once: *collect* and *learn*, gated by one RateLimiter.
 
-Engines decide who advances these two generators and where; nothing in here knows.
+Engines decide what advances these two generators and where; this module does not know.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from qfleet.telemetry.timers import Timers
 class RateLimiter:
     """Holds the replay ratio: ``gradient_steps`` updates per ``train_freq`` env steps.
 
-    ``replay_slack`` is the width of the band: how many owed updates collecting may run ahead.
+    ``replay_slack`` is the width of the band: by how many updates collecting may run ahead.
     """
 
     def __init__(self, config: Config, clock: Clock, memory: Memory) -> None:
         self._config, self._clock, self._memory = config, clock, memory
-        self._train_freq = config.train_freq
+        self.envs = config.envs
+        """Environments, of each agent if there are several."""
         self._since = (config.learning_starts, 0)
         """Env steps and updates from which on the ratio is counted."""
 
@@ -31,50 +32,54 @@ class RateLimiter:
         learnable = self._clock.env_steps - env_steps
         if learnable <= 0:
             return 0
-        bursts = learnable // self._train_freq
+        bursts = learnable // self._config.train_freq
         return bursts * self._config.gradient_steps - (self._clock.updates - updates)
 
     def forgive(self, updates: int) -> None:
-        """So many fewer are owed, as if they had been made."""
+        """Owe this many updates less, as if they had been made."""
         env_steps, made = self._since
         self._since = (env_steps, made - updates)
 
     def set_train_freq(self, train_freq: int) -> None:
-        """Another number of steps between bursts from now on; what is owed stays owed."""
-        if train_freq == self._train_freq:
+        """Change the number of env steps between bursts; updates owed so far stay owed."""
+        if train_freq == self._config.train_freq:
             return
         if self._clock.env_steps > self._config.learning_starts:
             owed = self.updates_owed()
             self._since = (self._clock.env_steps, self._clock.updates - owed)
-        self._train_freq = train_freq
+        self._config = self._config.replace(train_freq=train_freq)
 
     def may_collect(self) -> bool:
         return self.updates_owed() <= self._config.replay_slack or not self._memory.can_sample()
+
+    def next_rows(self) -> int:
+        """Return the rows of the next block; 0 once the run is complete."""
+        return next_rows(self._config, self._clock.env_steps)
 
 
 def collect(
     collector: Collector,
     memory: Memory,
     channel: WeightsChannel,
-    config: Config,
+    limiter: RateLimiter,
     clock: Clock,
     timers: Timers,
 ) -> Iterator[None]:
-    """Each turn: one block from the environments into the memory."""
+    """Each turn: move one block from the environments into the memory."""
     copying = timers.span("copy")
     while True:
-        block = collector.collect(next_rows(config, clock.env_steps))
+        block = collector.collect(limiter.next_rows())
         channel.record_lag(clock.updates - block.version)
         with copying:
             memory.extend(block)
-        clock.env_steps += block.rows * config.envs
+        clock.env_steps += block.rows * limiter.envs
         yield
 
 
 def learn(
     learner: Learner, limiter: RateLimiter, channel: WeightsChannel, clock: Clock
 ) -> Iterator[None]:
-    """Each turn: the gradient steps owed, then a new version of the weights."""
+    """Each turn: take the gradient steps owed, then publish a new version of the weights."""
     while True:
         learner.learn(limiter.updates_owed())
         channel.publish(clock.updates)

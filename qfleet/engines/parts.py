@@ -1,111 +1,182 @@
-"""What a run consists of, whichever engine it has; ``build`` makes it."""
+"""The parts of a run, as a run sees them: what engines build and what they add by hooks."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from qfleet.agent.device_evaluation import TensorEvaluator
-from qfleet.agent.device_inference import Traffic
+from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.learner import Learner
-from qfleet.agent.population import Agents
+from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
-from qfleet.core.types import Clock, Collector, EnvSpec, Memory, VectorEnv, WeightsChannel
+from qfleet.core.types import (
+    Clock,
+    Collector,
+    EnvSpec,
+    EpisodeSource,
+    Memory,
+    StateDict,
+    WeightsChannel,
+)
 from qfleet.engines.loop import RateLimiter
-from qfleet.engines.tuning import Tuning
+from qfleet.engines.stage_rates import Stages
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.faults import FaultLog
-from qfleet.telemetry.fleet import Processes
+from qfleet.telemetry.timeline import draw_timeline
 from qfleet.telemetry.timers import Timers
+from qfleet.telemetry.trace import Trace
 
 
-class WorkerFleet(Processes, Protocol):
-    """Workers in processes of their own that collect and learn."""
+class Model(Protocol):
+    """The network that a run trains: what is evaluated, saved and resumed."""
 
-    def run(self, keep_going: Callable[[], bool], lr_scale: Callable[[], float]) -> None:
-        """Train until ``keep_going`` returns False or all steps are taken."""
+    online: QNetwork
+    weights: FlatWeights
+    lr_scale: float
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return numbers of the newest update; none before the first one."""
         ...
 
-    def resize(self, workers: int) -> None:
-        """Change the number of workers of the running fleet."""
+    def state_dict(self) -> StateDict: ...
+
+    def load_state_dict(self, state: StateDict) -> None: ...
+
+
+class PolicyEvaluator(Protocol):
+    """Plays the evaluations of a run with the weights that it has at that moment."""
+
+    def play(self, give_up: Callable[[], bool]) -> Evaluation | None:
+        """Return the episodes, agent-major; None if ``give_up`` returned True before their end."""
         ...
 
-    def metrics(self) -> dict[str, float]:
-        """Return the numbers of the workers' newest updates."""
-        ...
-
-    def pids(self) -> dict[str, int]:
-        """Return the process ids of workers and servers, by name."""
-        ...
+    def close(self) -> None: ...
 
 
-class ProcessAccount(Processes, Protocol):
-    """What actors and replay shards in processes did and cost."""
+# ruff: noqa: ARG002 (the arguments are for subclasses)
+class EngineHook:
+    """What an engine adds to a run. Every method does nothing unless it is overridden."""
 
-    def counts(self) -> dict[str, Any]: ...
+    def on_turn(self, folder: Path) -> str | None:
+        """Called between turns of the loop. A returned line is shown."""
+        return None
 
-    def communication(self) -> dict[str, int | None]: ...
+    def scalars(self, wall_s: float) -> Mapping[str, float | None]:
+        """Return further scalars for the log."""
+        return {}
+
+    def result(self) -> Mapping[str, Any]:
+        """Return fields of ``Result`` that only this engine knows."""
+        return {}
+
+    def measure(self, end_to_end: float) -> Stages | None:
+        """Return what each stage can do alone, at the end. The environments are unusable after.
+
+        ``end_to_end`` is the rate that the run reached, in env steps per second.
+        """
+        return None
+
+    def on_end(self, folder: Path, trace: Trace | None) -> Sequence[str]:
+        """Called after the last checkpoint, with the run's trace if there is one; shown lines."""
+        return ()
+
+    def state_dict(self) -> Mapping[str, StateDict]:
+        """Return further sections of a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, StateDict]) -> None:
+        """Restore from all sections of a checkpoint."""
+
+
+Hook = TypeVar("Hook", bound=EngineHook)
 
 
 @dataclass
-class Parts:
-    """The parts of one run, where its engine wants them."""
+class Parts(ABC):
+    """What every run has, whichever engine runs it."""
 
     config: Config
     spec: EnvSpec
     device: torch.device
-    envs: list[VectorEnv]
-    """One or more groups; none on the device engine, whose environments are no such objects."""
+    seeds: Seeds
     env_seeds: list[int]
-    """Of each environment."""
-    memory: Memory
-    learner: Learner
-    limiter: RateLimiter
+    """The seed of each environment."""
     clock: Clock
     timers: list[Timers]
     """One per thread; the first is the learner's."""
     faults: FaultLog
-    seeds: Seeds
-    collector: Collector = dataclasses.field(init=False)
-    channel: WeightsChannel = dataclasses.field(init=False)
-    traffic: Traffic | None = None
-    """What crossed to the device, where actions are chosen there."""
-    notes: list[str] = dataclasses.field(default_factory=list)
-    """What was chosen for this machine, and why, for whoever watches."""
-    tuning: Tuning | None = None
-    """What was tried on the accelerator, and chosen."""
-    learner_only: float | None = None
-    """Env steps per second that learning alone allows, where it was measured at the start."""
-    measure_inference: Callable[[], float] | None = None
-    """The same for choosing actions; to be called when nothing else runs."""
-    measure_collecting: Callable[[], float] | None = None
-    """The same for environments and actions together, where they cannot be told apart."""
-    agents: Agents | None = None
-    """Of a population."""
+    collector: EpisodeSource
+    evaluator: PolicyEvaluator
+    closing: contextlib.ExitStack
+    """Closes what the engine has opened."""
+    notes: list[str] = field(default_factory=list)
+    """What was chosen for this machine, and why; shown at the start."""
+    hooks: list[EngineHook] = field(default_factory=list)
     members: Sequence[int] = (0,)
-    """Numbers of the agents that train here, one a row; agent 0 where there is no population."""
-    evaluator: TensorEvaluator | None = None
-    """Plays evaluations on the device, where the environments are tensors."""
-    account: ProcessAccount | None = None
-    """Of what actors and replay shards in processes did and cost."""
-    fleet: WorkerFleet | None = None
-    """Workers and servers, where they do the work; it is the collector too."""
+    """Numbers of the agents that train here; agent 0 if there is no population."""
+    draw_timeline: Callable[[Trace, Path], object] = draw_timeline
 
     @property
-    def processes(self) -> Processes | None:
-        """Who can say what many processes did; None where one does everything."""
-        return self.account if self.fleet is None else self.fleet
+    @abstractmethod
+    def model(self) -> Model: ...
 
-    def read_metrics(self) -> dict[str, float]:
-        """Numbers of the newest update, or of the workers' newest ones."""
-        return self.learner.read_metrics() if self.fleet is None else self.fleet.metrics()
+    def find(self, kind: type[Hook]) -> Hook | None:
+        """Return the engine's hook of this class, if it has one."""
+        return next((hook for hook in self.hooks if isinstance(hook, kind)), None)
+
+    def state_dict(self) -> dict[str, StateDict]:
+        """Return the sections of a checkpoint."""
+        state = {
+            "learner": self.model.state_dict(),
+            "memory": {},
+            "actor": self.collector.state_dict(),
+        }
+        for hook in self.hooks:
+            state |= hook.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, StateDict]) -> bool:
+        """Restore; return False if the environments had to start new episodes.
+
+        The clock must have been restored before.
+        """
+        self.model.load_state_dict(state["learner"])
+        for hook in self.hooks:
+            hook.load_state_dict(state)
+        return self.collector.load_state_dict(state["actor"])
 
     def close(self) -> None:
-        self.collector.close()
-        for group in self.envs:
-            group.close()
-        self.memory.close()
+        self.closing.close()
+
+
+@dataclass(kw_only=True)
+class LoopParts(Parts):
+    """The parts of a run whose loop of collecting and learning advances in this process."""
+
+    collector: Collector
+    memory: Memory
+    learner: Learner
+    channel: WeightsChannel
+    limiter: RateLimiter
+
+    @property
+    def model(self) -> Model:
+        return self.learner
+
+    def state_dict(self) -> dict[str, StateDict]:
+        return {**super().state_dict(), "memory": self.memory.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, StateDict]) -> bool:
+        self.memory.load_state_dict(state["memory"])
+        restored = super().load_state_dict(state)
+        if not restored:
+            self.memory.end_open_episodes()
+        self.channel.restart(self.clock.updates)
+        return restored

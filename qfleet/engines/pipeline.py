@@ -1,27 +1,258 @@
 """The pipeline engine: collecting goes on in a thread while the learner learns.
 
-The serial loop with its parts placed otherwise (``one_process.py``): the actor works one
-block ahead in a thread with a network of its own, environments step in their own threads or
-processes, inference runs where it is quickest, and on an accelerator the updates of a block are one
-launch that nobody waits for. The order in which blocks enter the memory and updates are made is
-that of ``serial``, so the replay ratio is exact.
+It is the serial loop with its parts placed otherwise: the actor works one block ahead in a thread
+with a network of its own, environments step in their own threads or processes, inference runs where
+it is fastest, and on an accelerator the updates of a block are one launch that the host does not
+wait for. Blocks enter the memory and updates are made in the order of ``serial``, so the replay
+ratio is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from qfleet.agent.actor import Actor
+from qfleet.agent.collectors import Ahead, Inline
+from qfleet.agent.evaluation import HostEvaluator
+from qfleet.agent.inference import HostInference
+from qfleet.agent.recorded_learner import RecordedLearner
+from qfleet.agent.schedules import rows_per_block
+from qfleet.agent.weights import FlatWeights, SameWeights
+from qfleet.config.config import Config
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import Clock, Collector, VectorEnv, WeightsChannel
 from qfleet.engines import serial
-from qfleet.engines.one_process import build
-from qfleet.engines.parts import Parts
+from qfleet.engines.factories import make_groups, make_learner, make_memory, training_env_seed
+from qfleet.engines.loop import RateLimiter
+from qfleet.engines.parts import EngineHook, LoopParts
+from qfleet.engines.placement import Acting, Placement, inference_rate, place_inference
+from qfleet.engines.recording import Prepared, prepare_learner
+from qfleet.engines.stage_rates import Stages, env_rate, learner_rate, make_stages
+from qfleet.engines.torch_settings import set_threads
+from qfleet.engines.tuning import Choice, Tuning, apply_asked, apply_choice
+from qfleet.networks.factory import make_network
+from qfleet.networks.qnetwork import QNetwork
+from qfleet.telemetry.bottleneck import StageRates
+from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.timers import Timers
+from qfleet.telemetry.trace import Trace
 
-__all__ = ["build", "run"]
+BLOCKS_AHEAD = 4
+"""Blocks that an actor in a thread fills in turn: one under way, the others on their way to the
+ring."""
 
 
-def run(parts: Parts, keep_going: Callable[[], bool]) -> None:
-    """Advance the loop until ``keep_going`` says no, then wait for the device."""
+def build(
+    config: Config,
+    faults: FaultLog,
+    restarted_at: int = 0,
+    trace: Trace | None = None,
+    members: Sequence[int] | None = None,
+) -> LoopParts:
+    """Create the parts; populations are refused by validation, so ``members`` is agent 0."""
+    del members
+    seeds = Seeds.of(config.seed)
+    with contextlib.ExitStack() as made:
+        envs = make_groups(config, training_env_seed(seeds, restarted_at), faults)
+        for group in envs:
+            made.callback(group.close)
+        spec = envs[0].spec
+        place = Placement.of(config, spec, any(group.in_background for group in envs))
+        set_threads(config.threads, spec)
+        clock = Clock(frame_skip=spec.frame_skip)
+        timers = [Timers(trace.lane("learner") if trace else None)]
+        # The memory asks the learner for values, and the learner the memory for samples.
+        memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs))
+        made.callback(memory.close)
+        learner = make_learner(config, spec, place, memory, clock, timers[0])
+        notes, hooks, prepared = list(place.notes), list[EngineHook](), None
+        if place.capturable:
+            assert isinstance(learner, RecordedLearner), "devices with streams record updates"
+            prepared = prepare_learner(config, spec, learner, memory, place.device)
+            timers[0].load_state_dict({})  # trials are not part of the run
+            notes.append(prepared.note)
+            hooks.append(TuningHook(prepared.tuning))
+            choice = prepared.tuning.choice
+        else:
+            choice = apply_asked(config, learner.networks)
+        collector: Collector
+        channel: WeightsChannel
+        if place.ahead or config.lockstep:
+            acting = _place_acting(config, seeds, envs, place, learner.weights, choice)
+            timers.append(Timers(trace.lane("collector") if trace else None))
+            actor = Actor(
+                envs,
+                acting.inference,
+                config,
+                timers[1],
+                rows_per_block(config),
+                seeds.actor,
+                blocks=BLOCKS_AHEAD,
+            )
+            channel = acting.channel
+            collector = ahead = Ahead(
+                actor,
+                channel,
+                config,
+                clock,
+                timers[0],
+                lockstep=config.lockstep,
+                tensor_threads=_actor_threads(place),
+                block_ready=acting.block_ready,
+            )
+            made.callback(ahead.close)
+            notes.append(acting.note)
+            hooks.append(
+                PipelineHook(config, envs, acting, ahead, timers, clock, place.device, prepared)
+            )
+        else:
+            # These environments need the interpreter themselves: a thread would gain nothing.
+            channel = SameWeights()
+            inference = HostInference(learner.online, place.device, spec.obs_dtype, seeds.actor)
+            actor = Actor(
+                envs,
+                inference,
+                config,
+                timers[0],
+                rows_per_block(config),
+                seeds.actor,
+                # Groups in flight have begun the next block when one is handed over.
+                blocks=min(2, len(envs)),
+            )
+            collector = Inline(actor, channel, clock)
+        evaluator = HostEvaluator(config, learner.online, place.device, seeds.eval_envs, faults)
+        made.callback(evaluator.close)
+        return LoopParts(
+            config=config,
+            spec=spec,
+            device=place.device,
+            seeds=seeds,
+            env_seeds=[seed for group in envs for seed in group.seeds],
+            clock=clock,
+            timers=timers,
+            faults=faults,
+            collector=collector,
+            evaluator=evaluator,
+            memory=memory,
+            learner=learner,
+            channel=channel,
+            limiter=RateLimiter(config, clock, memory),
+            notes=notes,
+            hooks=hooks,
+            closing=made.pop_all(),
+        )
+
+
+def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
+    """Advance the loop until ``keep_going`` returns False, then wait for the device."""
     serial.run(parts, keep_going)
     if parts.device.type != "cpu":
         torch.accelerator.synchronize(parts.device)
+
+
+def _place_acting(
+    config: Config,
+    seeds: Seeds,
+    envs: Sequence[VectorEnv],
+    place: Placement,
+    weights: FlatWeights,
+    choice: Choice,
+) -> Acting:
+    """Return the actor's own network, on the device where it is fastest."""
+    spec = envs[0].spec
+
+    def network_on(device: torch.device) -> QNetwork:
+        network = make_network(config, spec, device, seeds.network)
+        if device.type != "cpu":
+            apply_choice(choice, [network], [])
+        return network
+
+    sizes = [group.num_envs for group in envs]
+    return place_inference(
+        config, spec, sizes, place, weights, network_on, choice.compiled, seeds.actor
+    )
+
+
+def _actor_threads(place: Placement) -> int | None:
+    """Torch threads of the actor's thread; None leaves torch's default.
+
+    Two threads that each use every core disturb each other: on two cores Pong's updates ran at 0.94
+    of their rate beside inference on two threads, and at 1.01 beside inference on one.
+    """
+    if place.ahead and place.device.type == "cpu":
+        return max(1, torch.get_num_threads() // 2)
+    return None
+
+
+class TuningHook(EngineHook):
+    """Keeps what was tried on the accelerator, for ``qfleet doctor``."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        self.tuning = tuning
+
+
+class PipelineHook(EngineHook):
+    """Reports how well collecting and learning overlap, and what crossed to the device."""
+
+    def __init__(
+        self,
+        config: Config,
+        envs: Sequence[VectorEnv],
+        acting: Acting,
+        collector: Ahead,
+        timers: Sequence[Timers],
+        clock: Clock,
+        device: torch.device,
+        prepared: Prepared | None,
+    ) -> None:
+        """``prepared``: the learner's own rate, if it was measured at the start."""
+        self._config, self._envs, self._acting, self._collector = config, envs, acting, collector
+        self._timers, self._clock, self._device, self._prepared = timers, clock, device, prepared
+
+    def scalars(self, wall_s: float) -> Mapping[str, float | None]:
+        learner, collector = (timers.shares(wall_s)["idle"] for timers in self._timers)
+        lag, traffic = self._acting.channel.lag, self._acting.traffic
+        scalars = {
+            "pipeline/idle_learner": learner,
+            "pipeline/idle_collector": collector,
+            "pipeline/version_lag_mean": lag.mean,
+            "pipeline/version_lag_max": float(lag.largest),
+        }
+        if traffic is not None:
+            scalars["pipeline/bytes_to_device"] = float(traffic.bytes_to_device)
+            scalars["pipeline/copy_bytes_per_s"] = traffic.bandwidth_bytes_per_s
+        return scalars
+
+    def result(self) -> Mapping[str, Any]:
+        traffic = self._acting.traffic
+        if traffic is None:
+            return {}
+        return {
+            "communication": {
+                "bytes_sent": traffic.bytes_to_device,
+                "bytes_received": traffic.bytes_to_host,
+                "messages": traffic.copies,
+            }
+        }
+
+    def measure(self, end_to_end: float) -> Stages:
+        if self._prepared is not None:
+            learner_only: float | None = self._prepared.learner_rate(self._config, agents=1)
+        else:
+            learner_only = learner_rate(self._config, self._clock, self._timers[0])
+            # The first updates are slow; a stage is never slower than the whole.
+            learner_only = learner_only and max(learner_only, end_to_end)
+        self._collector.land()
+        inference = self._acting.inference
+        spec, group = self._envs[0].spec, self._envs[0].num_envs
+        rates = StageRates(
+            env_only=env_rate(self._envs, Seeds.of(self._config.seed).actor),
+            inference_only=inference_rate(inference, spec, group),
+            learner_only=learner_only,
+            end_to_end=end_to_end,
+        )
+        return make_stages(rates, self._config, self._device)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import NamedTuple
 
 import torch
 
 from qfleet.accelerator.graphs import seconds_per_call, why_no_graphs
+from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import rows_per_block
 from qfleet.config.config import Config
 from qfleet.core.types import Batch, Block, EnvSpec, Memory
-from qfleet.engines.parts import Parts
 from qfleet.engines.tuning import (
     TIMED_CALLS,
     Choice,
+    Tuning,
     apply_choice,
     candidates,
     copy_state,
@@ -27,17 +29,31 @@ RECORDED_UPDATES = 32
 """Most updates in one launch: enough to hide the launch, few enough to record in a second."""
 
 
-def prepare_learner(parts: Parts, memory: Memory) -> Choice:
+class Prepared(NamedTuple):
+    """A learner tuned for its device."""
+
+    tuning: Tuning
+    update_s: float
+    """Seconds per update of all agents together."""
+    note: str
+
+    def learner_rate(self, config: Config, agents: int) -> float:
+        """Env steps per second that learning alone allows."""
+        return agents / self.update_s / config.updates_per_env_step
+
+
+def prepare_learner(
+    config: Config, spec: EnvSpec, learner: RecordedLearner, memory: Memory, device: torch.device
+) -> Prepared:
     """Tune the learner for its device and record its bursts; its state is as before."""
-    config, learner, device = parts.config, parts.learner, parts.device
     saved = copy_state({"learner": learner.state_dict(), "memory": memory.state_dict()})
-    at_once = updates_at_once(config, learner.most_at_once)
+    at_once = updates_at_once(config, learner.burst_updates)
     samples = None
     if memory.device.type != device.type:
-        samples = blank_batch(parts.spec, at_once * config.batch_size, device)
+        samples = blank_batch(spec, at_once * config.batch_size, device)
         # A memory on the host refuses to be sampled while it is empty.
-        memory.extend(blank_block(parts.spec, config.envs, config.n_steps + 1))
-    learner.limit_bursts(at_once)
+        memory.extend(blank_block(spec, config.envs, config.n_steps + 1))
+    learner.burst_updates = at_once
     record_them = config.graphs and why_no_graphs(device) is None
 
     in_force: Choice | None = None
@@ -46,7 +62,7 @@ def prepare_learner(parts: Parts, memory: Memory) -> Choice:
         nonlocal in_force
         if choice != in_force:
             in_force = None
-            # Code for another choice is of no use, and torch.compile keeps only so many versions.
+            # Code for another choice is useless, and torch.compile keeps a limited number.
             torch.compiler.reset()
             apply_choice(choice, learner.networks, learner.compilables())
             if record_them:
@@ -57,28 +73,26 @@ def prepare_learner(parts: Parts, memory: Memory) -> Choice:
 
     started_s = time.monotonic()
     key = tuning_key(config, device, learner.weights.describe(), at_once)
-    key |= {"population": len(parts.members), "fused": learner.is_fused}
+    key |= {"population": learner.weights.agents or 1, "fused": learner.is_fused}
     options, compiles = candidates(config, device), may_compile(config, device)
     if learner.is_fused:
-        # Kernels of our own have their precision already, and leave little to compile: 2 of 34 µs
-        # an update, which costs several seconds at the start to get.
+        # Our own kernels have a fixed precision and leave little to compile: 2 of 34 µs per update,
+        # for several seconds at the start.
         options = [Choice("fp32" if config.precision == "fp32" else "tf32", compiled=False)]
         compiles = config.compile == "on"
     tuning = tune(options, compiles, time_update, key)
     update_s = time_update(tuning.choice)
     learner.load_state_dict(saved["learner"])
     memory.load_state_dict(saved["memory"])
-    parts.timers[0].load_state_dict({})  # what was tried out is no part of the run
     failures = {f.name: f.failure for f in learner.compilables() if f.failure is not None}
-    parts.tuning = dataclasses.replace(tuning, failed={**tuning.failed, **failures})
-    parts.learner_only = len(parts.members) / update_s / config.updates_per_env_step
+    tuning = dataclasses.replace(tuning, failed={**tuning.failed, **failures})
     how = "known" if tuning.from_cache else "tuned"
     recorded = f"{at_once} updates a launch" if record_them else "not recorded"
-    parts.notes.append(
+    note = (
         f"updates on {device}: {tuning.choice}, {recorded}, {update_s * 1e6:.0f} µs each "
         f"({how}, {time.monotonic() - started_s:.0f} s)"
     )
-    return tuning.choice
+    return Prepared(tuning, update_s, note)
 
 
 def updates_at_once(config: Config, most: int) -> int:

@@ -18,7 +18,7 @@ from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, RunBusyError
 from qfleet.core.files import atomic_write_text
-from qfleet.engines.parameter_server import limits
+from qfleet.engines.parameter_server import limits, resize_request
 from qfleet.storage.checkpoint import diff_meta, has_checkpoint, load_checkpoint
 from qfleet.storage.rundir import check_idle, check_name, default_name, new_run_dir
 from qfleet.storage.vacancy import check_vacant, how_to_start_anew
@@ -32,9 +32,10 @@ from qfleet.telemetry.runs import (
     resolve_run,
     seed_folders,
 )
-from qfleet.training import resize_request
+from qfleet.training.callbacks import Callback
 from qfleet.training.result import Result
-from qfleet.training.run import Callback, Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 
 RUNS = Path("runs")
 

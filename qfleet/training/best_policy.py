@@ -12,6 +12,7 @@ from pathlib import Path
 from qfleet.core.errors import CheckpointError
 from qfleet.core.files import atomic_write_text
 from qfleet.core.types import StateDict
+from qfleet.engines.device import PopulationHook
 from qfleet.engines.parts import Parts
 from qfleet.storage.checkpoint import save_policy
 from qfleet.storage.rundir import agent_folder
@@ -23,23 +24,24 @@ def save_best(
     run: Path, parts: Parts, standings: Standings, better: Iterable[int], faults: FaultLog
 ) -> None:
     """Keep the present policies of the agents in ``better``; a full disk is a counted fault."""
+    population = parts.find(PopulationHook)
     for agent in better:
         row = parts.members.index(agent)
-        buffers = parts.learner.state_dict()["buffers"]
-        own: StateDict = {"weights": parts.learner.weights.row(row), "buffers": buffers}
+        weights = parts.model.weights
+        own: StateDict = {"weights": weights.row(row), "buffers": weights.buffers()}
         folders = [run / "best"] if agent == standings.leader else []
-        if parts.agents is not None:
+        if population is not None:
             folders.append(agent_folder(run, agent) / "best")
         meta = {
             "env_steps": parts.clock.env_steps,
-            "layout": parts.learner.weights.describe(),
+            "layout": weights.describe(),
             "return": standings.agents[agent].evaluated,
             "agent": agent,
         }
         try:
-            if parts.agents is not None:
+            if population is not None:
                 agent_folder(run, agent).mkdir(parents=True, exist_ok=True)
-                text = parts.agents.config_of(row).to_json()
+                text = population.agents.config_of(row).to_json()
                 atomic_write_text(agent_folder(run, agent) / "config.json", text)
             for folder in folders:
                 save_policy(folder, {"policy": own}, meta)

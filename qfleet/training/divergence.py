@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from qfleet.agent.learner import Health
+from qfleet.agent.recorded_learner import Health, RecordedLearner
 from qfleet.config.config import Config
 from qfleet.core.errors import DivergedError
 from qfleet.core.types import StateDict
@@ -60,7 +60,7 @@ class DivergenceGuard:
 
     def bad(self, parts: Parts) -> set[int]:
         """Agents whose values are too large now."""
-        health = self._health(parts, parts.read_metrics())
+        health = self._health(parts, parts.model.read_metrics())
         return {agent for agent, own in health.items() if self._is_bad(own)}
 
     def _is_bad(self, own: Health) -> bool:
@@ -69,8 +69,10 @@ class DivergenceGuard:
     def _health(self, parts: Parts, metrics: dict[str, float]) -> dict[int, Health]:
         if not metrics:
             return {}
-        alone = [Health(metrics["abs_q_max"], metrics["skipped"])]
-        return dict(zip(parts.members, parts.learner.read_agents() or alone, strict=True))
+        if self._config.population > 1:
+            assert isinstance(parts.model, RecordedLearner), "populations have this learner"
+            return dict(zip(parts.members, parts.model.read_agents(), strict=True))
+        return {0: Health(metrics["abs_q_max"], metrics["skipped"])}
 
     def _count(self, agent: int, own: Health, updates: int) -> None:
         who = f"agent {agent}: " if self._config.population > 1 else ""

@@ -20,6 +20,7 @@ from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.engines.auto import settle
 from qfleet.engines.measured_cache import cache_path
+from qfleet.engines.pipeline import TuningHook
 from qfleet.engines.registry import build
 from qfleet.engines.torch_settings import TorchSettings
 from qfleet.engines.tuning import Tuning
@@ -166,8 +167,8 @@ def tune_pipeline(env: str) -> TuningReport:
     finally:
         settings.restore()
     notes, device = tuple(parts.notes), str(parts.device)
-    if parts.tuning is not None:
-        return TuningReport(device, parts.tuning, None, notes)
+    if (hook := parts.find(TuningHook)) is not None:
+        return TuningReport(device, hook.tuning, None, notes)
     why = f"'{env}' learns on the {device}, where small networks are quicker"
     if parts.device.type != "cpu":
         why = "updates on this device are not recorded"

@@ -15,6 +15,7 @@ import torch
 
 from qfleet.agent import schedules
 from qfleet.agent.evaluation import Evaluation
+from qfleet.engines.device import PopulationHook
 from qfleet.engines.parts import Parts
 from qfleet.telemetry.timers import Timers
 from qfleet.training.standings import Standings
@@ -70,13 +71,20 @@ def make_result(
     standings: Standings,
     stopped_by: str,
 ) -> Result:
-    """What the run has come to now; ``rates`` are filled in where they are measured."""
+    """Return the result so far; ``rates`` are filled in after they are measured."""
     config, clock = parts.config, parts.clock
     samples = clock.updates * config.batch_size
     agents = None
-    if parts.agents is not None:
-        values = dict(zip(parts.members, parts.agents.in_force(), strict=True))
+    if (population := parts.find(PopulationHook)) is not None:
+        values = dict(zip(parts.members, population.agents.in_force(), strict=True))
         agents = standings.table(config.seed, clock.env_steps, values)
+    # Fields that only the engine knows.
+    own: dict[str, Any] = {
+        "communication": dict.fromkeys(("bytes_sent", "bytes_received", "messages")),
+        "fleet": None,
+    }
+    for hook in parts.hooks:
+        own |= hook.result()
     return Result(
         env_id=config.env,
         algo=config.algo,
@@ -95,48 +103,17 @@ def make_result(
         stopped_by=stopped_by,
         time_share=Timers.merged(parts.timers).shares(wall_s),
         rates=None,
-        communication=_communication(parts),
         faults=parts.faults.counts,
         peak_rss_bytes=peak_rss_bytes(),
         peak_device_bytes=peak_device_bytes(parts.device),
         agents=agents,
-        fleet=_fleet(parts),
+        **own,
     )
 
 
-def _fleet(parts: Parts) -> dict[str, Any] | None:
-    account = None if parts.processes is None else parts.processes.account()
-    if parts.processes is None or account is None:
-        return None
-    rate = {"env_steps_per_s": parts.processes.env_steps_per_s()}
-    return account.as_dict() | rate | ({} if parts.account is None else parts.account.counts())
-
-
-def _communication(parts: Parts) -> dict[str, int | None]:
-    """What crossed to the accelerator and back, or between processes."""
-    if parts.account is not None:
-        return parts.account.communication()
-    account = None if parts.fleet is None else parts.fleet.account()
-    if account is not None:
-        workers = account.workers
-        return {
-            "bytes_sent": sum(worker.bytes_sent for worker in workers),
-            "bytes_received": sum(worker.bytes_received for worker in workers),
-            "messages": sum(worker.messages for worker in workers),
-        }
-    traffic = parts.traffic
-    if traffic is None:
-        return dict.fromkeys(("bytes_sent", "bytes_received", "messages"))
-    return {
-        "bytes_sent": traffic.bytes_to_device,
-        "bytes_received": traffic.bytes_to_host,
-        "messages": traffic.copies,
-    }
-
-
 def learning_scalars(parts: Parts, metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """How learning goes; ``metrics`` are the learner's own, none before its first update."""
-    rate = schedules.learning_rate(parts.config, parts.clock.env_steps) * parts.learner.lr_scale
+    """Return the scalars of learning; ``metrics`` are the learner's, none before an update."""
+    rate = schedules.learning_rate(parts.config, parts.clock.env_steps) * parts.model.lr_scale
     shown = ["loss", "grad_norm", "q_mean", "abs_q_max"]
     shown += ["entropy"] if parts.config.head == "actor-critic" else []
     return {
@@ -144,20 +121,3 @@ def learning_scalars(parts: Parts, metrics: Mapping[str, float]) -> dict[str, fl
         "train/learning_rate": rate,
         **{f"train/{name}": metrics.get(name) for name in shown},
     }
-
-
-def pipeline_scalars(parts: Parts, wall_s: float) -> dict[str, float | None]:
-    """How well stages that work side by side keep each other busy; nothing on serial."""
-    if len(parts.timers) < 2:
-        return {}
-    learner, collector = (timers.shares(wall_s)["idle"] for timers in parts.timers)
-    scalars = {
-        "pipeline/idle_learner": learner,
-        "pipeline/idle_collector": collector,
-        "pipeline/version_lag_mean": parts.channel.lag.mean,
-        "pipeline/version_lag_max": float(parts.channel.lag.largest),
-    }
-    if parts.traffic is not None:
-        scalars["pipeline/bytes_to_device"] = float(parts.traffic.bytes_to_device)
-        scalars["pipeline/copy_bytes_per_s"] = parts.traffic.bandwidth_bytes_per_s
-    return scalars

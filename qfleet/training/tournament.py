@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qfleet.agent.device_actor import TensorActor
-from qfleet.agent.learner import Learner
 from qfleet.agent.population import Agents
+from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.config.config import Config
+from qfleet.engines.device import PopulationHook
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
 from qfleet.memory.rollout import Rollout
@@ -41,8 +42,14 @@ def interval(config: Config) -> int:
     return config.pbt_interval or config.halving_interval
 
 
+def agents_of(parts: Parts) -> Agents:
+    population = parts.find(PopulationHook)
+    assert population is not None, "only populations have agents"
+    return population.agents
+
+
 def rank(standings: Standings, members: Iterable[int], bad: set[int]) -> dict[int, float]:
-    """Scores, best first; diverged agents last. Who has no score yet is left out."""
+    """Return scores, best first, diverged agents last; agents without a score are left out."""
     scores: dict[int, float] = {}
     for agent in members:
         score = -math.inf if agent in bad else standings.score(agent)
@@ -79,19 +86,19 @@ def perturb(name: str, value: float, config: Config, random: np.random.Generator
 
 
 def exploit(parts: Parts, standings: Standings, bad: set[int]) -> list[dict[str, Any]]:
-    """Let the worst agents take over from the best; the lines that tell of it.
+    """Copy the best agents over the worst ones; return lines that report it.
 
-    What is told are the values that kernels will read, not those that were meant.
+    The reported values are those that kernels will read.
     """
-    config, agents, env_steps = parts.config, parts.agents, parts.clock.env_steps
-    assert agents is not None
-    # From seed and clock alone: a resumed run draws what the whole one did.
+    config, agents, env_steps = parts.config, agents_of(parts), parts.clock.env_steps
+    assert isinstance(parts.model, RecordedLearner), "populations have this learner"
+    # From seed and clock alone: a resumed run draws what an uninterrupted one draws.
     random = np.random.default_rng([config.seed, env_steps, config.pbt_interval])
     moves = choose_moves(rank(standings, agents.members, bad), config.pbt_share, random)
     before = agents.in_force()
     for loser, winner in moves:
         to, source = agents.members.index(loser), agents.members.index(winner)
-        parts.learner.take_over(to, source)
+        parts.model.copy_agent(to, source)
         for name in agents.varied:
             value = agents.values[name][source]
             agents.values[name][to] = perturb(name, value, config, random)
@@ -115,7 +122,7 @@ def exploit(parts: Parts, standings: Standings, bad: set[int]) -> list[dict[str,
 
 
 def better_half(parts: Parts, standings: Standings, bad: set[int]) -> list[int]:
-    """Who goes on, in order of their numbers."""
+    """Return the agents that continue, in the order of their numbers."""
     members = list(parts.members)
     scores = rank(standings, members, bad)
     order = [*scores, *(agent for agent in members if agent not in scores)]
@@ -123,11 +130,10 @@ def better_half(parts: Parts, standings: Standings, bad: set[int]) -> list[int]:
 
 
 def stop_others(parts: Parts, standings: Standings, kept: list[int]) -> dict[str, Any]:
-    """Write down what the agents that stop have come to; the line that tells of it."""
-    assert parts.agents is not None
+    """Record the final standing of the agents that stop; return a line that reports it."""
     env_steps = parts.clock.env_steps
     stopped = [agent for agent in parts.members if agent not in kept]
-    values = dict(zip(parts.members, parts.agents.in_force(), strict=True))
+    values = dict(zip(parts.members, agents_of(parts).in_force(), strict=True))
     for agent in stopped:
         standings.stop(agent, env_steps, values[agent])
     standings.begin_round(())
@@ -135,20 +141,20 @@ def stop_others(parts: Parts, standings: Standings, kept: list[int]) -> dict[str
 
 
 def narrowed(parts: Parts, kept: list[int], trace: Trace | None) -> Parts:
-    """Parts for these agents alone, which go on where they were, in a smaller batch."""
-    assert parts.agents is not None
-    assert isinstance(parts.collector, TensorActor)
-    rows, own = [parts.agents.members.index(agent) for agent in kept], parts.config.envs
+    """Return parts of these agents alone, which continue where they were, in a smaller batch."""
+    members, own = agents_of(parts).members, parts.config.envs
+    rows = [members.index(agent) for agent in kept]
     smaller = build(parts.config, parts.faults, trace=trace, members=kept)
-    clock = parts.clock
+    clock, state = parts.clock, parts.state_dict()
     smaller.clock.env_steps, smaller.clock.updates = clock.env_steps, clock.updates
-    smaller.learner.load_state_dict(Learner.select(parts.learner.state_dict(), rows))
-    smaller.memory.load_state_dict(Rollout.select(parts.memory.state_dict(), rows, own))
-    actor = TensorActor.select(parts.collector.state_dict(), rows, own)
-    smaller.collector.load_state_dict(actor, clock.env_steps)
-    assert smaller.agents is not None
-    smaller.agents.load_state_dict(Agents.select(parts.agents.state_dict(), rows))
-    smaller.channel.restart(clock.updates)
+    smaller.load_state_dict(
+        {
+            "learner": RecordedLearner.select(state["learner"], rows),
+            "memory": Rollout.select(state["memory"], rows, own),
+            "actor": TensorActor.select(state["actor"], rows, own),
+            "agents": Agents.select(state["agents"], rows),
+        }
+    )
     smaller.timers[0].load_state_dict(parts.timers[0].state_dict())
     parts.close()
     return smaller

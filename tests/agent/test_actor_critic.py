@@ -232,6 +232,7 @@ def test_the_device_engines_actor_draws_in_proportion_too() -> None:
         [5],
         32,
         channel=SameWeights(),
+        clock=Clock(),
         timers=Timers(),
         resample_noise=lambda _: None,
     )
@@ -278,7 +279,7 @@ def make_learner(config: Config) -> tuple[Learner, Rollout, Clock]:
         config.train_freq // config.envs,
         config.gamma,
         config.td_lambda,
-        lambda obs: learner.best_values(obs),
+        lambda obs: learner.state_values(obs),
         [1],
         CPU,
         batch_size=config.batch_size,

@@ -173,7 +173,7 @@ class Scene:
 
     def collect(self, rows: list[int]) -> list[Block]:
         """Blocks of so many rows each; copies, for the actor fills its own again."""
-        return [copied(self.actor.collect(count, version=0)) for count in rows]
+        return [copied(self.actor.collect(count, version=0, env_steps=0)) for count in rows]
 
 
 def copied(block: Block) -> Block:
@@ -254,29 +254,28 @@ def test_every_row_belongs_together(sizes: tuple[int, ...], rows: list[int], sta
     reported = played.actor.take_episodes()
     assert sorted(map(dataclasses.astuple, reported)) == sorted(map(dataclasses.astuple, episodes))
     assert played.actor.take_episodes() == []
-    assert played.actor.env_steps == sum(rows) * sum(sizes)
     chosen = torch.cat([block.action for block in blocks])
     assert {GREEDY, *range(ACTIONS)} == set(chosen.flatten().tolist())
 
 
 def test_a_block_stays_as_it_was_while_the_next_ones_are_filled() -> None:
     played = scene((2, 2), blocks=4)
-    first = played.actor.collect(5, version=0)
+    first = played.actor.collect(5, version=0, env_steps=0)
     before = copied(first)
     for _ in range(2):
-        played.actor.collect(5, version=0)
+        played.actor.collect(5, version=0, env_steps=0)
     for name in ("obs", "action", "reward", "flags"):
         assert torch.equal(getattr(first, name), getattr(before, name)), name
     for _ in range(2):
-        played.actor.collect(5, version=0)
+        played.actor.collect(5, version=0, env_steps=0)
     assert not torch.equal(first.obs, before.obs)
 
 
 def test_a_block_is_as_old_as_the_weights_that_chose_its_first_row() -> None:
     alone, groups = scene((4,)), scene((2, 2))
     versions = (3, 8, 9)
-    assert [alone.actor.collect(2, version).version for version in versions] == [3, 8, 9]
-    assert [groups.actor.collect(2, version).version for version in versions] == [3, 3, 8]
+    assert [alone.actor.collect(2, version, 0).version for version in versions] == [3, 8, 9]
+    assert [groups.actor.collect(2, version, 0).version for version in versions] == [3, 3, 8]
 
 
 def test_rewards_are_clipped_to_learn_from_and_not_in_reports() -> None:
@@ -326,8 +325,7 @@ def test_what_was_in_flight_cannot_be_continued() -> None:
     played.collect([5])
     saved = played.actor.state_dict()
     again = scene((2, 2), seed=1)
-    assert again.actor.load_state_dict(saved, env_steps=20) is False
-    assert again.actor.env_steps == 20
+    assert again.actor.load_state_dict(saved) is False
     assert again.actor.state_dict()["random"] == saved["random"]
     check_rows(again.collect([5, 5]), 4)
 

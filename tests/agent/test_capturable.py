@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from qfleet.agent.learner import Learner
+from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
-from qfleet.engines.factories import make_memory, make_objective, make_updater
+from qfleet.engines.factories import make_objective, make_ring, make_updater
 from qfleet.engines.placement import Placement
 from qfleet.memory.ring import Ring
 from qfleet.networks.factory import make_network
@@ -26,10 +26,10 @@ def placed(capturable: bool) -> Placement:
     return Placement(CPU, CPU, ahead=False, capturable=capturable)
 
 
-def make_pair(config: Config, capturable: bool) -> tuple[Learner, Ring, Clock]:
+def make_pair(config: Config, capturable: bool) -> tuple[RecordedLearner, Ring, Clock]:
     clock = Clock()
-    memory = make_memory(config, SPEC, placed(capturable), seed=1)
-    learner = Learner(
+    memory = make_ring(config, SPEC, placed(capturable), seed=1)
+    learner = RecordedLearner(
         config=config,
         online=make_network(config, SPEC, CPU, 0),
         target=make_network(config, SPEC, CPU, 0),
@@ -77,7 +77,7 @@ def test_recorded_bursts_are_the_bursts_themselves(algo: str) -> None:
     start, ring, _ = make_pair(config, capturable=True)
     recorded.load_state_dict(start.state_dict())
     memory.load_state_dict(ring.state_dict())
-    plain.limit_bursts(4)
+    plain.burst_updates = 4
     for turn in range(12):
         for filled, at in ((plain_memory, plain_clock), (memory, clock)):
             fill(filled, at, rows=20, envs=2, seed=turn)

@@ -35,11 +35,14 @@ class FakeActor:
         self._before = before
         self.asked: list[tuple[int, int]] = []
         """(rows, version) of each block begun."""
+        self.begun_at: list[int] = []
+        """Env steps of the run at the first row of each block."""
         self.threads: set[str] = set()
         self.landed = False
         self._episodes: list[Episode] = []
 
-    def collect(self, rows: int, version: int) -> Block:
+    def collect(self, rows: int, version: int, env_steps: int) -> Block:
+        self.begun_at.append(env_steps)
         number = len(self.asked)
         self.asked.append((rows, version))
         self.threads.add(threading.current_thread().name)
@@ -53,8 +56,8 @@ class FakeActor:
         episodes, self._episodes = self._episodes, []
         return episodes
 
-    def exploration_rate(self) -> float:
-        return 0.25
+    def exploration_rate(self, env_steps: int) -> float:
+        return 0.25 + env_steps
 
     def state_dict(self) -> StateDict:
         return {"envs": {"0": {}}, "episodes": [], "begun": len(self.asked)}
@@ -315,15 +318,18 @@ def test_waiting_counts_as_idle(opened: list[Scene]) -> None:
 
 def test_inline_asks_on_the_spot_with_the_newest_weights() -> None:
     actor, channel = FakeActor(), FakeChannel()
-    inline = Inline(cast(Actor, actor), channel)
+    clock = Clock(env_steps=6, elsewhere_env_steps=100)
+    inline = Inline(cast(Actor, actor), channel, clock)
     for version in (0, 5, 6):
         channel.version = version
         assert inline.collect(2).version == version
+        clock.env_steps += 4
+    # ε follows the steps of the whole run.
+    assert actor.begun_at == [106, 110, 114]
+    assert inline.exploration_rate() == 118.25
     assert actor.asked == [(2, 0), (2, 5), (2, 6)]
     assert actor.threads == {threading.current_thread().name}
     assert [episode.reward for episode in inline.take_episodes()] == [0.0, 1.0, 2.0]
-    inline.land()
-    inline.close()
 
 
 # --- channels -------------------------------------------------------------------------------

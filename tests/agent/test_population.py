@@ -26,8 +26,10 @@ from qfleet.envs.factory import make_tensors
 from qfleet.memory.rollout import Rollout
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 from qfleet.training.standings import EPISODE_WINDOW, Standings
+from qfleet.training.tournament import agents_of
 from support.messages import holds, says
 from support.populations import configure, rows_of, train
 from support.tensor_envs import evaluate_on_device
@@ -142,18 +144,17 @@ def test_values_are_where_kernels_read_them_and_are_read_back_from_there() -> No
     rates, gammas, lambdas = [0.01, 0.001, 0.0003], [0.9, 0.95, 1], [0, 0.5, 1]
     vary = {"learning_rate": rates, "gamma": gammas, "td_lambda": lambdas}
     parts = build(configure(vary=json.dumps(vary), lr_schedule="linear"), FaultLog())
-    assert parts.agents is not None
     assert isinstance(parts.memory, Rollout)
     parts.clock.env_steps = 256  # half of the run: the schedule is not part of the value
-    assert parts.agents.in_force() == [
+    assert agents_of(parts).in_force() == [
         {"learning_rate": 0.01, "gamma": 0.9, "td_lambda": 0.0},
         {"learning_rate": 0.001, "gamma": 0.95, "td_lambda": 0.5},
         {"learning_rate": 0.0003, "gamma": 1.0, "td_lambda": 1.0},
     ]
     parts.clock.env_steps = 512  # at its end the schedule is 0
-    assert parts.agents.in_force()[2]["learning_rate"] == 0.0003
+    assert agents_of(parts).in_force()[2]["learning_rate"] == 0.0003
     parts.memory.gamma[4:8] = 0.25
-    assert parts.agents.in_force()[1]["gamma"] == 0.25
+    assert agents_of(parts).in_force()[1]["gamma"] == 0.25
 
 
 # --- agent k is a single run ------------------------------------------------------------------
@@ -173,8 +174,7 @@ def test_an_agent_is_the_single_run_of_its_seed_and_values(optimizer: str) -> No
     later = build(config, FaultLog())
     advance(later, 3)
     for agent, rate in enumerate((1e-2, 1e-3, 1e-4)):
-        assert later.agents is not None
-        alone = later.agents.config_of(agent)
+        alone = agents_of(later).config_of(agent)
         assert alone == config.replace(
             population=1, vary="{}", seed=config.seed + agent, learning_rate=rate
         )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from qfleet.agent.learner import Learner
+from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import rows_per_block
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
@@ -136,7 +136,7 @@ def test_there_is_no_target_network() -> None:
 SPEC = EnvSpec("toy", (3,), "float32", 2)
 
 
-def make_learner(config: Config, capturable: bool) -> tuple[Learner, Rollout, Clock]:
+def make_learner(config: Config, capturable: bool) -> tuple[RecordedLearner, Rollout, Clock]:
     clock = Clock()
     online = make_network(config, SPEC, CPU, 0)
     memory = Rollout(
@@ -145,13 +145,13 @@ def make_learner(config: Config, capturable: bool) -> tuple[Learner, Rollout, Cl
         config.train_freq // config.envs,
         config.gamma,
         config.td_lambda,
-        lambda obs: learner.best_values(obs),
+        lambda obs: learner.state_values(obs),
         [1],
         CPU,
         batch_size=config.batch_size,
         epochs=config.gradient_steps * config.batch_size // config.train_freq,
     )
-    learner = Learner(
+    learner = RecordedLearner(
         config=config,
         online=online,
         target=online,
@@ -207,7 +207,7 @@ def test_bursts_of_any_size_learn_the_same() -> None:
     states = []
     for most in (8, 3, 1):
         learner, memory, clock = make_learner(configure(), capturable=False)
-        learner.limit_bursts(most)
+        learner.burst_updates = most
         for turn in range(3):
             fill(memory, clock, turn)
             learner.learn(8)

@@ -18,7 +18,8 @@ from qfleet.engines.measured_cache import cache_path
 from qfleet.engines.tuning import Choice, Tuning
 from qfleet.training import api, doctor
 from qfleet.training.result import Result
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 from support.messages import holds
 
 WORDS = (
@@ -60,14 +61,14 @@ def shell(
 @pytest.fixture(autouse=True)
 def briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("qfleet.training.stage_rates.MEASURE_S", 0.02)
+    monkeypatch.setattr("qfleet.engines.stage_rates.MEASURE_S", 0.02)
     monkeypatch.setattr("qfleet.engines.placement.MEASURE_S", 0.02)
 
 
 @pytest.fixture
 def over_at_200(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time is up after 200 env steps, however long they take."""
-    monkeypatch.setattr(Run, "_is_out_of_time", lambda run: run.parts.clock.env_steps >= 200)
+    monkeypatch.setattr(Run, "is_out_of_time", lambda run: run.parts.clock.env_steps >= 200)
 
 
 def assert_traced(folder: Path, lanes: set[str]) -> None:
@@ -254,7 +255,7 @@ def pretend(
         built.append(config)
         return SimpleNamespace(
             device=torch.device(device),
-            tuning=tuning,
+            find=lambda kind: None if tuning is None else kind(tuning),
             notes=["inference on cuda (measured: cpu 10/s, cuda 20/s)"],
             close=lambda: closed.append("parts"),
         )

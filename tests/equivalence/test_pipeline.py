@@ -19,13 +19,12 @@ from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import FIRST, SKIP
-from qfleet.engines import placement, registry
+from qfleet.engines import placement, registry, stage_rates
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
-from qfleet.training import stage_rates
-from qfleet.training.run import RunOptions
+from qfleet.training.run_state import RunOptions
 from support.messages import says
 from support.runs import assert_equal, configure, final_state, leaves, resume, train
 
@@ -183,17 +182,17 @@ def test_a_lockstep_run_resumes_bit_for_bit(changes: dict[str, Any], tmp_path: P
 
 
 def delay_learning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Now and then a burst takes longer than a block, so that the other side must wait."""
-    burst, count = Learner.burst, 0
+    """Now and then learning takes longer than a block, so that the other side must wait."""
+    learn, count = Learner.learn, 0
 
     def delayed(self: Learner, updates: int) -> None:
         nonlocal count
         count += 1
         if count % 3 == 0:
             time.sleep(0.03)
-        burst(self, updates)
+        learn(self, updates)
 
-    monkeypatch.setattr(Learner, "burst", delayed)
+    monkeypatch.setattr(Learner, "learn", delayed)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,9 @@ def test_stopped_and_resumed_it_is_the_whole_run(
 KILLED = """
 import json, os, signal, sys
 from pathlib import Path
-from qfleet.training.run import Callback, Run, RunOptions
+from qfleet.training.callbacks import Callback
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 from qfleet.config.config import Config
 
 class Die(Callback):

@@ -16,7 +16,7 @@ import qfleet
 from qfleet.config.config import Config
 from qfleet.core.types import FIRST, SKIP
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
-from qfleet.training.run import RunOptions
+from qfleet.training.run_state import RunOptions
 from support.runs import STEPS, assert_same_run, configure, final_state, resume, train
 from support.waiting import PHASE_S, deadline
 
@@ -103,7 +103,9 @@ def test_where_an_env_cannot_give_its_state_its_episode_is_cut_and_told(
 KILLED = """
 import json, os, signal, sys
 from pathlib import Path
-from qfleet.training.run import Callback, Run, RunOptions
+from qfleet.training.callbacks import Callback
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 from qfleet.config.config import Config
 from qfleet.core import files
 

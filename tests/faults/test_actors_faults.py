@@ -12,7 +12,7 @@ import pytest
 
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError
-from qfleet.engines.actors import building
+from qfleet.engines.actors import engine
 from qfleet.engines.cluster.ray_cluster import open_cluster
 from qfleet.engines.registry import build
 from qfleet.storage.checkpoint import list_checkpoints
@@ -105,7 +105,7 @@ def test_killed_actors_and_shards_are_replaced_and_a_signal_leaves_nothing_behin
 @pytest.mark.slow
 def test_an_object_store_that_is_too_small_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        building, "_open", lambda config, _: open_cluster(config.workers, store_bytes=80 * 2**20)
+        engine, "_open", lambda config, _: open_cluster(config.workers, store_bytes=80 * 2**20)
     )
     config = Config(
         engine="actors", workers=1, envs=2, batch_size=1_000_000, buffer_size=2_000_000,

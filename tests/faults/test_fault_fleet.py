@@ -16,7 +16,8 @@ import torch
 
 import qfleet
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
-from qfleet.training.run import Callback, Run
+from qfleet.training.callbacks import Callback
+from qfleet.training.run import Run
 from support.clusters import RAY_MARKS
 from support.configs import tiny_fields
 from support.counting_network import COUNTERS
@@ -46,8 +47,7 @@ class Script(Callback):
 
 def kill(who: str, number: signal.Signals = signal.SIGKILL) -> Callable[[Run], bool]:
     def act(run: Run) -> bool:
-        assert run.parts.fleet is not None
-        pid = run.parts.fleet.pids().get(who)
+        pid = run.parts.collector.pids().get(who)
         if pid is None:
             return False
         os.kill(pid, number)
@@ -60,9 +60,8 @@ def heard_again(who: str, events: int) -> Callable[[Run], bool]:
     """So many faults of its kind were told, and it is there again."""
 
     def act(run: Run) -> bool:
-        assert run.parts.fleet is not None
         told = run.parts.faults.counts.get(who.split()[0], 0)
-        return told >= events and who in run.parts.fleet.pids()
+        return told >= events and who in run.parts.collector.pids()
 
     return act
 
@@ -157,8 +156,7 @@ def scale(workers: int) -> Callable[[Run], bool]:
 
 def at_work(*numbers: int) -> Callable[[Run], bool]:
     def act(run: Run) -> bool:
-        assert run.parts.fleet is not None
-        workers = {who for who in run.parts.fleet.pids() if who.startswith("worker")}
+        workers = {who for who in run.parts.collector.pids() if who.startswith("worker")}
         return workers == {f"worker {number}" for number in numbers}
 
     return act

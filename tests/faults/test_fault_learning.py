@@ -14,7 +14,7 @@ from qfleet.core.errors import DivergedError, FaultRateError
 from qfleet.core.types import Batch
 from qfleet.memory.ring import Ring
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
-from qfleet.training.run import RunOptions
+from qfleet.training.run_state import RunOptions
 from support.faulty_envs import TINY, faulty, result_of
 from support.messages import holds, says
 

@@ -21,7 +21,7 @@ from qfleet.core.errors import EnvironmentFault, FaultRateError
 from qfleet.core.types import FIRST, SKIP
 from qfleet.engines import placement
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
-from qfleet.training.run import RunOptions
+from qfleet.training.run_state import RunOptions
 from support.faulty_envs import TINY, FaultyEnv, faulty, result_of
 from support.messages import says
 from support.processes import children_of, count_lines, is_alive, needs_proc, start_qfleet

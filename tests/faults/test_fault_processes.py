@@ -16,7 +16,7 @@ import qfleet
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import FIRST, SKIP
 from qfleet.storage.checkpoint import load_checkpoint
-from qfleet.training.run import RunOptions
+from qfleet.training.run_state import RunOptions
 from support.faulty_envs import TINY, FaultyEnv, result_of
 from support.messages import holds
 from support.waiting import deadline

@@ -14,7 +14,7 @@ import pytest
 import qfleet
 from qfleet.core import signals
 from qfleet.storage.checkpoint import list_checkpoints
-from qfleet.training.run import RunOptions
+from qfleet.training.run_state import RunOptions
 from support.faulty_envs import result_of
 from support.processes import children_of, count_lines, is_alive, needs_proc, start_qfleet
 from support.waiting import PHASE_S, deadline, finish, wait_until

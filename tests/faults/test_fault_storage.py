@@ -17,7 +17,8 @@ from qfleet.cli.main import main
 from qfleet.core import files
 from qfleet.core.errors import CheckpointError, ClusterError, ConfigError, RunBusyError, UserError
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 from support.faulty_envs import TINY, result_of
 from support.messages import holds, says
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from qfleet.config.presets import PRESETS
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 
 
 def final_return(seed: int) -> float:

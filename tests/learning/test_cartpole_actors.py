@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from qfleet.config.presets import resolve
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 from support.clusters import needs_ray
 
 

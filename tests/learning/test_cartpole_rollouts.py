@@ -8,7 +8,8 @@ import pytest
 
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from qfleet.config.presets import resolve
 from qfleet.engines.registry import build
 from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 from support.configs import tiny_fields
 from support.toy_envs import Corridor, Drift
 

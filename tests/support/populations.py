@@ -8,7 +8,8 @@ from typing import Any
 
 import qfleet
 from qfleet.config.config import Config
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 from support.configs import tiny_config
 
 FIELDS: dict[str, Any] = {

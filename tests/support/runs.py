@@ -12,7 +12,8 @@ import torch
 from qfleet.config.config import Config
 from qfleet.storage.checkpoint import load_checkpoint, load_policy
 from qfleet.storage.segments import Segments
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 from support.configs import tiny_config
 
 STEPS = 640

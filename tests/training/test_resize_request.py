@@ -13,9 +13,8 @@ import qfleet
 from qfleet.cli.main import main
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UserError
-from qfleet.engines.parameter_server import limits
+from qfleet.engines.parameter_server import limits, resize_request
 from qfleet.storage.rundir import RunLock, is_locked
-from qfleet.training import resize_request
 from support.messages import says
 
 FLEET = Config(engine="parameter-server", workers=2)

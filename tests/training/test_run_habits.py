@@ -18,7 +18,8 @@ from qfleet.engines.registry import build
 from qfleet.networks.torsos import NatureCNN
 from qfleet.storage.rundir import RunLock
 from qfleet.telemetry.faults import FaultLog
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 from support.configs import tiny_fields
 from support.messages import says
 

@@ -14,7 +14,8 @@ import torch
 import qfleet
 from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 from support.configs import tiny_fields
 from support.messages import says
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import qfleet
-from qfleet.engines import registry
+from qfleet.agent.device_actor import TensorActor
+from qfleet.engines import pipeline, registry
+from qfleet.engines.device import StagesHook
+from qfleet.engines.parts import Parts
+from qfleet.engines.pipeline import PipelineHook
+from qfleet.engines.recording import Prepared
 from qfleet.engines.registry import build
+from qfleet.engines.stage_rates import Stages
+from qfleet.engines.tuning import Tuning
 from qfleet.telemetry.faults import FaultLog
 from qfleet.training.api import Trained
-from qfleet.training.stage_rates import measure_stages
 from support.configs import tiny_config
 from support.messages import holds
 
@@ -33,13 +39,18 @@ STAGES = ("env_only", "inference_only", "learner_only", "end_to_end")
 @pytest.fixture(autouse=True)
 def briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("qfleet.training.stage_rates.MEASURE_S", 0.02)
+    monkeypatch.setattr("qfleet.engines.stage_rates.MEASURE_S", 0.02)
     monkeypatch.setattr("qfleet.engines.placement.MEASURE_S", 0.02)
 
 
 def train(folder: Path, **fields: Any) -> tuple[Trained, dict[str, Any]]:
     trained = qfleet.train(config=SMALL.replace(**fields), run_dir=folder)
     return trained, json.loads((folder / "result.json").read_text())
+
+
+def measured_by(parts: Parts, end_to_end: float) -> Stages:
+    (stages,) = filter(None, [hook.measure(end_to_end) for hook in parts.hooks])
+    return stages
 
 
 @pytest.mark.parametrize(
@@ -78,15 +89,15 @@ def test_stages_that_take_turns_in_one_thread_have_no_rates(
     assert written["rates"] is None
 
 
-def test_the_learners_rate_is_in_env_steps() -> None:
+def test_the_learners_rate_is_in_env_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     config = SMALL.replace(engine="pipeline", lockstep=True, train_freq=8, gradient_steps=2)
     parts = build(config, FaultLog())
     try:
         registry.run(parts, lambda: parts.clock.env_steps < 200)
         spent_s = parts.timers[0].seconds
         spent_s["learn"], spent_s["copy"] = 1.5, 0.5
-        parts.measure_inference = lambda: 55.0
-        rates = measure_stages(parts, end_to_end=7.0).rates
+        monkeypatch.setattr(pipeline, "inference_rate", lambda *_: 55.0)
+        rates = measured_by(parts, end_to_end=7.0).rates
     finally:
         parts.close()
     assert parts.clock.updates == 44
@@ -99,11 +110,14 @@ def test_the_learners_rate_is_in_env_steps() -> None:
 def test_a_rate_measured_at_the_start_is_believed() -> None:
     parts = build(SMALL.replace(engine="pipeline", lockstep=True), FaultLog())
     try:
-        parts.learner_only = 123.0
-        rates = measure_stages(parts, end_to_end=1.0).rates
+        hook = parts.find(PipelineHook)
+        assert hook is not None
+        updates_per_step = parts.config.updates_per_env_step
+        hook._prepared = Prepared(cast(Tuning, None), 1 / (123.0 * updates_per_step), "")
+        rates = measured_by(parts, end_to_end=1.0).rates
     finally:
         parts.close()
-    assert rates.learner_only == 123.0
+    assert rates.learner_only == pytest.approx(123.0)
 
 
 def test_a_run_that_never_learnt_has_no_learners_rate() -> None:
@@ -111,7 +125,7 @@ def test_a_run_that_never_learnt_has_no_learners_rate() -> None:
     parts = build(config, FaultLog())
     try:
         registry.run(parts, lambda: parts.clock.env_steps < 40)
-        rates = measure_stages(parts, end_to_end=1.0).rates
+        rates = measured_by(parts, end_to_end=1.0).rates
     finally:
         parts.close()
     assert rates.learner_only is None
@@ -119,14 +133,16 @@ def test_a_run_that_never_learnt_has_no_learners_rate() -> None:
     assert rates.env_only > 0
 
 
-def test_what_a_device_cannot_tell_apart_is_timed_together() -> None:
+def test_what_a_device_cannot_tell_apart_is_timed_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As on an accelerator, where the host's clock says nothing."""
     parts = build(SMALL.replace(engine="device"), FaultLog())
     try:
-        assert parts.measure_collecting is None
-        parts.measure_collecting = lambda: 900.0
-        parts.learner_only = 100.0
-        measured = measure_stages(parts, end_to_end=81.0)
+        assert parts.find(StagesHook) is None
+        actor = cast(TensorActor, parts.collector)
+        monkeypatch.setattr(actor, "rate", lambda: 900.0)
+        measured = StagesHook(parts.config, parts.device, actor, 100.0).measure(end_to_end=81.0)
     finally:
         parts.close()
     assert (measured.rates.env_only, measured.rates.inference_only) == (900.0, None)

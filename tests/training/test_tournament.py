@@ -20,10 +20,12 @@ from qfleet.engines.registry import build
 from qfleet.memory.rollout import Rollout
 from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 from qfleet.training.standings import Standings
 from qfleet.training.tournament import (
     Move,
+    agents_of,
     better_half,
     choose_moves,
     exploit,
@@ -115,8 +117,12 @@ def test_a_value_goes_up_or_down_and_stays_valid(
 
 def test_an_exploitation_is_in_force_and_told_as_it_is() -> None:
     parts = begun()
-    learner, memory, actor, agents = parts.learner, parts.memory, parts.collector, parts.agents
-    assert agents is not None
+    learner, memory, actor, agents = (
+        parts.learner,
+        parts.memory,
+        parts.collector,
+        agents_of(parts),
+    )
     assert isinstance(memory, Rollout)
     assert isinstance(actor, TensorActor)
     before = agents.in_force()
@@ -148,8 +154,7 @@ def test_the_next_update_uses_what_was_told() -> None:
     parts = begun()
     learner = parts.learner
     (line,) = exploit(parts, scored(1.0, 2.0, 3.0, 4.0), set())
-    assert parts.agents is not None
-    told = [line["after"]["learning_rate"], parts.agents.in_force()[3]["learning_rate"]]
+    told = [line["after"]["learning_rate"], agents_of(parts).in_force()[3]["learning_rate"]]
     start = learner.weights.data.clone()
     learner._read_schedules()
     learner.weights.grad.copy_(torch.ones_like(learner.weights.grad))
@@ -214,9 +219,7 @@ def test_a_smaller_population_goes_on_where_its_agents_were(kept: list[int]) -> 
     ours, theirs = smaller.memory.state_dict(), whole.memory.state_dict()
     assert torch.equal(ours["action"], theirs["action"][:, envs])
     assert torch.equal(ours["shuffles"], theirs["shuffles"][kept])
-    assert smaller.agents is not None
-    assert whole.agents is not None
-    assert smaller.agents.in_force() == [whole.agents.in_force()[agent] for agent in kept]
+    assert agents_of(smaller).in_force() == [agents_of(whole).in_force()[agent] for agent in kept]
 
 
 HALVING: dict[str, Any] = {"population": 5, "halving_interval": 128, "eval_freq": 0}

@@ -1,33 +1,233 @@
 """The actors engine (Ape-X): many actors and replay shards in processes, one learner here.
 
-It is the serial loop with its parts placed otherwise (``building.py``): blocks come from whichever
-actor is done first and go to its shard without passing through this process, samples are drawn by
-the shards while the learner learns. The replay ratio is held where blocks enter the memory, by the
-ordinary limiter.
+It is the serial loop with its parts placed otherwise: blocks come from the actor that is done first
+and go to its shard without passing through this process, and shards draw samples while the learner
+learns. The ordinary rate limiter holds the replay ratio, where blocks enter the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+import os
+from collections.abc import Callable, Sequence
 
 import torch
 
+from qfleet.agent.evaluation import HostEvaluator
+from qfleet.agent.schedules import rows_per_block
+from qfleet.config.config import Config
+from qfleet.core.errors import ClusterError, ConfigError
+from qfleet.core.seeding import Seeds, env_seeds
+from qfleet.core.types import Clock, EnvSpec
 from qfleet.engines import serial
-from qfleet.engines.actors.building import build
-from qfleet.engines.actors.replay import NothingToSample
-from qfleet.engines.parts import Parts
+from qfleet.engines.actors.account import Account
+from qfleet.engines.actors.broadcast import Broadcast
+from qfleet.engines.actors.fleet import ActorFleet
+from qfleet.engines.actors.remote_actor import RemoteActor, actor_seed
+from qfleet.engines.actors.replay import (
+    LETTERS_PER_ACTOR,
+    PREFETCHED,
+    NothingToSample,
+    ShardedReplay,
+)
+from qfleet.engines.actors.shard import ReplayShard
+from qfleet.engines.actors.shares import ring_capacity
+from qfleet.engines.cluster.processes_hook import ProcessesHook
+from qfleet.engines.cluster.ray_cluster import (
+    LEAST_BYTES_WITH_TORCH,
+    STORE_BYTES,
+    Cluster,
+    check_memory,
+    open_cluster,
+)
+from qfleet.engines.factories import make_learner
+from qfleet.engines.loop import RateLimiter
+from qfleet.engines.parts import LoopParts
+from qfleet.engines.placement import Placement
+from qfleet.engines.torch_settings import set_threads
+from qfleet.engines.tuning import apply_asked
+from qfleet.envs.factory import make_envs
+from qfleet.memory.sizing import check_fits
+from qfleet.networks.factory import make_network
+from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.timeline import draw_workers
+from qfleet.telemetry.timers import Timers
+from qfleet.telemetry.trace import Trace
 
-__all__ = ["build", "run"]
+VERSIONS = 4
+"""Versions of the weights that the object store holds: the newest, and those still being read."""
+BURST_BYTES = 64 * 2**20
+"""Samples drawn at once take no more than this, but for a single batch that does."""
 
 
-def run(parts: Parts, keep_going: Callable[[], bool]) -> None:
-    """Advance the loop until ``keep_going`` says no, then wait for the device."""
+def build(
+    config: Config,
+    faults: FaultLog,
+    restarted_at: int = 0,
+    trace: Trace | None = None,
+    members: Sequence[int] | None = None,
+) -> LoopParts:
+    """Create all parts of a run; populations are refused by validation."""
+    del members
+    seeds = Seeds.of(config.seed)
+    # Errors of the environment are raised here, before a cluster is started.
+    probe = make_envs(config, 1, seeds.envs, training=False, on_fault=faults)
+    spec = probe.spec
+    probe.close()
+    place = Placement.of(config, spec, in_background=False)
+    _check_rings(config, spec)
+    if not config.address:
+        check_memory(config.workers + config.servers, LEAST_BYTES_WITH_TORCH)
+    _set_threads(config, spec)
+    clock = Clock(frame_skip=spec.frame_skip)
+    # A trace of its own, merged with the actors' at the end: a trace has room for a limited number
+    # of spans, and all lanes must reach the same moment.
+    lane = Trace().lane("learner") if trace else None
+    timers = Timers(lane)
+    account = Account(config.workers, config.servers, timers, lane)
+    needed = store_bytes(config, spec, _weight_bytes(config, spec))
+    with contextlib.ExitStack() as made:
+        cluster = made.enter_context(_open(config, needed))
+        _check_store(cluster, needed)
+        memory = ShardedReplay(
+            cluster,
+            config,
+            spec,
+            faults,
+            account,
+            seeds.memory,
+            spawn=lambda actors, life: cluster.spawn(ReplayShard, config, spec, actors, life),
+        )
+        learner = make_learner(config, spec, place, memory, clock, timers, drawing="communicate")
+        apply_asked(config, learner.networks)
+        learner.burst_updates = min(learner.burst_updates, _batches_at_once(config, spec))
+        channel = Broadcast(cluster, learner.weights, account)
+        actors = ActorFleet(
+            cluster,
+            config,
+            spec,
+            channel,
+            clock,
+            timers,
+            faults,
+            account,
+            spawn=lambda number, life: cluster.spawn(
+                RemoteActor, config, number, life, restarted_at, trace is not None
+            ),
+        )
+        evaluator = HostEvaluator(config, learner.online, place.device, seeds.eval_envs, faults)
+        made.callback(evaluator.close)
+        each = [actor_seed(seeds.envs, i, 0, restarted_at) for i in range(config.workers)]
+        return LoopParts(
+            config=config,
+            spec=spec,
+            device=place.device,
+            seeds=seeds,
+            env_seeds=[seed for own in each for seed in env_seeds(own, config.envs)],
+            clock=clock,
+            timers=[timers],
+            faults=faults,
+            collector=actors,
+            evaluator=evaluator,
+            memory=memory,
+            learner=learner,
+            channel=channel,
+            limiter=RateLimiter(config, clock, memory),
+            notes=[*place.notes, _note(config, cluster)],
+            hooks=[ProcessesHook(account)],
+            draw_timeline=draw_workers,
+            closing=made.pop_all(),
+        )
+
+
+def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
+    """Advance the loop until ``keep_going`` returns False, then wait for the device."""
     while True:
         try:
             serial.run(parts, keep_going)
             break
         except NothingToSample:
-            # All shards died in the middle of a burst, which was told. Collecting comes first now.
+            # All shards died in the middle of a burst, which was reported: collect first.
             continue
     if parts.device.type != "cpu":
         torch.accelerator.synchronize(parts.device)
+
+
+def _set_threads(config: Config, spec: EnvSpec) -> None:
+    """The learner takes the cores that the actors leave: two on one core would wait in turns."""
+    left = (os.cpu_count() or 1) - (0 if config.address else config.workers)
+    set_threads(config.threads, spec)
+    if not config.threads:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), left)))
+
+
+def _open(config: Config, needed_bytes: int) -> contextlib.AbstractContextManager[Cluster]:
+    return open_cluster(
+        config.workers + config.servers,
+        config.address or None,
+        store_bytes=max(STORE_BYTES, needed_bytes),
+        timeout_s=max(config.worker_timeout_s, 60.0),
+    )
+
+
+def _note(config: Config, cluster: Cluster) -> str:
+    where = "this machine" if not config.address else f"the cluster at {cluster.address}"
+    shards = f"{config.servers} replay shard{'s' if config.servers > 1 else ''}"
+    return f"{config.workers} actors of {config.envs} envs and {shards} on {where}"
+
+
+def _check_rings(config: Config, spec: EnvSpec) -> None:
+    """Every actor has a ring of its own: it must hold its blocks, and all must fit in memory."""
+    rows = config.n_steps + spec.frame_stack + rows_per_block(config)
+    if ring_capacity(config) < rows * config.envs:
+        raise ConfigError(
+            f"buffer_size {config.buffer_size} gives each of {config.workers} actors "
+            f"{ring_capacity(config)} transitions, too few for {rows} rows of {config.envs} envs; "
+            f"use at least {rows * config.envs * config.workers}"
+        )
+    if not config.address:
+        check_fits(
+            spec,
+            config.envs,
+            config.buffer_size,
+            config.prioritized_replay,
+            compression=config.replay_compression,
+        )
+
+
+def _frame_bytes(spec: EnvSpec) -> int:
+    return math.prod(spec.frame_shape) * spec.torch_dtype.itemsize
+
+
+def _batch_bytes(config: Config, spec: EnvSpec) -> int:
+    return 2 * config.batch_size * spec.frame_stack * _frame_bytes(spec)
+
+
+def _batches_at_once(config: Config, spec: EnvSpec) -> int:
+    return max(1, BURST_BYTES // _batch_bytes(config, spec))
+
+
+def _weight_bytes(config: Config, spec: EnvSpec) -> int:
+    network = make_network(config, spec, torch.device("cpu"), 0)
+    return sum(parameter.nbytes for parameter in network.parameters())
+
+
+def store_bytes(config: Config, spec: EnvSpec, weight_bytes: int) -> int:
+    """What may be under way at one time, in the cluster's object store."""
+    at_once = min(_batches_at_once(config, spec), 32)
+    samples = (PREFETCHED + 1) * at_once * _batch_bytes(config, spec)
+    block = rows_per_block(config) * config.envs * _frame_bytes(spec)
+    letters = (LETTERS_PER_ACTOR + 2) * config.workers * block
+    return samples + letters + VERSIONS * weight_bytes
+
+
+def _check_store(cluster: Cluster, needed_bytes: int) -> None:
+    """Ray would go on by writing to the disk, many times slower: say it instead."""
+    there = cluster.store_bytes()
+    if there < needed_bytes:
+        raise ClusterError(
+            f"the object store of cluster {cluster.address} has {there / 2**20:.0f} MiB, too few "
+            f"for {needed_bytes / 2**20:.0f} MiB of samples, blocks and weights; give it more "
+            "(ray start --object-store-memory) or lower --batch-size, --workers or --block-rows"
+        )

@@ -177,13 +177,7 @@ class ActorFleet:
         """Envs are ahead of the memory, in other processes: they have no state here."""
         return {"envs": None, "episodes": [[e.env, e.reward, e.length] for e in self._episodes]}
 
-    def load_state_dict(self, state: StateDict, _env_steps: int) -> bool:
-        """False: the envs have to start new episodes."""
+    def load_state_dict(self, state: StateDict) -> bool:
+        """Return False: the envs have to start new episodes."""
         self._episodes = [Episode(*fields) for fields in state["episodes"]]
         return False
-
-    def land(self) -> None:
-        """Nothing is in flight here."""
-
-    def close(self) -> None:
-        """Actors end with their cluster."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qfleet.algorithms.objective import Objective, Samples
+from qfleet.algorithms.objective import Objective
 from qfleet.config.config import Config
 from qfleet.core.types import Block, EnvSpec
 from qfleet.memory.ring import Ring
@@ -56,9 +56,8 @@ class FirstPriorities:
     def _errors(self, index: torch.Tensor) -> torch.Tensor:
         envs = self._ring.num_envs
         batch = self._ring.gather(index // envs, index % envs)
-        samples = Samples(batch.obs, batch.action, batch.reward, batch.discount, batch.next_obs)
         network = self._network
-        target_terms = self._objective.target_terms(samples, network)
-        target = self._objective.target(samples, target_terms, network, network)
-        prediction = self._objective.predict(samples.obs, network)
-        return self._objective.loss(prediction, samples.action, network, target).priority
+        terms = self._objective.target_terms(batch, network)
+        target = self._objective.target(batch, terms, network, network)
+        prediction = self._objective.predict(batch.obs, network)
+        return self._objective.loss(prediction, batch.action, network, target).priority

@@ -107,9 +107,7 @@ class RemoteActor:
         if weights is not None:
             with self._timers.span("communicate"):
                 np.copyto(self._weights.data.numpy(), weights)
-        self._actor.env_steps = 0  # ε follows the whole run, which only the order knows
-        self._actor.elsewhere_env_steps = order.progress
-        block = self._actor.collect(order.rows, order.version)
+        block = self._actor.collect(order.rows, order.version, order.progress)
         priority = None
         if self._judge is not None:
             with self._timers.span("learn"):

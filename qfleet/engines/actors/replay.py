@@ -130,15 +130,11 @@ class ShardedReplay:
         account: Account,
         seed: int,
         spawn: Callable[[list[int], int], Any],
-        close: Callable[[], None] = lambda: None,
     ) -> None:
-        """``spawn`` makes the shard of these actors, with this life.
-
-        ``close`` is called when nobody needs the cluster any more.
-        """
+        """``spawn`` starts the shard of these actors, with this life number."""
         self.device = torch.device("cpu")
         self._cluster, self._config, self._spec = cluster, config, spec
-        self._faults, self._account, self._close = faults, account, close
+        self._faults, self._account = faults, account
         self._random = np.random.default_rng(seed)
         self._slots = ring_slots(config)
         self._requests: deque[_Request] = deque()
@@ -351,7 +347,7 @@ class ShardedReplay:
         return []
 
     def close(self) -> None:
-        self._close()
+        """The shards end with their cluster."""
 
     def state_dict(self) -> StateDict:
         """All rings, by actor, whichever shard has them; frames are fetched when they are read."""

@@ -1,19 +1,170 @@
 """The parameter-server engine: workers collect and learn, servers hold the weights.
 
-Every worker runs the loop of the serial engine in a process of its own; this process starts them,
-calls them slice by slice, and asks the run's clockwork in between.
+Every worker runs the loop of the serial engine in a process of its own. This process starts them,
+calls them slice by slice, fetches weights to evaluate and save, and has neither a learner nor a
+memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from qfleet.engines.parameter_server.building import build
-from qfleet.engines.parts import Parts
+import torch
 
-__all__ = ["build", "run"]
+from qfleet.agent.evaluation import HostEvaluator
+from qfleet.agent.weights import FlatWeights
+from qfleet.config.config import Config
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import Clock, EnvSpec, StateDict
+from qfleet.engines.cluster.processes_hook import ProcessesHook
+from qfleet.engines.cluster.ray_cluster import LEAST_BYTES_WITH_TORCH, check_memory
+from qfleet.engines.parameter_server import resize_request
+from qfleet.engines.parameter_server.fleet import Fleet
+from qfleet.engines.parameter_server.limits import several
+from qfleet.engines.parts import Model, Parts
+from qfleet.engines.placement import Placement
+from qfleet.engines.torch_settings import set_threads
+from qfleet.envs.factory import make_envs
+from qfleet.memory.sizing import check_fits
+from qfleet.networks.factory import make_network
+from qfleet.networks.qnetwork import QNetwork
+from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.timeline import draw_workers
+from qfleet.telemetry.timers import Timers
+from qfleet.telemetry.trace import Trace
 
 
-def run(parts: Parts, keep_going: Callable[[], bool]) -> None:
-    assert parts.fleet is not None, "build() gives this engine a fleet"
-    parts.fleet.run(keep_going, lambda: parts.learner.lr_scale)
+@dataclass(kw_only=True)
+class ServerParts(Parts):
+    """The parts of the process that supervises servers and workers."""
+
+    collector: Fleet
+    fetched: FetchedModel
+
+    @property
+    def model(self) -> Model:
+        return self.fetched
+
+
+def build(
+    config: Config,
+    faults: FaultLog,
+    restarted_at: int = 0,
+    trace: Trace | None = None,
+    members: Sequence[int] | None = None,
+) -> ServerParts:
+    """Create the parts of the supervising process; populations are refused by validation."""
+    del members
+    seeds, device = Seeds.of(config.seed), torch.device("cpu")
+    envs = make_envs(config, 1, seeds.envs, training=False, on_fault=faults)
+    spec = envs.spec
+    envs.close()
+    _check_here(config, spec)
+    set_threads(config.threads, spec)
+    clock, timers = Clock(frame_skip=spec.frame_skip), Timers()
+    network = make_network(config, spec, device, seeds.network)
+    weights = FlatWeights(network)
+    fleet = Fleet(
+        config,
+        clock,
+        timers,
+        faults,
+        weights.data,
+        restarted_at,
+        trace is not None,
+        lambda workers: _check_more(config, spec, workers),
+    )
+    evaluator = HostEvaluator(config, network, device, seeds.eval_envs, faults)
+    closing = contextlib.ExitStack()
+    closing.callback(evaluator.close)
+    servers = f"{config.servers} server{'s' if config.servers > 1 else ''}"
+    return ServerParts(
+        config=config,
+        spec=spec,
+        device=device,
+        seeds=seeds,
+        env_seeds=[],
+        clock=clock,
+        timers=[timers],
+        faults=faults,
+        collector=fleet,
+        evaluator=evaluator,
+        fetched=FetchedModel(network, weights, fleet),
+        notes=[f"{several(config.workers)} and {servers}, {config.update}"],
+        hooks=[FleetHook(fleet)],
+        draw_timeline=draw_workers,
+        closing=closing,
+    )
+
+
+def run(parts: ServerParts, keep_going: Callable[[], bool]) -> None:
+    """Have the workers train until ``keep_going`` returns False or all steps are taken."""
+    parts.collector.run(keep_going, lambda: parts.fetched.lr_scale)
+
+
+class FetchedModel:
+    """A network whose weights are on servers; the fleet fetches them to be evaluated and saved."""
+
+    def __init__(self, network: QNetwork, weights: FlatWeights, fleet: Fleet) -> None:
+        self.online, self.weights, self._fleet = network, weights, fleet
+        self.lr_scale = 1.0
+
+    def read_metrics(self) -> dict[str, float]:
+        return self._fleet.metrics()
+
+    def state_dict(self) -> StateDict:
+        return {
+            "weights": self.weights.data,
+            "buffers": self.weights.buffers(),
+            "lr_scale": self.lr_scale,
+        }
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.weights.data.copy_(state["weights"])
+        for name, buffer in self.weights.buffers().items():
+            buffer.copy_(state["buffers"][name])
+        self.lr_scale = state["lr_scale"]
+
+
+class FleetHook(ProcessesHook):
+    """Also handles requests for another number of workers (``qfleet scale``)."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__(fleet)
+        self.fleet = fleet
+
+    def on_turn(self, folder: Path) -> str | None:
+        return resize_request.handle(folder, self.fleet.resize)
+
+
+def _check_here(config: Config, spec: EnvSpec) -> None:
+    """Refuse what workers on this machine would refuse, before any of them is started."""
+    if config.address:
+        return
+    Placement.of(config, spec, in_background=False)
+    # A worker checks only its own replay memory, and all of them are on this machine.
+    _check_memories(config, spec, config.buffer_size)
+    check_memory(config.workers + config.servers, LEAST_BYTES_WITH_TORCH)
+
+
+def _check_more(config: Config, spec: EnvSpec, workers: int) -> None:
+    """Check that this machine has room for this many further workers and their memories."""
+    if config.address:
+        return
+    check_memory(workers, LEAST_BYTES_WITH_TORCH)
+    _check_memories(config, spec, workers * -(-config.buffer_size // config.workers))
+
+
+def _check_memories(config: Config, spec: EnvSpec, transitions: int) -> None:
+    if config.replay:
+        check_fits(
+            spec,
+            config.envs,
+            transitions,
+            config.prioritized_replay,
+            on_disk=Path(config.replay_dir) if config.replay_dir else None,
+            compression=config.replay_compression,
+        )

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
-from qfleet.core.types import Block, Clock, Episode, StateDict
+from qfleet.core.types import Clock, Episode, StateDict
 from qfleet.engines.cluster.ray_cluster import STORE_BYTES, Cluster, open_cluster
 from qfleet.engines.parameter_server import limits
 from qfleet.engines.parameter_server.servers import LOOK_S, ServerRow
@@ -148,10 +149,7 @@ class Fleet:
         if self._supervisor is not None:
             self._supervisor.resize(workers)
 
-    # --- what a run asks a collector ----------------------------------------------------------
-
-    def collect(self, rows: int) -> Block:
-        raise AssertionError(f"{rows} rows were asked for; workers collect them")
+    # --- what a run asks ----------------------------------------------------------------------
 
     def take_episodes(self) -> list[Episode]:
         return [] if self._supervisor is None else self._supervisor.take_episodes()
@@ -201,12 +199,6 @@ class Fleet:
         for number, worker in sorted(workers.items()):
             yield f"worker {number}", worker.spans
 
-    def land(self) -> None:
-        """Nothing stays in flight: the run is over when this is asked."""
-
-    def close(self) -> None:
-        """Nothing runs outside ``run``."""
-
     def state_dict(self) -> StateDict:
         """What the servers know besides the weights. Workers' memories and envs are not kept."""
         servers, supervisor = self._servers, self._supervisor
@@ -221,8 +213,7 @@ class Fleet:
             "skipped": self._skipped(),
         }
 
-    def load_state_dict(self, state: StateDict, env_steps: int) -> bool:
-        del env_steps
+    def load_state_dict(self, state: StateDict) -> bool:
         if state.get("update") != self._config.update:
             raise CheckpointError(
                 f"the checkpoint is of update {state.get('update')}, not {self._config.update}; "
@@ -244,6 +235,17 @@ class Fleet:
             if supervisor.newest_s <= since_s:
                 return None
             return (supervisor.env_steps() - before) / (supervisor.newest_s - since_s)
+
+    def counts(self) -> dict[str, Any]:
+        return {}
+
+    def communication(self) -> dict[str, int | None]:
+        """Return what the workers sent and received."""
+        account = self.account()
+        names = ("bytes_sent", "bytes_received", "messages")
+        if account is None:
+            return dict.fromkeys(names)
+        return {name: sum(getattr(worker, name) for worker in account.workers) for name in names}
 
     def account(self) -> FleetAccount | None:
         """What everybody did and cost; None before anybody has reported."""

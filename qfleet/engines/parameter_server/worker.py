@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from qfleet.agent.collectors import Inline
 from qfleet.agent.schedules import own_ladder
 from qfleet.config.config import Config
 from qfleet.core.errors import GivenUp
@@ -20,10 +19,8 @@ from qfleet.core.seeding import mix_seeds
 from qfleet.core.signals import ignore_sigterm_if_blocked
 from qfleet.engines import serial
 from qfleet.engines.cluster.ray_cluster import TIMEOUT_S, from_inside
-from qfleet.engines.one_process import build as build_one_process
 from qfleet.engines.parameter_server.client import Line, RemoteLine, Servers, ServersLost
 from qfleet.engines.parameter_server.updaters import RemoteUpdater, make_codec, make_remote_updater
-from qfleet.engines.parts import Parts
 from qfleet.envs.latency import latency_of
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import SpanRecord, Trace
@@ -121,12 +118,14 @@ class Worker:
             return self._updater
 
         self._own = worker_config(config, number)
-        self._parts: Parts = build_one_process(
-            self._own, self._faults, restarted_at, self._trace, remote=remote
+        self._parts = serial.build(
+            self._own,
+            self._faults,
+            restarted_at,
+            self._trace,
+            make_updater=remote,
+            ladder=own_ladder(config, number),
         )
-        if (ladder := own_ladder(config, number)) is not None:
-            assert isinstance(self._parts.collector, Inline)
-            self._parts.collector.set_ladder(ladder)
         self._processor_s = time.process_time()
         self._inside_s = 0.0
         """Spent on messages and waits in the middle of learning."""
@@ -140,8 +139,6 @@ class Worker:
         """One slice: the loop goes on until time or steps are up, or a server is lost."""
         parts = self._parts
         parts.clock.elsewhere_env_steps = order.elsewhere_env_steps
-        assert isinstance(parts.collector, Inline)
-        parts.collector.set_elsewhere(order.elsewhere_env_steps)
         parts.learner.lr_scale = order.lr_scale
         if order.share != self._share:
             self._take_share(order.share)
@@ -179,9 +176,8 @@ class Worker:
         parts, envs = self._parts, self._own.envs
         train_freq = max(1, round(share * self._own.train_freq / envs)) * envs
         samples = max(1, round(share * self._own.batch_size))
-        parts.config = self._own.replace(train_freq=train_freq)
         parts.limiter.set_train_freq(train_freq)
-        parts.learner.set_batch_size(samples)
+        parts.learner.batch_size = samples
         self._updater.share = float(samples)
 
     def _join(self, order: WorkOrder) -> None:
@@ -189,12 +185,12 @@ class Worker:
             self._servers.replace(number, line)
         if not self._has_joined:
             self._updater.join(takes_part=not self._is_late)
-            self._parts.learner.adopt_weights()
+            self._parts.learner.move_target(1.0)
             self._has_joined = True
         elif self._parts.clock.updates == 0 and not self._servers.takes_part:
             # Its memory is filling, and others go on: it is to begin with the newest weights.
             self._updater.join(takes_part=False)
-            self._parts.learner.adopt_weights()
+            self._parts.learner.move_target(1.0)
         elif order.renewed or self._lost:
             # Or a server that only could not be reached: what it has heard, it knows.
             self._updater.join(self._servers.takes_part)

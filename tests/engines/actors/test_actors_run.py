@@ -19,10 +19,11 @@ from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, ClusterError, ConfigError
 from qfleet.core.types import Clock, StateDict
 from qfleet.engines import registry
-from qfleet.engines.actors import broadcast, building
+from qfleet.engines.actors import broadcast, engine
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.broadcast import INTERVAL_S, Broadcast
 from qfleet.engines.actors.replay import ShardedReplay
+from qfleet.engines.cluster.processes_hook import CountedProcesses, ProcessesHook
 from qfleet.engines.loop import RateLimiter
 from qfleet.engines.parts import Parts
 from qfleet.engines.placement import Placement
@@ -32,7 +33,8 @@ from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint, save_ch
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import FleetAccount
 from qfleet.telemetry.fleet_table import fleet_lines
-from qfleet.training.run import Run, RunOptions
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
 from support.in_process_cluster import Handle, OneProcess, small
 from support.messages import says
 
@@ -46,10 +48,12 @@ def clusters(monkeypatch: pytest.MonkeyPatch) -> list[OneProcess]:
     def open_one(*_: object, **__: object) -> Iterator[OneProcess]:
         cluster = OneProcess()
         opened.append(cluster)
-        yield cluster
-        cluster.address = "gone"
+        try:
+            yield cluster
+        finally:
+            cluster.address = "gone"
 
-    monkeypatch.setattr(building, "open_cluster", open_one)
+    monkeypatch.setattr(engine, "open_cluster", open_one)
     return opened
 
 
@@ -62,9 +66,15 @@ def train_until(parts: Parts, env_steps: int, between: Callable[[], None] = lamb
 
 
 def account_of(parts: Parts) -> FleetAccount:
-    account = None if parts.processes is None else parts.processes.account()
+    account = processes_of(parts).account()
     assert account is not None
     return account
+
+
+def processes_of(parts: Parts) -> CountedProcesses:
+    hook = parts.find(ProcessesHook)
+    assert hook is not None
+    return hook.processes
 
 
 @contextlib.contextmanager
@@ -240,11 +250,10 @@ def test_an_actor_that_finds_no_room_is_waited_for(clusters: list[OneProcess]) -
         train_until(parts, 300)
         assert len(spawned) > 3
         assert faults.counts == {"actor": 1}
-        assert parts.account is not None
-        before = parts.account.counts()["env_steps_each"][0]
+        before = processes_of(parts).counts()["env_steps_each"][0]
         cluster.room = 3
         train_until(parts, 400)
-        counts = parts.account.counts()
+        counts = processes_of(parts).counts()
         assert counts["env_steps_each"][0] > before
         assert faults.counts["actor"] == counts["actors_replaced"]
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from qfleet.agent import schedules
 from qfleet.agent.schedules import own_ladder
 from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.exploration import epsilon_ladder
-from qfleet.algorithms.objective import Samples
+from qfleet.config.config import Config
 from qfleet.engines.actors.block_messages import decode
 from qfleet.engines.actors.messages import Order
 from qfleet.engines.actors.remote_actor import RemoteActor, actor_seed
@@ -34,18 +35,28 @@ def test_the_actors_rungs_make_up_one_ladder() -> None:
 def test_an_actor_explores_by_its_own_rungs() -> None:
     config = small(workers=2, exploration_ladder=True, exploration_final_eps=0.4)
     actors = [RemoteActor(config, number) for number in range(2)]
-    rates = [actor._actor.exploration_rate() for actor in actors]
+    rates = [actor._actor.exploration_rate(0) for actor in actors]
     ladder = epsilon_ladder(4, 0.4).numpy()
     assert rates == pytest.approx([ladder[:2].mean(), ladder[2:].mean()])
 
 
-def test_without_a_ladder_epsilon_follows_the_whole_run() -> None:
+def test_without_a_ladder_epsilon_follows_the_whole_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = small(steps=1000, exploration_fraction=0.5, exploration_final_eps=0.0)
     actor = RemoteActor(config, 0)
+    seen: list[int] = []
+    epsilon = schedules.epsilon
+
+    def noted(config: Config, env_steps: int) -> float:
+        seen.append(env_steps)
+        return epsilon(config, env_steps)
+
+    monkeypatch.setattr(schedules, "epsilon", noted)
     actor.work(Order(5, 0, progress=0), None)
     actor.work(Order(5, 0, progress=400), None)
-    # Its own steps are part of that progress, or will be.
-    assert actor._actor.exploration_rate() == pytest.approx(1 - (400 + 10) / 500)
+    # Its own steps are part of that progress, or will be: two envs.
+    assert seen == [0, 2, 4, 6, 8, 400, 402, 404, 406, 408]
 
 
 def test_every_actor_and_every_life_has_a_seed_of_its_own() -> None:
@@ -95,13 +106,12 @@ def test_first_priorities_are_the_learners_errors_of_the_same_rows(head: str) ->
         sizes.append(len(letter.priority))
         starts = ring.newest_starts(len(letter.priority)).view(-1)
         batch = ring.gather(starts // 2, starts % 2)
-        samples = Samples(batch.obs, batch.action, batch.reward, batch.discount, batch.next_obs)
         network, objective = actor._network, make_objective(config, HOST, 0)
         with torch.no_grad():
-            target_terms = objective.target_terms(samples, network)
-            target = objective.target(samples, target_terms, network, network)
-            prediction = objective.predict(samples.obs, network)
-            expected = objective.loss(prediction, samples.action, network, target).priority
+            target_terms = objective.target_terms(batch, network)
+            target = objective.target(batch, target_terms, network, network)
+            prediction = objective.predict(batch.obs, network)
+            expected = objective.loss(prediction, batch.action, network, target).priority
         np.testing.assert_allclose(letter.priority.reshape(-1), expected.numpy(), rtol=1e-5)
     # The first block's last three rows have to wait for the second.
     assert sizes == [2, 5, 5, 5, 5, 5, 5, 5]

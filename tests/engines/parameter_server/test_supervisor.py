@@ -51,9 +51,8 @@ def test_values_that_exploded_on_workers_keep_a_checkpoint_from_being_written(
 ) -> None:
     config = make_config()
     parts = build(config, FaultLog())
-    assert parts.fleet is not None
     told = {"abs_q_max": largest, "skipped": 0.0}
-    monkeypatch.setattr(parts.fleet, "metrics", lambda: told)
+    monkeypatch.setattr(parts.collector, "metrics", lambda: told)
     assert DivergenceGuard(config, FaultLog(), tmp_path).bad(parts) == bad
     parts.close()
 
@@ -82,9 +81,8 @@ def test_what_others_of_a_number_and_earlier_sittings_did_counts() -> None:
     """A worker that died had skipped gradients, and its time was spent: neither is forgotten."""
     config = make_config(workers=2)
     parts = build(config, FaultLog())
-    fleet = parts.fleet
-    assert fleet is not None
-    fleet.load_state_dict({"update": config.update, "optimiser": {}, "skipped": 7.0}, 0)
+    fleet = parts.collector
+    fleet.load_state_dict({"update": config.update, "optimiser": {}, "skipped": 7.0})
     parts.clock.env_steps, parts.clock.updates = 1000, 100
     parts.timers[0].seconds["env"] = 50.0
     # A run that is told to stop at once; then as if it had gone on.

@@ -1,0 +1,51 @@
+"""The interfaces by which users' code and a run's own hooks take part in it."""
+
+# ruff: noqa: ARG002 (the arguments are for subclasses)
+from __future__ import annotations
+
+from typing import Any
+
+from qfleet.agent.evaluation import Evaluation
+from qfleet.core.types import StateDict
+from qfleet.training.result import Result
+
+
+class Callback:
+    """Methods that a run calls; ``run`` is the ``qfleet.Run``. Override what you need.
+
+    A run ends if any of the first four returns False.
+    """
+
+    def on_start(self, run: Any) -> bool | None:
+        """Called before the first step."""
+        return None
+
+    def on_step(self, run: Any) -> bool | None:
+        """Called between turns of collecting and learning, when no update is owed."""
+        return None
+
+    def on_log(self, run: Any, scalars: dict[str, float | None]) -> bool | None:
+        """Called after every log interval, with everything that was logged."""
+        return None
+
+    def on_evaluation(self, run: Any, evaluation: Evaluation) -> bool | None:
+        """Called after every evaluation."""
+        return None
+
+    def on_end(self, run: Any, result: Result) -> bool | None:
+        """Called after the last checkpoint; the returned value is ignored."""
+        return None
+
+
+class Hook(Callback):
+    """A callback of the run itself, with a last call and a state."""
+
+    def on_finish(self, run: Any) -> None:
+        """Called once the engine has stopped, before the result is written."""
+
+    def state_dict(self, run: Any) -> StateDict:
+        """Return fields of a checkpoint's section ``run``."""
+        return {}
+
+    def load_state_dict(self, run: Any, state: StateDict) -> None:
+        """Restore from a checkpoint's section ``run``."""

@@ -1,0 +1,227 @@
+"""The periodic work of a run, one hook each: log, evaluate, compete, stop, save.
+
+``standard_hooks`` lists them in the order in which they run. Their interface is that of users'
+callbacks, plus the last call of a run (``on_finish``) and the state that a checkpoint keeps.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+from qfleet.agent.evaluation import Evaluation
+from qfleet.config.config import Config
+from qfleet.core.errors import CheckpointError
+from qfleet.core.types import StateDict
+from qfleet.storage.checkpoint import save_checkpoint
+from qfleet.telemetry.timers import Timers
+from qfleet.training import tournament
+from qfleet.training.best_policy import save_best
+from qfleet.training.callbacks import Hook
+from qfleet.training.early_stopping import EarlyStopping
+from qfleet.training.result import learning_scalars
+from qfleet.training.run_state import RunState
+
+
+def standard_hooks(config: Config) -> list[Hook]:
+    """Return the hooks of a run, in the order in which they run."""
+    evaluate = Evaluate(config)
+    return [HandleEngine(), Log(), evaluate, Compete(evaluate), Stop(), Save()]
+
+
+class HandleEngine(Hook):
+    """Calls the hooks that the engine has added."""
+
+    def on_step(self, run: RunState) -> None:
+        for hook in run.parts.hooks:
+            if line := hook.on_turn(run.folder):
+                run.show([line])
+
+
+class Log(Hook):
+    """Writes scalars every ``log_interval`` steps, and looks for signs of divergence."""
+
+    _logged: tuple[float, int]
+    """Time and env steps of the newest log."""
+
+    def on_start(self, run: RunState) -> None:
+        self._logged = (run.started_s, run.parts.clock.env_steps)
+
+    def on_step(self, run: RunState) -> None:
+        if run.due("log", run.config.log_interval):
+            self._log(run)
+
+    def on_finish(self, run: RunState) -> None:
+        if self._logged[1] != run.parts.clock.env_steps:
+            self._log(run)
+
+    def _log(self, run: RunState) -> None:
+        parts, standings, clock = run.parts, run.standings, run.parts.clock
+        run.take_episodes()
+        now_s, wall_s = time.monotonic(), run.wall_s()
+        then_s, steps_then = self._logged
+        self._logged = (now_s, clock.env_steps)
+        metrics = parts.model.read_metrics()
+        # Of all agents together, if there are several.
+        steps = standings.steps_of_all(clock.env_steps) - standings.steps_of_all(steps_then)
+        shares = Timers.merged(parts.timers).shares(wall_s)
+        scalars: dict[str, float | None] = {
+            **standings.rollout_scalars(parts.members),
+            "rollout/exploration_rate": parts.collector.exploration_rate(),
+            "time/fps": steps / max(now_s - then_s, 1e-9),
+            "time/env_steps": clock.env_steps,
+            "time/frames": clock.frames,
+            "time/time_elapsed": wall_s,
+            **learning_scalars(parts, metrics),
+        }
+        for hook in parts.hooks:
+            scalars |= hook.scalars(wall_s)
+        scalars |= {f"time/share_{stage}": share for stage, share in shares.items()}
+        run.writers.write(clock.env_steps, scalars)
+        if run.evaluation is not None:
+            scalars["eval/mean_reward"] = run.evaluation.mean
+        run.progress.update(clock.env_steps, scalars, shares)
+        run.divergence.look(parts, metrics)
+        run.call("on_log", scalars)
+
+    def state_dict(self, run: RunState) -> StateDict:
+        return {"watch": run.divergence.state_dict()}
+
+    def load_state_dict(self, run: RunState, state: StateDict) -> None:
+        run.divergence.load_state_dict(state["watch"])
+
+
+class Evaluate(Hook):
+    """Plays the greedy policy every ``eval_freq`` steps, keeps the best one, and stops early."""
+
+    def __init__(self, config: Config) -> None:
+        self._early_stopping = EarlyStopping(config)
+
+    def on_step(self, run: RunState) -> None:
+        if run.config.eval_freq and run.due("eval", run.config.eval_freq):
+            with run.aside():
+                self.evaluate(run)
+
+    def on_finish(self, run: RunState) -> None:
+        if run.evaluated_at != run.parts.clock.env_steps and not run.is_out_of_time():
+            # A run that will be resumed only reports: its evaluations are those of a whole run.
+            complete = run.stopped_by not in ("stop_after", "max_wall", "SIGINT", "SIGTERM")
+            self.evaluate(run, decides=complete)
+        if run.best_return is None and run.evaluation is not None:
+            save_best(run.folder, run.parts, run.standings, run.parts.members, run.faults)
+
+    def evaluate(self, run: RunState, decides: bool = True) -> None:
+        """Play the greedy policy. ``decides`` False: only report, stop nothing and keep nothing."""
+        config, parts, standings = run.config, run.parts, run.standings
+        evaluation = parts.evaluator.play(run.is_out_of_time)
+        if evaluation is None:
+            return
+        run.evaluation, run.evaluated_at = evaluation, parts.clock.env_steps
+        better = standings.add_evaluation(evaluation, parts.members, counts=decides)
+        if not decides:
+            return
+        scalars = {
+            "eval/mean_reward": evaluation.mean,
+            "eval/std_reward": evaluation.std,
+            "eval/mean_ep_length": evaluation.mean_length,
+            **standings.evaluation_scalars(parts.members),
+        }
+        run.writers.write(parts.clock.env_steps, scalars)
+        verdict = self._early_stopping.weigh(evaluation.mean)
+        run.best_return = self._early_stopping.best_return
+        if verdict.stop:
+            run.stop(verdict.stop)
+        save_best(run.folder, parts, standings, better, run.faults)
+        if verdict.lower_rate:
+            parts.model.lr_scale *= config.lr_plateau_factor
+            run.progress.message(f"plateau: learning rate scaled to {parts.model.lr_scale:g}")
+        run.call("on_evaluation", evaluation)
+
+    def keep_best(self, run: RunState, best_return: float) -> None:
+        """Do not let a worse policy replace one with this return."""
+        best = self._early_stopping.best_return
+        run.best_return = best_return if best is None else max(best_return, best)
+        self._early_stopping.best_return = run.standings.agents[0].best = run.best_return
+
+    def state_dict(self, run: RunState) -> StateDict:
+        evaluation = run.evaluation
+        return {
+            "judge": self._early_stopping.state_dict(),
+            "evaluation": None if evaluation is None else asdict(evaluation),
+            "evaluated_at": run.evaluated_at,
+        }
+
+    def load_state_dict(self, run: RunState, state: StateDict) -> None:
+        self._early_stopping.load_state_dict(state["judge"])
+        run.best_return = self._early_stopping.best_return
+        if state["evaluation"] is not None:
+            run.evaluation = Evaluation(**state["evaluation"])
+        run.evaluated_at = state["evaluated_at"]
+
+
+class Compete(Hook):
+    """Runs the rounds of a population: population-based training, or successive halving."""
+
+    def __init__(self, evaluate: Evaluate) -> None:
+        self._evaluate = evaluate
+
+    def on_step(self, run: RunState) -> None:
+        config, parts, clock = run.config, run.parts, run.parts.clock
+        interval = tournament.interval(config)
+        if not interval or run.stopped_by is not None or clock.env_steps >= config.steps:
+            return
+        if len(parts.members) == 1 or not run.due("round", interval):
+            return
+        with run.aside():
+            run.take_episodes()
+            if config.pbt_interval:
+                bad = run.divergence.bad(parts)
+                lines = tournament.exploit(parts, run.standings, bad)
+                tournament.append_lines(run.folder, lines)
+            else:
+                self._halve(run)
+
+    def _halve(self, run: RunState) -> None:
+        env_steps = run.parts.clock.env_steps
+        if run.evaluated_at != env_steps:
+            self._evaluate.evaluate(run)
+        if run.evaluated_at != env_steps or run.stopped_by is not None:
+            run.postpone("round")  # there was no time to evaluate: after a resume there is
+            return
+        bad = run.divergence.bad(run.parts)
+        run.survivors = tournament.better_half(run.parts, run.standings, bad)
+        line = tournament.stop_others(run.parts, run.standings, run.survivors)
+        tournament.append_lines(run.folder, [line])
+
+
+class Stop(Hook):
+    """Stops at the configured number of steps, at a signal and at the limits of the options."""
+
+    def on_step(self, run: RunState) -> None:
+        if run.survivors is None and (reason := run.reason_to_stop()):
+            run.stop(reason)
+
+
+class Save(Hook):
+    """Writes a checkpoint every ``checkpoint_freq`` steps and at the end."""
+
+    def on_step(self, run: RunState) -> None:
+        going_on = run.survivors is None and run.stopped_by is None
+        if going_on and run.due("checkpoint", run.config.checkpoint_freq):
+            with run.aside():
+                self.on_finish(run)
+
+    def on_finish(self, run: RunState) -> None:
+        if run.divergence.bad(run.parts) == set(run.parts.members):
+            return  # a diverged checkpoint must not replace a good one
+        try:
+            save_checkpoint(
+                run.folder / "checkpoints",
+                run.parts.clock.env_steps,
+                run.state_dict(),
+                {"config": asdict(run.config), "layout": run.parts.model.weights.describe()},
+                keep=run.config.keep_checkpoints,
+            )
+        except CheckpointError as error:
+            # A full disk must not cost the training that is still possible.
+            run.faults("checkpoint", str(error))

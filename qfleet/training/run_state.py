@@ -1,0 +1,184 @@
+"""The state of a run: what its hooks and users' callbacks read and change."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from qfleet.agent.evaluation import Evaluation
+from qfleet.config.config import Config
+from qfleet.core.types import StateDict
+from qfleet.engines.parts import Parts
+from qfleet.engines.stage_rates import Stages
+from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.progress import Progress
+from qfleet.telemetry.writers import Writers
+from qfleet.training.callbacks import Callback, Hook
+from qfleet.training.divergence import DivergenceGuard
+from qfleet.training.standings import Standings
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How one invocation runs. Not part of the experiment: it changes no schedule."""
+
+    stop_after: int | None = None
+    """Stop once this many env steps are done in total; `qfleet resume` continues."""
+    max_wall_s: float | None = None
+    """Stop after this many seconds; `qfleet resume` continues."""
+    display: Literal["live", "plain", "silent"] = "silent"
+    """How progress is shown."""
+    trace: bool = False
+    """Record what every thread does, as trace.json (Chrome, Perfetto) and plots/timeline.png."""
+
+
+class RunState:
+    """What hooks and callbacks of a run share."""
+
+    parts: Parts
+    writers: Writers
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        options: RunOptions,
+        hooks: Sequence[Hook],
+        callbacks: Sequence[Callback],
+    ) -> None:
+        self.config, self.folder, self.options = config, folder, options
+        self._hooks, self._callbacks = hooks, callbacks
+        self.progress = Progress(config.steps, mode=options.display)
+        self.faults = FaultLog(notify=self.progress.message)
+        self.standings = Standings(config.population)
+        self.divergence = DivergenceGuard(config, self.faults, folder)
+        self.evaluation: Evaluation | None = None
+        """The newest one."""
+        self.evaluated_at = -1
+        """Env steps of the newest evaluation."""
+        self.best_return: float | None = None
+        self.survivors: list[int] | None = None
+        """Agents of a population that continue in a smaller batch, once the engine has stopped."""
+        self.stages: Stages | None = None
+        """The rates of the stages alone, once they are measured."""
+        self.stopped_by: str | None = None
+        self.interrupted_by: int | None = None
+        """The signal that asked the run to stop, if one did."""
+        self.aside_s = 0.0
+        """Seconds spent on evaluations, tournaments and checkpoints."""
+        self.earlier_wall_s = 0.0
+        """Seconds of the invocations before a resume."""
+        self.started_s = time.monotonic()
+        self._marks = {"log": 0, "eval": 0, "checkpoint": 0, "round": 0}
+
+    def due(self, what: str, interval: int) -> bool:
+        """Return whether the clock has passed another multiple of ``interval`` since the last."""
+        count = self.parts.clock.env_steps // interval
+        if count <= self._marks[what]:
+            return False
+        self._marks[what] = count
+        return True
+
+    def postpone(self, what: str) -> None:
+        """Make ``what`` due again at once."""
+        self._marks[what] -= 1
+
+    def stop(self, reason: str) -> None:
+        """End the run after this turn; the first reason counts."""
+        self.stopped_by = self.stopped_by or reason
+
+    def reason_to_stop(self) -> str | None:
+        env_steps, options = self.parts.clock.env_steps, self.options
+        if self.interrupted_by is not None:
+            return signal.Signals(self.interrupted_by).name
+        if env_steps >= self.config.steps:
+            return "steps"
+        if options.stop_after is not None and env_steps >= options.stop_after:
+            return "stop_after"
+        return "max_wall" if self.is_out_of_time() else None
+
+    def is_out_of_time(self) -> bool:
+        """Return whether a signal or the time limit asks this run to stop."""
+        elapsed_s, limit_s = time.monotonic() - self.started_s, self.options.max_wall_s
+        return self.interrupted_by is not None or (limit_s is not None and elapsed_s >= limit_s)
+
+    def wall_s(self) -> float:
+        """Return the seconds of the run so far, earlier invocations included."""
+        return self.earlier_wall_s + time.monotonic() - self.started_s
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Count the time spent inside as not spent on training."""
+        began_s = time.monotonic()
+        yield
+        self.aside_s += time.monotonic() - began_s
+
+    def take_episodes(self) -> None:
+        """Add the episodes that have finished to the standings."""
+        episodes = self.parts.collector.take_episodes()
+        self.standings.add_episodes(episodes, self.parts.members, self.config.envs)
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call this method of the users' callbacks; the run stops if one returns False."""
+        answers = [getattr(callback, method)(self, *arguments) for callback in self._callbacks]
+        if any(answer is False for answer in answers):
+            self.stop("callback")
+
+    def show(self, lines: Sequence[str | None]) -> None:
+        if self.options.display != "silent":
+            for line in filter(None, lines):
+                self.progress.message(line)
+
+    def alert(self, message: str) -> None:
+        """Show a message and count it as a fault of kind ``alert``."""
+        self.faults("alert", message)
+
+    def seeds(self) -> dict[str, Any]:
+        """Return every seed of the run, by consumer, and the seed of each environment."""
+        return {
+            "run": self.config.seed,
+            **asdict(self.parts.seeds),
+            "each_env": self.parts.env_seeds,
+        }
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, StateDict]:
+        """Return the sections of a checkpoint."""
+        clock, own = self.parts.clock, dict[str, Any]()
+        for hook in self._hooks:
+            own |= hook.state_dict(self)
+        timers = {str(i): timers.state_dict() for i, timers in enumerate(self.parts.timers)}
+        return {
+            **self.parts.state_dict(),
+            "run": {
+                "env_steps": clock.env_steps,
+                "updates": clock.updates,
+                "marks": self._marks,
+                "standings": self.standings.state_dict(),
+                **own,
+                "wall_s": self.wall_s(),
+                "timers": timers,
+                "faults": self.faults.state_dict(),
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, StateDict]) -> bool:
+        """Restore; return False if the environments had to start new episodes."""
+        own, clock = state["run"], self.parts.clock
+        clock.env_steps, clock.updates = own["env_steps"], own["updates"]
+        restored = self.parts.load_state_dict(state)
+        self.standings.load_state_dict(own["standings"])
+        for hook in self._hooks:
+            hook.load_state_dict(self, own)
+        self._marks = dict(own["marks"])
+        self.earlier_wall_s = own["wall_s"]
+        for timers, spent in zip(self.parts.timers, own["timers"].values(), strict=False):
+            timers.load_state_dict(spent)
+        self.faults.load_state_dict(own["faults"])
+        return restored
