@@ -16,13 +16,14 @@ from qfleet.agent.device_inference import DeviceInference
 from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.updaters.local import LocalUpdater
 from qfleet.agent.updaters.optimisers import make_optimiser
-from qfleet.agent.weights import FlatWeights, SameWeights
+from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.core.counter_rng import draw_below, first_counters, next_counters
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
 from qfleet.engines import serial
 from qfleet.engines.factories import make_objective, make_ring, make_updater
+from qfleet.engines.loop import SameWeights
 from qfleet.engines.placement import Placement
 from qfleet.engines.registry import build
 from qfleet.engines.torch_settings import TorchSettings

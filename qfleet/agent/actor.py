@@ -20,7 +20,18 @@ from qfleet.agent import schedules
 from qfleet.agent.inference import Inference
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.config.config import Config
-from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Episode, StateDict, Step, VectorEnv
+from qfleet.core.types import (
+    FIRST,
+    SKIP,
+    TERMINATED,
+    Block,
+    Clock,
+    Episode,
+    StateDict,
+    Step,
+    VectorEnv,
+    WeightsChannel,
+)
 from qfleet.envs.state import as_dict
 from qfleet.telemetry.timers import Timers
 
@@ -248,3 +259,25 @@ class Actor:
         self._returns = np.array(state["returns"], dtype=np.float64)
         self._lengths = np.array(state["lengths"], dtype=np.int64)
         return True
+
+
+class Inline:
+    """The actor is called when its block is needed."""
+
+    def __init__(self, actor: Actor, channel: WeightsChannel, clock: Clock) -> None:
+        self._actor, self._channel, self._clock = actor, channel, clock
+
+    def collect(self, rows: int) -> Block:
+        return self._actor.collect(rows, self._channel.refresh(), self._clock.progress)
+
+    def take_episodes(self) -> list[Episode]:
+        return self._actor.take_episodes()
+
+    def exploration_rate(self) -> float:
+        return self._actor.exploration_rate(self._clock.progress)
+
+    def state_dict(self) -> StateDict:
+        return self._actor.state_dict()
+
+    def load_state_dict(self, state: StateDict) -> bool:
+        return self._actor.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Every schedule, as a function of the one clock and the configuration."""
+"""Every schedule, as a function of the run's clock and the configuration."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from qfleet.algorithms.exploration import epsilon_ladder, linear_epsilon
+from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.config.config import Config
 
 
 def progress(config: Config, env_steps: int) -> float:
-    """Share of the run that is done, in [0, 1]."""
+    """Return the share of the run that is done, in [0, 1]."""
     return min(1.0, env_steps / config.steps)
 
 
 def epsilon(config: Config, env_steps: int) -> float:
-    """Exploration rate of the whole pool (the ladder, where asked for, is per env).
+    """Return ε: it falls linearly over the first ``exploration_fraction`` of the run, as in SB3.
 
-    0 where noise in the weights, or a policy that actions are drawn from, explores instead.
+    0 if noise in the weights, or a policy that actions are sampled from, explores instead.
     """
     if config.noisy or config.head == "actor-critic":
         return 0.0
-    return linear_epsilon(
-        env_steps,
-        config.steps,
-        config.exploration_fraction,
-        config.exploration_initial_eps,
-        config.exploration_final_eps,
-    )
+    done, fraction = env_steps / config.steps, config.exploration_fraction
+    initial, final = config.exploration_initial_eps, config.exploration_final_eps
+    return final if done >= fraction else initial + done * (final - initial) / fraction
 
 
 def learning_rate(config: Config, env_steps: int) -> float:
@@ -42,15 +38,15 @@ def learning_rate(config: Config, env_steps: int) -> float:
 
 
 def importance_exponent(config: Config, env_steps: int) -> float:
-    """β of prioritised replay: from its first value to 1 at the end of the run."""
+    """Return β of prioritised replay: it rises from its first value to 1 at the end of the run."""
     beta = config.prioritized_replay_beta0
     return beta + (1.0 - beta) * progress(config, env_steps)
 
 
 def own_ladder(config: Config, worker: int) -> NDArray[np.float32] | None:
-    """A worker's rungs of the ladder over all envs of all workers; None where ε falls instead.
+    """Return a worker's part of the ladder over all envs of all workers; None without a ladder.
 
-    Who joins later than the rest stands beside one of them.
+    A worker that joins late reuses an existing ε of the ladder.
     """
     if not config.exploration_ladder:
         return None
@@ -61,7 +57,7 @@ def own_ladder(config: Config, worker: int) -> NDArray[np.float32] | None:
 
 
 def rows_per_block(config: Config) -> int:
-    """Rows collected between two looks at the limiter: one train_freq, over all envs."""
+    """Return the rows between two checks of the rate limiter: one train_freq, over all envs."""
     rows = config.block_rows or config.train_freq // config.envs
     if not config.replay:
         return rows  # whole rollouts, or parts into which they can be cut
@@ -69,6 +65,6 @@ def rows_per_block(config: Config) -> int:
 
 
 def next_rows(config: Config, env_steps: int) -> int:
-    """Rows of the block that starts at ``env_steps``; 0 once the run is complete."""
+    """Return the rows of the block that starts at ``env_steps``; 0 once the run is complete."""
     rows_left = -(-(config.steps - env_steps) // config.envs)
     return max(0, min(rows_per_block(config), rows_left))

@@ -86,26 +86,6 @@ def join(*gradients: Tensor) -> Tensor:
     return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
 
-class SameWeights:
-    """The weights channel of engines whose actor and learner share one network."""
-
-    def __init__(self) -> None:
-        self._version = 0
-        self.lag = Lag()
-
-    def publish(self, version: int) -> None:
-        self._version = version
-
-    def restart(self, version: int) -> None:
-        self._version = version
-
-    def refresh(self) -> int:
-        return self._version
-
-    def record_lag(self, updates: int) -> None:
-        self.lag.record(updates)
-
-
 class Mailbox:
     """The weights channel to an actor with a network of its own, beside the learner's.
 

@@ -1,23 +1,9 @@
-"""Exploration: schedules of ε, and sampling of actions from a policy."""
+"""Exploration: one ε per env, and sampling of actions from a policy."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def linear_epsilon(
-    env_steps: int, total_steps: int, fraction: float, initial: float, final: float
-) -> float:
-    """Return ε: it decreases linearly over the first ``fraction`` of the run, then is constant.
-
-    This is the schedule of Stable-Baselines3.
-    """
-    assert total_steps > 0, f"total_steps must be positive, not {total_steps}"
-    progress = env_steps / total_steps
-    if progress >= fraction:
-        return final
-    return initial + progress * (final - initial) / fraction
 
 
 def epsilon_ladder(num_envs: int, base: float) -> Tensor:

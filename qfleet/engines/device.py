@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -22,14 +22,13 @@ from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.population import Agents, agent_seeds
 from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import rows_per_block
-from qfleet.agent.weights import SameWeights
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds, env_seeds
 from qfleet.core.types import Clock, StateDict
 from qfleet.engines import serial
 from qfleet.engines.factories import make_learner, make_memory
-from qfleet.engines.loop import RateLimiter
-from qfleet.engines.parts import EngineHook, LoopParts
+from qfleet.engines.loop import SameWeights
+from qfleet.engines.parts import EngineHook, LoopParts, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.recording import prepare_learner
 from qfleet.engines.stage_rates import Stages, make_stages
@@ -39,22 +38,12 @@ from qfleet.envs.device.vector import check_tensor_env
 from qfleet.envs.factory import make_tensors
 from qfleet.memory.rollout import Rollout
 from qfleet.telemetry.bottleneck import StageRates
-from qfleet.telemetry.faults import FaultLog
-from qfleet.telemetry.timers import Timers
-from qfleet.telemetry.trace import Trace
 
 
-def build(
-    config: Config,
-    faults: FaultLog,
-    restarted_at: int = 0,
-    trace: Trace | None = None,
-    members: Sequence[int] | None = None,
-) -> LoopParts:
-    """Create the parts of the agents ``members``; None: of all. Tensor envs always resume."""
-    del restarted_at
-    members = range(config.population) if members is None else members
-    seeds = Seeds.of(config.seed)
+def build(setup: Setup) -> LoopParts:
+    """Create the parts. Tensor environments always have a stored state to continue from."""
+    config, seeds = setup.config, setup.seeds
+    members = range(config.population) if setup.members is None else setup.members
     with contextlib.ExitStack() as made:
         env = make_tensors(config)
         spec = env.spec
@@ -63,7 +52,7 @@ def build(
         check_tensor_env(env, device)
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
-        timers = Timers(trace.lane("learner") if trace else None)
+        timers = setup.make_timers("learner")
         # The memory asks the learner for values, and the learner the memory for samples.
         memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs), members)
         made.callback(memory.close)
@@ -133,20 +122,17 @@ def build(
                 how += ", compiled" if failure is None else f", not compiled ({failure})"
             notes.append(f"steps on {device}: {how} ({time.monotonic() - started_s:.0f} s)")
         return LoopParts(
-            config=config,
+            setup=setup,
             spec=spec,
             device=device,
-            seeds=seeds,
             env_seeds=[seed for own in seeds_of_envs for seed in own],
             clock=clock,
             timers=[timers],
-            faults=faults,
             collector=actor,
             evaluator=DeviceEvaluator(episodes, learner.online),
             memory=memory,
             learner=learner,
             channel=channel,
-            limiter=RateLimiter(config, clock, memory),
             notes=notes,
             hooks=hooks,
             members=members,

@@ -34,11 +34,6 @@ from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 
 
-def training_env_seed(seeds: Seeds, restarted_at: int) -> int:
-    """Return the seed of the environments; ``restarted_at`` env steps they begin new episodes."""
-    return mix_seeds(seeds.envs, restarted_at) if restarted_at else seeds.envs
-
-
 def make_groups(config: Config, seed: int, faults: FaultLog) -> list[VectorEnv]:
     """Return the environments, in groups of (almost) equal size."""
     groups = max(1, config.env_groups)

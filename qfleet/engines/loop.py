@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from qfleet.agent.learner import Learner
 from qfleet.agent.schedules import next_rows
 from qfleet.config.config import Config
-from qfleet.core.types import Clock, Collector, Memory, WeightsChannel
+from qfleet.core.types import Clock, Collector, Lag, Memory, WeightsChannel
 from qfleet.telemetry.timers import Timers
 
 
@@ -55,6 +55,26 @@ class RateLimiter:
     def next_rows(self) -> int:
         """Return the rows of the next block; 0 once the run is complete."""
         return next_rows(self._config, self._clock.env_steps)
+
+
+class SameWeights:
+    """The weights channel of engines whose actor and learner share one network."""
+
+    def __init__(self) -> None:
+        self._version = 0
+        self.lag = Lag()
+
+    def publish(self, version: int) -> None:
+        self._version = version
+
+    def restart(self, version: int) -> None:
+        self._version = version
+
+    def refresh(self) -> int:
+        return self._version
+
+    def record_lag(self, updates: int) -> None:
+        self.lag.record(updates)
 
 
 def collect(

@@ -7,15 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from qfleet.agent.evaluation import Evaluation
+from qfleet.agent.evaluation import Evaluation, HostEvaluator
 from qfleet.agent.learner import Learner
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
-from qfleet.core.seeding import Seeds
+from qfleet.core.seeding import Seeds, mix_seeds
 from qfleet.core.types import (
     Clock,
     Collector,
@@ -23,8 +23,10 @@ from qfleet.core.types import (
     EpisodeSource,
     Memory,
     StateDict,
+    VectorEnv,
     WeightsChannel,
 )
+from qfleet.engines.factories import make_groups
 from qfleet.engines.loop import RateLimiter
 from qfleet.engines.stage_rates import Stages
 from qfleet.networks.qnetwork import QNetwork
@@ -32,6 +34,39 @@ from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timeline import draw_timeline
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
+
+
+class Setup(NamedTuple):
+    """What an engine builds a run from."""
+
+    config: Config
+    faults: FaultLog
+    restarted_at: int = 0
+    """Env steps at which environments without a stored state start new episodes."""
+    trace: Trace | None = None
+    members: Sequence[int] | None = None
+    """Agents of a population that train; None: all."""
+
+    @property
+    def seeds(self) -> Seeds:
+        return Seeds.of(self.config.seed)
+
+    def make_envs(self) -> list[VectorEnv]:
+        """Return the environments to train in, in groups."""
+        seed = self.seeds.envs
+        seed = mix_seeds(seed, self.restarted_at) if self.restarted_at else seed
+        return make_groups(self.config, seed, self.faults)
+
+    def make_timers(self, lane: str) -> Timers:
+        return Timers(self.trace.lane(lane) if self.trace else None)
+
+    def make_evaluator(
+        self, network: QNetwork, device: torch.device, closing: contextlib.ExitStack
+    ) -> HostEvaluator:
+        seed = self.seeds.eval_envs
+        evaluator = HostEvaluator(self.config, network, device, seed, self.faults)
+        closing.callback(evaluator.close)
+        return evaluator
 
 
 class Model(Protocol):
@@ -102,16 +137,14 @@ Hook = TypeVar("Hook", bound=EngineHook)
 class Parts(ABC):
     """What every run has, whichever engine runs it."""
 
-    config: Config
+    setup: Setup
     spec: EnvSpec
     device: torch.device
-    seeds: Seeds
     env_seeds: list[int]
     """The seed of each environment."""
     clock: Clock
     timers: list[Timers]
     """One per thread; the first is the learner's."""
-    faults: FaultLog
     collector: EpisodeSource
     evaluator: PolicyEvaluator
     closing: contextlib.ExitStack
@@ -126,6 +159,14 @@ class Parts(ABC):
     @property
     @abstractmethod
     def model(self) -> Model: ...
+
+    @property
+    def config(self) -> Config:
+        return self.setup.config
+
+    @property
+    def faults(self) -> FaultLog:
+        return self.setup.faults
 
     def find(self, kind: type[Hook]) -> Hook | None:
         """Return the engine's hook of this class, if it has one."""
@@ -164,7 +205,10 @@ class LoopParts(Parts):
     memory: Memory
     learner: Learner
     channel: WeightsChannel
-    limiter: RateLimiter
+    limiter: RateLimiter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.limiter = RateLimiter(self.config, self.clock, self.memory)
 
     @property
     def model(self) -> Model:

@@ -15,20 +15,19 @@ from typing import Any
 
 import torch
 
-from qfleet.agent.actor import Actor
-from qfleet.agent.collectors import Ahead, Inline
-from qfleet.agent.evaluation import HostEvaluator
+from qfleet.agent.actor import Actor, Inline
+from qfleet.agent.ahead import Ahead
 from qfleet.agent.inference import HostInference
 from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import rows_per_block
-from qfleet.agent.weights import FlatWeights, SameWeights
+from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, Collector, VectorEnv, WeightsChannel
 from qfleet.engines import serial
-from qfleet.engines.factories import make_groups, make_learner, make_memory, training_env_seed
-from qfleet.engines.loop import RateLimiter
-from qfleet.engines.parts import EngineHook, LoopParts
+from qfleet.engines.factories import make_learner, make_memory
+from qfleet.engines.loop import SameWeights
+from qfleet.engines.parts import EngineHook, LoopParts, Setup
 from qfleet.engines.placement import Acting, Placement, inference_rate, place_inference
 from qfleet.engines.recording import Prepared, prepare_learner
 from qfleet.engines.stage_rates import Stages, env_rate, learner_rate, make_stages
@@ -37,34 +36,25 @@ from qfleet.engines.tuning import Choice, Tuning, apply_asked, apply_choice
 from qfleet.networks.factory import make_network
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.bottleneck import StageRates
-from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
-from qfleet.telemetry.trace import Trace
 
 BLOCKS_AHEAD = 4
 """Blocks that an actor in a thread fills in turn: one under way, the others on their way to the
 ring."""
 
 
-def build(
-    config: Config,
-    faults: FaultLog,
-    restarted_at: int = 0,
-    trace: Trace | None = None,
-    members: Sequence[int] | None = None,
-) -> LoopParts:
-    """Create the parts; populations are refused by validation, so ``members`` is agent 0."""
-    del members
-    seeds = Seeds.of(config.seed)
+def build(setup: Setup) -> LoopParts:
+    """Create the parts."""
+    config, seeds = setup.config, setup.seeds
     with contextlib.ExitStack() as made:
-        envs = make_groups(config, training_env_seed(seeds, restarted_at), faults)
+        envs = setup.make_envs()
         for group in envs:
             made.callback(group.close)
         spec = envs[0].spec
         place = Placement.of(config, spec, any(group.in_background for group in envs))
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
-        timers = [Timers(trace.lane("learner") if trace else None)]
+        timers = [setup.make_timers("learner")]
         # The memory asks the learner for values, and the learner the memory for samples.
         memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs))
         made.callback(memory.close)
@@ -83,7 +73,7 @@ def build(
         channel: WeightsChannel
         if place.ahead or config.lockstep:
             acting = _place_acting(config, seeds, envs, place, learner.weights, choice)
-            timers.append(Timers(trace.lane("collector") if trace else None))
+            timers.append(setup.make_timers("collector"))
             actor = Actor(
                 envs,
                 acting.inference,
@@ -124,23 +114,18 @@ def build(
                 blocks=min(2, len(envs)),
             )
             collector = Inline(actor, channel, clock)
-        evaluator = HostEvaluator(config, learner.online, place.device, seeds.eval_envs, faults)
-        made.callback(evaluator.close)
         return LoopParts(
-            config=config,
+            setup=setup,
             spec=spec,
             device=place.device,
-            seeds=seeds,
             env_seeds=[seed for group in envs for seed in group.seeds],
             clock=clock,
             timers=timers,
-            faults=faults,
             collector=collector,
-            evaluator=evaluator,
+            evaluator=setup.make_evaluator(learner.online, place.device, made),
             memory=memory,
             learner=learner,
             channel=channel,
-            limiter=RateLimiter(config, clock, memory),
             notes=notes,
             hooks=hooks,
             closing=made.pop_all(),

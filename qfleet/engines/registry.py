@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from qfleet.config.config import Config
-from qfleet.engines.parts import Parts
+from qfleet.engines.parts import Parts, Setup
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import Trace
 
@@ -24,14 +24,7 @@ ENGINES = {
 class Engine(Protocol):
     """What the module of an engine provides."""
 
-    def build(
-        self,
-        config: Config,
-        faults: FaultLog,
-        restarted_at: int,
-        trace: Trace | None,
-        members: Sequence[int] | None,
-    ) -> Parts:
+    def build(self, setup: Setup) -> Parts:
         """Create the parts of a run, each where this engine wants it."""
         ...
 
@@ -52,12 +45,8 @@ def build(
     trace: Trace | None = None,
     members: Sequence[int] | None = None,
 ) -> Parts:
-    """Create all parts of a run with the engine of its configuration.
-
-    ``restarted_at`` (env steps) gives restarted environments new episodes. ``members``: which
-    agents of a population; None: all.
-    """
-    return engine(config.engine).build(config, faults, restarted_at, trace, members)
+    """Create all parts of a run with the engine of its configuration; see ``Setup``."""
+    return engine(config.engine).build(Setup(config, faults, restarted_at, trace, members))
 
 
 def run(parts: Parts, keep_going: Callable[[], bool]) -> None:

@@ -7,57 +7,44 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qfleet.agent.actor import Actor
-from qfleet.agent.collectors import Inline
-from qfleet.agent.evaluation import HostEvaluator
+from qfleet.agent.actor import Actor, Inline
 from qfleet.agent.inference import HostInference
 from qfleet.agent.schedules import rows_per_block
-from qfleet.agent.weights import SameWeights
-from qfleet.config.config import Config
-from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, Updater
-from qfleet.engines.factories import make_groups, make_learner, make_memory, training_env_seed
-from qfleet.engines.loop import RateLimiter, collect, learn
-from qfleet.engines.parts import LoopParts
+from qfleet.engines.factories import make_learner, make_memory
+from qfleet.engines.loop import SameWeights, collect, learn
+from qfleet.engines.parts import LoopParts, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.engines.tuning import apply_asked
-from qfleet.telemetry.faults import FaultLog
-from qfleet.telemetry.timers import Timers
-from qfleet.telemetry.trace import Trace
 
 
 def build(
-    config: Config,
-    faults: FaultLog,
-    restarted_at: int = 0,
-    trace: Trace | None = None,
-    members: Sequence[int] | None = None,
+    setup: Setup,
     *,
     make_updater: Callable[..., Updater] | None = None,
     ladder: NDArray[np.float32] | None = None,
 ) -> LoopParts:
-    """Create the parts; populations are refused by validation, so ``members`` is agent 0.
+    """Create the parts.
 
     For the workers of a parameter server: ``make_updater(weights, timers=…)`` makes the updater
     that asks the servers, and ``ladder`` is the ε of each env.
     """
-    del members
-    seeds = Seeds.of(config.seed)
+    config, seed = setup.config, setup.seeds.actor
     with contextlib.ExitStack() as made:
-        envs = make_groups(config, training_env_seed(seeds, restarted_at), faults)
+        envs = setup.make_envs()
         for group in envs:
             made.callback(group.close)
         spec = envs[0].spec
         place = Placement.of(config, spec, any(group.in_background for group in envs))
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
-        timers = Timers(trace.lane("learner") if trace else None)
+        timers = setup.make_timers("learner")
         # The memory asks the learner for values, and the learner the memory for samples.
         memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs))
         made.callback(memory.close)
@@ -67,30 +54,25 @@ def build(
         channel = SameWeights()
         actor = Actor(
             envs,
-            HostInference(learner.online, place.device, spec.obs_dtype, seeds.actor),
+            HostInference(learner.online, place.device, spec.obs_dtype, seed),
             config,
             timers,
             rows_per_block(config),
-            seeds.actor,
+            seed,
             ladder=ladder,
         )
-        evaluator = HostEvaluator(config, learner.online, place.device, seeds.eval_envs, faults)
-        made.callback(evaluator.close)
         return LoopParts(
-            config=config,
+            setup=setup,
             spec=spec,
             device=place.device,
-            seeds=seeds,
             env_seeds=[seed for group in envs for seed in group.seeds],
             clock=clock,
             timers=[timers],
-            faults=faults,
             collector=Inline(actor, channel, clock),
-            evaluator=evaluator,
+            evaluator=setup.make_evaluator(learner.online, place.device, made),
             memory=memory,
             learner=learner,
             channel=channel,
-            limiter=RateLimiter(config, clock, memory),
             notes=list(place.notes),
             closing=made.pop_all(),
         )

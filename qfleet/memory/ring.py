@@ -8,7 +8,9 @@ truncations and frame stacks that share their frames all follow from this rule.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +83,9 @@ class Ring:
             # indices.
             for column in (self._action, self._reward, self._flags):
                 column.zero_()
-        self._gather_columns = Compilable(self._columns_at, is_sized=True)
+        self._gather_columns: Callable[..., Any] = self._columns_at
+        if capturable:
+            self._gather_columns = Compilable(self._columns_at, is_sized=True)
         per_row = (self.rows, num_envs)
         self._action_rows = self._action.view(per_row)
         self._reward_rows = self._reward.view(per_row)
@@ -240,7 +244,8 @@ class Ring:
 
     def compilables(self) -> list[Compilable]:
         """Return the functions that may be compiled with torch.compile."""
-        return [self._gather_columns, *self._sampler.compilables()]
+        ours = [self._gather_columns] if isinstance(self._gather_columns, Compilable) else []
+        return [*ours, *self._sampler.compilables()]
 
     def _walk_one(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``_walk`` for n = 1, where no row between start and bootstrap row can be SKIP."""

@@ -106,7 +106,7 @@ def train(
     folder = _folder(config, run_dir, name)
     with _removed_if_refused(folder):
         run = Run(config, folder, options or sitting or RunOptions(), callbacks)
-    return _go(run)
+    return _trained(run, run.go())
 
 
 def train_seeds(
@@ -142,7 +142,7 @@ def train_seeds(
         one = config.replace(seed=seed)
         with _removed_if_refused(folder):
             run = Run(one, folder / f"seed-{seed}", options or sitting or RunOptions(), callbacks)
-        runs.append(_go(run))
+        runs.append(_trained(run, run.go()))
         if runs[-1].interrupted_by is not None:
             break
     return _aggregate(folder, runs)
@@ -205,7 +205,7 @@ def resume(
     runner = Run(config, folder, options or sitting or RunOptions(), callbacks, checkpoint)
     for alert in alerts:
         runner.alert(alert)
-    return _go(runner)
+    return _trained(runner, runner.go())
 
 
 def scale(run: Path | str, workers: int) -> Scaled:
@@ -295,8 +295,7 @@ def _one_run(run: Path | str) -> Path:
     return folder
 
 
-def _go(run: Run) -> Trained:
-    result = run.go()
+def _trained(run: Run, result: Result) -> Trained:
     return Trained(run.folder, run.config, result, _curve(run.folder), run.interrupted_by)
 
 

@@ -142,7 +142,7 @@ class RunState:
         """Return every seed of the run, by consumer, and the seed of each environment."""
         return {
             "run": self.config.seed,
-            **asdict(self.parts.seeds),
+            **asdict(self.parts.setup.seeds),
             "each_env": self.parts.env_seeds,
         }
 

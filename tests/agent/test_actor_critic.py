@@ -17,7 +17,7 @@ from qfleet.agent.device_actor import TensorActor
 from qfleet.agent.gradients import AutogradGradient, make_gradient
 from qfleet.agent.inference import HostInference, make_greedy
 from qfleet.agent.learner import Learner
-from qfleet.agent.weights import FlatWeights, SameWeights
+from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.exploration import sample_actions
 from qfleet.algorithms.losses import actor_critic, entropy
 from qfleet.config.config import Config
@@ -26,6 +26,7 @@ from qfleet.core.errors import ConfigError
 from qfleet.core.types import SKIP, TERMINATED, Batch, Block, Clock, EnvSpec, StateDict
 from qfleet.engines import placement, registry
 from qfleet.engines.factories import make_objective, make_updater
+from qfleet.engines.loop import SameWeights
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
 from qfleet.envs.device.cartpole import CartPole

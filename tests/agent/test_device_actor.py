@@ -15,13 +15,13 @@ from qfleet.agent import device_actor, schedules
 from qfleet.agent.actor import Actor
 from qfleet.agent.device_actor import EPISODES_KEPT, TensorActor, ring_places
 from qfleet.agent.inference import HostInference
-from qfleet.agent.weights import SameWeights
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.seeding import env_seeds
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec, Episode
+from qfleet.engines.loop import SameWeights
 from qfleet.envs.device.cartpole import CartPole
 from qfleet.envs.device.names import make_tensor_env
 from qfleet.envs.device.protocol import State, TensorEnv

@@ -6,7 +6,18 @@ import pytest
 import torch
 from torch import tensor
 
-from qfleet.algorithms.exploration import epsilon_ladder, linear_epsilon
+from qfleet.agent import schedules
+from qfleet.algorithms.exploration import epsilon_ladder
+from qfleet.config.config import Config
+
+
+def falling(fraction: float) -> Config:
+    return Config(
+        steps=1000,
+        exploration_fraction=fraction,
+        exploration_initial_eps=1.0,
+        exploration_final_eps=0.05,
+    )
 
 
 @pytest.mark.parametrize(
@@ -15,11 +26,11 @@ from qfleet.algorithms.exploration import epsilon_ladder, linear_epsilon
     [(0, 1.0), (50, 0.525), (100, 0.05), (1000, 0.05), (2000, 0.05)],
 )
 def test_linear_epsilon(env_steps: int, expected: float) -> None:
-    assert linear_epsilon(env_steps, 1000, 0.1, 1.0, 0.05) == pytest.approx(expected)
+    assert schedules.epsilon(falling(0.1), env_steps) == pytest.approx(expected)
 
 
 def test_linear_epsilon_without_a_fall_is_final_at_once() -> None:
-    assert linear_epsilon(0, 1000, 0.0, 1.0, 0.05) == 0.05
+    assert schedules.epsilon(falling(0.0), 0) == 0.05
 
 
 def test_epsilon_ladder() -> None:

@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from qfleet.agent.evaluation import HostEvaluator
 from qfleet.agent.schedules import rows_per_block
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError, ConfigError
-from qfleet.core.seeding import Seeds, env_seeds
+from qfleet.core.seeding import env_seeds
 from qfleet.core.types import Clock, EnvSpec
 from qfleet.engines import serial
 from qfleet.engines.actors.account import Account
@@ -42,15 +41,13 @@ from qfleet.engines.cluster.ray_cluster import (
     open_cluster,
 )
 from qfleet.engines.factories import make_learner
-from qfleet.engines.loop import RateLimiter
-from qfleet.engines.parts import LoopParts
+from qfleet.engines.parts import LoopParts, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.engines.tuning import apply_asked
 from qfleet.envs.factory import make_envs
 from qfleet.memory.sizing import check_fits
 from qfleet.networks.factory import make_network
-from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timeline import draw_workers
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
@@ -61,16 +58,9 @@ BURST_BYTES = 64 * 2**20
 """Samples drawn at once take no more than this, but for a single batch that does."""
 
 
-def build(
-    config: Config,
-    faults: FaultLog,
-    restarted_at: int = 0,
-    trace: Trace | None = None,
-    members: Sequence[int] | None = None,
-) -> LoopParts:
-    """Create all parts of a run; populations are refused by validation."""
-    del members
-    seeds = Seeds.of(config.seed)
+def build(setup: Setup) -> LoopParts:
+    """Create the parts, and the cluster that actors and replay shards are on."""
+    config, faults, seeds = setup.config, setup.faults, setup.seeds
     # Errors of the environment are raised here, before a cluster is started.
     probe = make_envs(config, 1, seeds.envs, training=False, on_fault=faults)
     spec = probe.spec
@@ -83,7 +73,7 @@ def build(
     clock = Clock(frame_skip=spec.frame_skip)
     # A trace of its own, merged with the actors' at the end: a trace has room for a limited number
     # of spans, and all lanes must reach the same moment.
-    lane = Trace().lane("learner") if trace else None
+    lane = Trace().lane("learner") if setup.trace else None
     timers = Timers(lane)
     account = Account(config.workers, config.servers, timers, lane)
     needed = store_bytes(config, spec, _weight_bytes(config, spec))
@@ -113,27 +103,22 @@ def build(
             faults,
             account,
             spawn=lambda number, life: cluster.spawn(
-                RemoteActor, config, number, life, restarted_at, trace is not None
+                RemoteActor, config, number, life, setup.restarted_at, setup.trace is not None
             ),
         )
-        evaluator = HostEvaluator(config, learner.online, place.device, seeds.eval_envs, faults)
-        made.callback(evaluator.close)
-        each = [actor_seed(seeds.envs, i, 0, restarted_at) for i in range(config.workers)]
+        each = [actor_seed(seeds.envs, i, 0, setup.restarted_at) for i in range(config.workers)]
         return LoopParts(
-            config=config,
+            setup=setup,
             spec=spec,
             device=place.device,
-            seeds=seeds,
             env_seeds=[seed for own in each for seed in env_seeds(own, config.envs)],
             clock=clock,
             timers=[timers],
-            faults=faults,
             collector=actors,
-            evaluator=evaluator,
+            evaluator=setup.make_evaluator(learner.online, place.device, made),
             memory=memory,
             learner=learner,
             channel=channel,
-            limiter=RateLimiter(config, clock, memory),
             notes=[*place.notes, _note(config, cluster)],
             hooks=[ProcessesHook(account)],
             draw_timeline=draw_workers,

@@ -8,33 +8,29 @@ memory.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from qfleet.agent.evaluation import HostEvaluator
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
-from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, EnvSpec, StateDict
 from qfleet.engines.cluster.processes_hook import ProcessesHook
 from qfleet.engines.cluster.ray_cluster import LEAST_BYTES_WITH_TORCH, check_memory
 from qfleet.engines.parameter_server import resize_request
 from qfleet.engines.parameter_server.fleet import Fleet
 from qfleet.engines.parameter_server.limits import several
-from qfleet.engines.parts import Model, Parts
+from qfleet.engines.parts import Model, Parts, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.factory import make_envs
 from qfleet.memory.sizing import check_fits
 from qfleet.networks.factory import make_network
 from qfleet.networks.qnetwork import QNetwork
-from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timeline import draw_workers
 from qfleet.telemetry.timers import Timers
-from qfleet.telemetry.trace import Trace
 
 
 @dataclass(kw_only=True)
@@ -49,16 +45,10 @@ class ServerParts(Parts):
         return self.fetched
 
 
-def build(
-    config: Config,
-    faults: FaultLog,
-    restarted_at: int = 0,
-    trace: Trace | None = None,
-    members: Sequence[int] | None = None,
-) -> ServerParts:
-    """Create the parts of the supervising process; populations are refused by validation."""
-    del members
-    seeds, device = Seeds.of(config.seed), torch.device("cpu")
+def build(setup: Setup) -> ServerParts:
+    """Create the parts of the supervising process."""
+    config, faults, seeds = setup.config, setup.faults, setup.seeds
+    device, closing = torch.device("cpu"), contextlib.ExitStack()
     envs = make_envs(config, 1, seeds.envs, training=False, on_fault=faults)
     spec = envs.spec
     envs.close()
@@ -73,25 +63,20 @@ def build(
         timers,
         faults,
         weights.data,
-        restarted_at,
-        trace is not None,
+        setup.restarted_at,
+        setup.trace is not None,
         lambda workers: _check_more(config, spec, workers),
     )
-    evaluator = HostEvaluator(config, network, device, seeds.eval_envs, faults)
-    closing = contextlib.ExitStack()
-    closing.callback(evaluator.close)
     servers = f"{config.servers} server{'s' if config.servers > 1 else ''}"
     return ServerParts(
-        config=config,
+        setup=setup,
         spec=spec,
         device=device,
-        seeds=seeds,
         env_seeds=[],
         clock=clock,
         timers=[timers],
-        faults=faults,
         collector=fleet,
-        evaluator=evaluator,
+        evaluator=setup.make_evaluator(network, device, closing),
         fetched=FetchedModel(network, weights, fleet),
         notes=[f"{several(config.workers)} and {servers}, {config.update}"],
         hooks=[FleetHook(fleet)],

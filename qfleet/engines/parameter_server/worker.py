@@ -21,6 +21,7 @@ from qfleet.engines import serial
 from qfleet.engines.cluster.ray_cluster import TIMEOUT_S, from_inside
 from qfleet.engines.parameter_server.client import Line, RemoteLine, Servers, ServersLost
 from qfleet.engines.parameter_server.updaters import RemoteUpdater, make_codec, make_remote_updater
+from qfleet.engines.parts import Setup
 from qfleet.envs.latency import latency_of
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import SpanRecord, Trace
@@ -119,10 +120,7 @@ class Worker:
 
         self._own = worker_config(config, number)
         self._parts = serial.build(
-            self._own,
-            self._faults,
-            restarted_at,
-            self._trace,
+            Setup(self._own, self._faults, restarted_at, self._trace),
             make_updater=remote,
             ladder=own_ladder(config, number),
         )

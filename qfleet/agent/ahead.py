@@ -1,11 +1,10 @@
-"""Who fills blocks, and when: on the spot, or one block ahead in a thread of its own.
+"""An actor in a thread of its own, one block ahead of the learner.
 
-In: an actor and the weights channel. Out: blocks, in the order they were collected.
+In: an actor and the weights channel. Out: blocks, in the order in which they were collected.
 
-Working ahead keeps everything reproducible. The thread is given work only at the moment its last
-block is taken, with the weights of that moment, so block k + 1 is always collected with what was
-learnt from the blocks before k, however fast either side runs; and the memory changes only between
-two bursts of updates. What a run computes then does not depend on timing.
+A run stays reproducible. The thread gets work only when its last block is taken, with the weights
+of that moment, so block k + 1 is always collected with what was learnt from the blocks before k,
+however fast either side is; and the memory changes only between two bursts of updates.
 """
 
 from __future__ import annotations
@@ -25,28 +24,6 @@ from qfleet.config.config import Config
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import Block, Clock, Episode, StateDict, WeightsChannel
 from qfleet.telemetry.timers import Timers
-
-
-class Inline:
-    """The actor is called when its block is needed."""
-
-    def __init__(self, actor: Actor, channel: WeightsChannel, clock: Clock) -> None:
-        self._actor, self._channel, self._clock = actor, channel, clock
-
-    def collect(self, rows: int) -> Block:
-        return self._actor.collect(rows, self._channel.refresh(), self._clock.progress)
-
-    def take_episodes(self) -> list[Episode]:
-        return self._actor.take_episodes()
-
-    def exploration_rate(self) -> float:
-        return self._actor.exploration_rate(self._clock.progress)
-
-    def state_dict(self) -> StateDict:
-        return self._actor.state_dict()
-
-    def load_state_dict(self, state: StateDict) -> bool:
-        return self._actor.load_state_dict(state)
 
 
 class _Collected(NamedTuple):

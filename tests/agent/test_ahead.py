@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from qfleet.agent import collectors
-from qfleet.agent.actor import Actor
-from qfleet.agent.collectors import Ahead, Inline
-from qfleet.agent.weights import FlatWeights, Mailbox, SameWeights
+from qfleet.agent import ahead
+from qfleet.agent.actor import Actor, Inline
+from qfleet.agent.ahead import Ahead
+from qfleet.agent.weights import FlatWeights, Mailbox
 from qfleet.config.config import Config
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import Block, Clock, Episode, Lag, StateDict
+from qfleet.engines.loop import SameWeights
 from qfleet.telemetry.timers import Timers
 from support.waiting import PHASE_S, deadline
 
@@ -211,7 +212,7 @@ def test_a_checkpoint_does_not_fail_with_a_block_it_does_not_hold(opened: list[S
 def test_closing_does_not_wait_for_an_actor_that_hangs(
     gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collectors, "CLOSE_S", 0.05)
+    monkeypatch.setattr(ahead, "CLOSE_S", 0.05)
     reached, left = threading.Event(), threading.Event()
 
     def hang(number: int) -> None:
@@ -244,7 +245,7 @@ def test_closing_ends_the_thread() -> None:
 def test_a_block_that_never_comes_names_the_env_and_the_mend(
     gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collectors, "BOOT_S", 0.0)
+    monkeypatch.setattr(ahead, "BOOT_S", 0.0)
     config = CONFIG.replace(env_timeout_s=0.01, max_env_restarts=3)
     scene = Scene(FakeActor(before=lambda _: cast(None, gate.wait(deadline(PHASE_S)))), config)
     with pytest.raises(EnvironmentFault) as caught:
