@@ -25,8 +25,8 @@ import torch
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
+from qfleet.engines import stage_rates
 from qfleet.engines.auto import settle
-from qfleet.training import stage_rates
 from qfleet.training.run import Run
 from qfleet.training.run_state import RunOptions
 
