@@ -38,7 +38,7 @@ def _draw_shares(account: FleetAccount, path: Path) -> Path:
         label_rows(axes, names)
         axes.set_xlim(0.0, max(100.0, *begins))
         axes.set_xlabel("% of wall time")
-        axes.set_title(f"{account.name}: where the time went")
+        axes.set_title(f"{account.update or 'actors'}: where the time went")
         axes.legend(**BESIDE)
     return path
 
@@ -64,8 +64,10 @@ def _draw_staleness(account: FleetAccount, path: Path) -> Path:
         axes.axvline(min(ages.mean, last), color=PALETTE[1], lw=2.0, label=f"mean {ages.mean:.2f}")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
         more = "" if max(ages.counts) <= last else f" ({last}: {last} or older)"
-        axes.set_xlabel(f"age of a {account.aged}'s weights, in updates{more}")
-        axes.set_ylabel(f"% of {account.aged}s")
-        axes.set_title(f"{account.name}: staleness, 95 % up to {ages.percentile(95)}")
+        aged = "gradient" if account.update else "block"
+        axes.set_xlabel(f"age of a {aged}'s weights, in updates{more}")
+        axes.set_ylabel(f"% of {aged}s")
+        name = account.update or "actors"
+        axes.set_title(f"{name}: staleness, 95 % up to {ages.percentile(95)}")
         axes.legend(loc="best")
     return path

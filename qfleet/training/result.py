@@ -16,6 +16,7 @@ import torch
 from qfleet.agent import schedules
 from qfleet.agent.evaluation import Evaluation
 from qfleet.engines.parts import Parts
+from qfleet.telemetry.fleet import TRAFFIC
 from qfleet.telemetry.timers import Timers
 from qfleet.training.standings import Standings
 
@@ -118,15 +119,10 @@ def _communication(parts: Parts) -> dict[str, int | None]:
         return parts.account.communication()
     account = None if parts.fleet is None else parts.fleet.account()
     if account is not None:
-        workers = account.workers
-        return {
-            "bytes_sent": sum(worker.bytes_sent for worker in workers),
-            "bytes_received": sum(worker.bytes_received for worker in workers),
-            "messages": sum(worker.messages for worker in workers),
-        }
+        return {name: account.total(name) for name in TRAFFIC}
     traffic = parts.traffic
     if traffic is None:
-        return dict.fromkeys(("bytes_sent", "bytes_received", "messages"))
+        return dict.fromkeys(TRAFFIC)
     return {
         "bytes_sent": traffic.bytes_to_device,
         "bytes_received": traffic.bytes_to_host,

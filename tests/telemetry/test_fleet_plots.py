@@ -55,7 +55,7 @@ def test_a_long_tail_goes_into_the_last_bar(tmp_path: Path, drawn: list[Axes]) -
 def test_many_updates_between_two_blocks_make_wide_bars(tmp_path: Path, drawn: list[Axes]) -> None:
     ages = {0: 1, 64: 2, 65: 1, 66: 2, 200: 1, 999: 1}
     of_blocks = worker(0, 100, SLOW, staleness=ages)
-    draw_fleet(fleet(workers=(of_blocks,), servers=(), aged="block"), tmp_path)
+    draw_fleet(fleet(workers=(of_blocks,), servers=(), update=None), tmp_path)
     _, axes = drawn
     (bars,) = axes.containers
     heights = {bar.get_x() + bar.get_width() / 2: bar.get_height() for bar in bars}
@@ -67,7 +67,7 @@ def test_many_updates_between_two_blocks_make_wide_bars(tmp_path: Path, drawn: l
 
 def test_actors_and_their_learner_are_named(tmp_path: Path, drawn: list[Axes]) -> None:
     shares = dict.fromkeys((*KINDS, "other"), 0.25)
-    draw_fleet(fleet(update=None, member="actor", learner=shares), tmp_path)
+    draw_fleet(fleet(update=None, learner=shares), tmp_path)
     axes, _ = drawn
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == ["actor 0", "actor 1", "actor 2", "learner"]
