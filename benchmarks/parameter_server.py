@@ -3,19 +3,24 @@
     python benchmarks/parameter_server.py --rows throughput       pushes beside bare calls of Ray
     python benchmarks/parameter_server.py --rows efficiency       1 to 16 workers, a step takes 5 ms
     python benchmarks/parameter_server.py --rows straggler        sync, ssp, hybrid, async; one slow
+    python benchmarks/parameter_server.py --rows draw             docs/images/straggler.png
     python benchmarks/parameter_server.py --rows solve --seeds 5  CartPole to 475 by every update
     python benchmarks/parameter_server.py --rows a3c --seeds 5    the same by A3C
     python benchmarks/parameter_server.py --rows kills --seeds 3  two minutes of SIGKILL
 
-Rates are ratios against a bare call, or one worker, of the same run.
+Rates are ratios against a bare call, or one worker, of the same run. ``draw`` reads
+benchmarks/data/straggler.csv; the ``speedup.csv`` of row ``straggler`` can replace it.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -37,6 +42,8 @@ from qfleet.engines.cluster.ray_cluster import Cluster, from_inside, open_cluste
 from qfleet.engines.parameter_server.client import RemoteLine, Servers
 from qfleet.engines.parameter_server.server import RemoteServer, calls_at_once
 from qfleet.engines.parameter_server.wire import INLINE_VECTOR_BYTES
+from qfleet.lab.speedup import Point
+from qfleet.lab.speedup_plot import draw_speedup
 from qfleet.telemetry.timers import Timers
 from qfleet.training.callbacks import Callback
 from qfleet.training.run import Run
@@ -47,6 +54,8 @@ UPDATES = ("sync", "async", "ssp", "hybrid", "easgd", "local-sgd", "admm")
 LATENCY_S = "0.005"
 WAITING = {"envs": 1, "train_freq": 32, "gradient_steps": 1, "batch_size": 32, "net_arch": [64, 64]}
 """Of the rows with a latency: workers wait for their environments nine tenths of their time."""
+STRAGGLER_CSV = Path(__file__).parent / "data" / "straggler.csv"
+STRAGGLER_PNG = Path(__file__).parents[1] / "docs" / "images" / "straggler.png"
 KILLING_S = 120.0
 SOLVED = 475.0
 
@@ -156,6 +165,18 @@ def speedup(updates: str, workers: str, *more: str) -> None:
             *more,
         ]
     )
+
+
+def draw_straggler() -> None:
+    """Draw the stored speed-ups; what the plot does not show need not be stored."""
+    unknown: dict[str, Any] = {field.name: math.nan for field in dataclasses.fields(Point)}
+    points = []
+    with STRAGGLER_CSV.open(newline="") as file:
+        for row in csv.DictReader(file):
+            stored = {"update": row["update"], "workers": int(row["workers"])}
+            shown = {name: float(row[name]) for name in ("straggler", "speed_up")}
+            points.append(Point(**unknown | stored | shown))
+    draw_speedup(points, "CartPole-v1, parameter-server, 5 ms a step", STRAGGLER_PNG)
 
 
 def solve(
@@ -306,6 +327,8 @@ def main() -> None:
                 "sync,ssp,hybrid,async", "1,4", "--straggler", "4",
                 "--out", str(options.out / "straggler"),
             )  # fmt: skip
+        elif row == "draw":
+            draw_straggler()
         elif row == "solve":
             found[row] = solve(options.algo, tuple(options.updates), options.seeds, fields)
         elif row == "a3c":

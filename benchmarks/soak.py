@@ -23,6 +23,7 @@ import torch
 
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
+from qfleet.telemetry.figures import saved_figure
 from qfleet.training.run import Run
 from qfleet.training.run_state import RunOptions
 
@@ -42,21 +43,13 @@ def watch(samples: list[tuple[float, int, int]], run: Run, stop: threading.Event
 
 
 def draw(samples: list[tuple[float, int, int]], png: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3))
-    axes.plot([s / 60 for s, _, _ in samples], [b / 2**20 for _, b, _ in samples])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("minutes")
-    axes.set_ylabel("resident memory, MiB")
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png, dpi=120)
+    with saved_figure(png, 7.2, 3.2) as figure:
+        axes = figure.add_subplot()
+        axes.plot([s / 60 for s, _, _ in samples], [b / 2**20 for _, b, _ in samples])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("minutes")
+        axes.set_ylabel("resident memory, MiB")
+        axes.set_title(title)
 
 
 def main() -> None:

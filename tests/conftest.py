@@ -50,6 +50,22 @@ def default_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The axes of every figure that is saved, in order."""
+    from matplotlib.figure import Figure
+
+    axes: list[Any] = []
+    save = Figure.savefig
+
+    def spy(figure: Figure, path: Path) -> None:
+        axes.extend(figure.axes)
+        save(figure, path)
+
+    monkeypatch.setattr(Figure, "savefig", spy)
+    return axes
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Schedule files that start clusters as the group "ray".

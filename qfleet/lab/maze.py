@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from qfleet.algorithms.tabular import QTable
 from qfleet.core.errors import ConfigError
 from qfleet.envs.grid import ACTIONS, GOAL_REWARD, MOVES, STEP_REWARD, Maze
+from qfleet.telemetry.figures import saved_figure
 
 _MAX_STEPS_PER_CELL = 50
 """Truncates an episode that does not reach the goal; a random walk covers a maze in far fewer
@@ -104,33 +105,15 @@ def path_art(result: MazeResult) -> str:
 
 def draw_maze(result: MazeResult, path: Path) -> Path:
     """Draw Q(s, a), the greedy actions and the greedy path beside the learning curve."""
-    if path.suffix.lower() not in _FORMATS:
-        raise ConfigError(f"picture '{path}' must end in {', '.join(_FORMATS)}")
-
-    import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     maze = result.maze
     maze_width = min(10.0, max(4.0, 5.4 * maze.width / maze.height))
-    style: dict[Any, Any] = {"font.size": 10.5, "text.color": _TEXT, "axes.labelcolor": _TEXT}
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(maze_width + 5.4, 5.4), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
+    with saved_figure(path, maze_width + 5.4, 5.4) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[maze_width, 4.6])
         _draw_values(left, result)
         _draw_returns(right, result)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path)
-        except OSError as error:
-            raise ConfigError(f"cannot write picture '{path}': {error.strerror}") from None
     return path
 
 
-_FORMATS = (".png", ".svg", ".pdf")
-_TEXT = "#333333"
-_MUTED = "#8a8f98"
 _WALL = "#2b303b"
 _UNTRIED = "#dcdfe4"
 _PATH = "#e8590c"
@@ -225,15 +208,15 @@ def _draw_values(axes: Any, result: MazeResult) -> None:
             axes.add_patch(_square(corner, _PATH))
     axes.set(xlim=(-0.5, maze.width - 0.5), ylim=(maze.height - 0.5, -0.5), aspect="equal")
     axes.set(xticks=[], yticks=[])
+    axes.grid(False)
     for spine in axes.spines.values():
-        spine.set(color=_WALL, linewidth=3)
+        spine.set(color=_WALL, linewidth=3, visible=True)
     what = f"{result.num_steps} steps, value {result.path_value:.2f}".replace("-", "−")
     end = "greedy path" if result.reached_goal else "greedy walk, which misses the goal"
-    axes.set_title(f"Q(s, a) and the {end}: {what}", loc="left", size=11.5, pad=10)
+    axes.set_title(f"Q(s, a) and the {end}: {what}", size=11.5, weight="normal")
     bar = axes.figure.colorbar(shading, ax=axes, shrink=0.82, pad=0.02, aspect=28)
     bar.outline.set_visible(False)
     bar.set_label("Q(s, a)")
-    bar.ax.tick_params(color=_MUTED, labelcolor=_TEXT)
 
 
 def _square(corner: tuple[float, float], colour: str) -> Any:
@@ -254,19 +237,12 @@ def _draw_returns(axes: Any, result: MazeResult) -> None:
     best = GOAL_REWARD + STEP_REWARD * (len(result.maze.shortest_path() or []) - 2)
     label = f"shortest path: {best:g}".replace("-", "−")
     axes.axhline(best, color=_PATH, linewidth=1.2, linestyle="--", label=label)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(loc="lower right")
     # The first walks cost hundreds of steps and would flatten everything after them.
     axes.set_yscale("symlog", linthresh=10)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
-    axes.set_title("Learning curve", loc="left", size=11.5, pad=10)
+    axes.set_title("Learning curve", size=11.5, weight="normal")
     axes.set(xlabel="episode", ylabel="return per episode", xlim=(1, max(2, len(returns))))
-    axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(color=_MUTED, labelcolor=_TEXT)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(_MUTED)
 
 
 def _require(ok: bool, name: str, value: float, why: str) -> None:

@@ -7,18 +7,37 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from qfleet.core.errors import ConfigError
 from qfleet.telemetry.formatting import format_rate, format_steps
-
-Stage: TypeAlias = Literal["env", "inference", "learner"]
 
 OVERHEAD_BELOW = 0.7
 """Below this share of its slowest stage's rate, a run is limited by the waits between stages, not
 by a stage."""
 LARGER = 8
 """Factor by which the advice for a slow learner enlarges the batches."""
+ADVICE = {
+    "env": "The environments are the bottleneck: {reached}; more than {cpu_cores} would help, "
+    "{gpu} would not.",
+    # An environment is stepped by one core at a time: fewer envs than cores leave some unused.
+    "unused cores": "The environments are the bottleneck: {reached}; --envs {cores} or more, to "
+    "use all {cpu_cores}, would help, {gpu} would not.",
+    "inference": "Inference is the bottleneck: {reached}; more than {envs} envs would make larger "
+    "groups, which cost less per env, and {other_device} may be faster.",
+    "learner": "The learner is the bottleneck: {reached}; what would help: fewer, larger updates "
+    "at the same {samples} samples per step ({larger}), {faster}.",
+    "overhead": "The stages wait for each other: {reached}, the rate of {stage} alone; more than "
+    "{envs} envs or a wider --replay-slack would let them overlap more.",
+    # On a CPU a stage that is measured alone may use all cores. Together the stages share the
+    # cores, and overlap cannot make that faster than taking turns.
+    "shared cores": "The stages wait for each other: {reached}, the rate of {stage} alone; they "
+    "share {cpu_cores}, where taking turns would give {turns}: a GPU or more cores would help.",
+    "device env": "Stepping the environments takes most of the device's time {in_turns}; more than "
+    "{envs} envs would cost less each.",
+    "device learner": "Learning takes most of the device's time {in_turns}; fewer, larger updates "
+    "({larger}) would help.",
+}
+"""A sentence per case; ``diagnose`` fills in the figures."""
 
 
 @dataclass(frozen=True)
@@ -31,21 +50,13 @@ class StageRates:
     """Updates per second divided by updates per env step."""
     end_to_end: float
 
-    def measured(self) -> dict[Stage, float]:
-        """Return the rates of the stages that were measured."""
-        rates: dict[Stage, float | None] = {
-            "env": self.env_only,
-            "inference": self.inference_only,
-            "learner": self.learner_only,
-        }
-        return {stage: rate for stage, rate in rates.items() if rate is not None}
-
 
 @dataclass(frozen=True)
 class Diagnosis:
     """The bottleneck of a run, and a sentence that says what would make the run faster."""
 
-    bottleneck: Literal["env", "inference", "learner", "overhead"]
+    bottleneck: str
+    """env, inference, learner, or overhead: the waits between them."""
     share_of_slowest: float
     """The run's rate as a share of its slowest stage's rate."""
     sentence: str
@@ -66,119 +77,56 @@ def diagnose(
     ``share_a_device``: all stages take turns on one device, so neither more CPU cores nor more
     overlap would help.
     """
-    alone = rates.measured()
+    stages = (rates.env_only, rates.inference_only, rates.learner_only)
+    named = zip(("env", "inference", "learner"), stages, strict=True)
+    alone = {stage: rate for stage, rate in named if rate is not None}
     if not alone:
         raise ConfigError("no stage was measured alone; measure at least one of them")
-    for stage, rate in alone.items():
-        if not (math.isfinite(rate) and rate > 0):
-            raise ConfigError(f"rate {rate} of stage {stage} must be positive; measure it longer")
-    if not (math.isfinite(rates.end_to_end) and rates.end_to_end >= 0):
-        raise ConfigError(f"end-to-end rate {rates.end_to_end} must not be negative or infinite")
+    for name, rate in {**alone, "end-to-end": rates.end_to_end}.items():
+        # A run may end before its first step; a stage that is measured makes steps.
+        if not (0 < rate < math.inf or (rate == 0 and name == "end-to-end")):
+            raise ConfigError(f"rate {rate} of {name} must be positive and finite; measure longer")
 
     slowest = min(alone, key=lambda stage: alone[stage])
     share = rates.end_to_end / alone[slowest]
+    turns = 1.0 / sum(1.0 / rate for rate in alone.values())
+    on_cpu = device_type == "cpu"
+    bottleneck = case = slowest
     if share_a_device:
-        return Diagnosis(slowest, share, _turns(rates, slowest, envs, batch_size))
-    if share < OVERHEAD_BELOW:
-        sentence = _overhead(rates, slowest, cores, envs, device_type)
-        return Diagnosis("overhead", share, sentence)
-    reached = (
-        f"{_short(rates.end_to_end)} of {{}} {_short(alone[slowest])} steps/s are reached "
-        f"({_percent(share)})"
+        case = "device learner" if slowest == "learner" else "device env"
+    elif share < OVERHEAD_BELOW:
+        bottleneck = case = "overhead"
+        if on_cpu and rates.end_to_end >= OVERHEAD_BELOW * turns:
+            case = "shared cores"
+    elif slowest == "env" and envs < cores:
+        case = "unused cores"
+    reached = _short(rates.end_to_end)
+    sentence = ADVICE[case].format(
+        stage=slowest,
+        reached=f"{reached} of {_short(alone[slowest])} steps/s are reached ({_percent(share)})",
+        in_turns=f"({_percent(turns / alone[slowest])}): {reached} of the {_short(turns)} steps/s "
+        "that taking turns allows are reached",
+        turns=_short(turns),
+        cores=cores,
+        cpu_cores=f"{cores} CPU core{'s' * (cores > 1)}",
+        envs=envs,
+        gpu="a GPU" if on_cpu else "a faster GPU",
+        other_device="a GPU" if on_cpu else "the other device, CPU or GPU,",
+        faster="a GPU" if on_cpu else "bf16, a faster GPU",
+        samples=_short(updates_per_env_step * batch_size),
+        larger=f"--batch-size {LARGER * batch_size} with {LARGER} times the --train-freq",
     )
-    match slowest:
-        case "env":
-            sentence = _env(reached, cores, envs, device_type)
-        case "inference":
-            sentence = _inference(reached, envs, device_type)
-        case "learner":
-            sentence = _learner(reached, device_type, updates_per_env_step, batch_size)
-    return Diagnosis(slowest, share, sentence)
+    return Diagnosis(bottleneck, share, sentence)
 
 
 def rates_table(rates: StageRates, diagnosis: Diagnosis) -> str:
     """Return a table of the four rates, followed by the diagnosis in a sentence."""
     lines = []
-    for name, rate in (
-        ("env-only", rates.env_only),
-        ("inference-only", rates.inference_only),
-        ("learner-only", rates.learner_only),
-        ("end-to-end", rates.end_to_end),
-    ):
+    for name, rate in vars(rates).items():
         figure = "–" if rate is None else f"{format_rate(rate)} steps/s"
-        lines.append(f"{name:<15} {figure:>20}")
+        lines.append(f"{name.replace('_', '-'):<15} {figure:>20}")
     lines[-1] += f"   {_percent(diagnosis.share_of_slowest)} of the slowest stage"
     return "\n".join([*lines, diagnosis.sentence])
-
-
-def _env(reached: str, cores: int, envs: int, device_type: str) -> str:
-    # An environment is stepped by one core at a time: fewer envs than cores leave some unused.
-    mend = (
-        f"--envs {cores} or more, to use all {cores} CPU cores, would help"
-        if envs < cores
-        else f"more than {cores} CPU cores would help"
-    )
-    return (
-        f"The environments are the bottleneck: {reached.format('their')}; "
-        f"{mend}, {_gpu(device_type)} would not."
-    )
-
-
-def _inference(reached: str, envs: int, device_type: str) -> str:
-    elsewhere = "a GPU" if device_type == "cpu" else "the other device, CPU or GPU,"
-    return (
-        f"Inference is the bottleneck: {reached.format('its')}; more envs than {envs} would make "
-        f"larger groups, which cost less per env, and {elsewhere} may be faster."
-    )
-
-
-def _learner(reached: str, device_type: str, updates_per_env_step: float, batch_size: int) -> str:
-    samples = format_steps(float(f"{updates_per_env_step * batch_size:.3g}"))
-    faster = "a GPU" if device_type == "cpu" else "bf16, a faster GPU"
-    return (
-        f"The learner is the bottleneck: {reached.format('its')}; what would help: fewer, larger "
-        f"updates at the same {samples} samples per step (--batch-size {LARGER * batch_size} with "
-        f"{LARGER} times the --train-freq), {faster}."
-    )
-
-
-def _overhead(rates: StageRates, slowest: Stage, cores: int, envs: int, device_type: str) -> str:
-    alone = rates.measured()
-    share = _percent(rates.end_to_end / alone[slowest])
-    waits = (
-        f"The stages wait for each other: {_short(rates.end_to_end)} steps/s are {share} of the "
-        f"{_short(alone[slowest])} of the slowest stage ({slowest})"
-    )
-    # On a CPU a stage that is measured alone may use all cores. Together the stages share the
-    # cores, and overlap cannot make that faster than taking turns.
-    turns = 1.0 / sum(1.0 / rate for rate in alone.values())
-    if device_type == "cpu" and rates.end_to_end >= OVERHEAD_BELOW * turns:
-        return (
-            f"{waits}; they share {cores} CPU core{'s' * (cores > 1)}, where taking turns would "
-            f"give {_short(turns)}: a GPU or more cores would help."
-        )
-    return f"{waits}; more envs than {envs} or a wider --replay-slack would let them overlap more."
-
-
-def _turns(rates: StageRates, slowest: Stage, envs: int, batch_size: int) -> str:
-    alone = rates.measured()
-    turns = 1.0 / sum(1.0 / rate for rate in alone.values())
-    mend = (
-        f"fewer, larger updates (--batch-size {LARGER * batch_size} with {LARGER} times the "
-        "--train-freq) would help"
-        if slowest == "learner"
-        else f"more envs than {envs} would cost less each"
-    )
-    what = "Learning" if slowest == "learner" else "Stepping the environments"
-    return (
-        f"{what} takes most of the device's time ({_percent(turns / alone[slowest])}): "
-        f"{_short(rates.end_to_end)} of the {_short(turns)} steps/s that taking turns allows are "
-        f"reached; {mend}."
-    )
-
-
-def _gpu(device_type: str) -> str:
-    return "a GPU" if device_type == "cpu" else "a faster GPU"
 
 
 def _short(rate: float) -> str:

@@ -16,34 +16,42 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
+
 from qfleet.telemetry.formatting import finite
-from qfleet.telemetry.messages import MessageCost, fit_cost
-from qfleet.telemetry.timers import KIND_OF, KINDS
+from qfleet.telemetry.timers import KIND_OF, KINDS, STAGES
 from qfleet.telemetry.trace import SpanRecord
 
 OTHER = "other"
 STRAGGLES = 1.5
 """A worker is reported as straggler if its time per step exceeds the median by this factor."""
+TRAFFIC = ("bytes_sent", "bytes_received", "messages")
+"""Figures of a worker that make up ``communication`` of a run."""
+LEAST_CALLS = 3
+"""A line fits any two points exactly, so that two calls say nothing about the fit."""
+LEAST_SPREAD = 2.0
+"""Least ratio of the largest message to the smallest: messages of about one size do not determine
+the cost per byte."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class WorkerAccount:
-    """What one worker did, including its predecessors if it was restarted."""
+    """What one worker did, including its predecessors if it was restarted; an engine adds to it."""
 
     number: int
-    host: str
+    host: str = ""
     """Empty until the worker has reported."""
-    env_steps: int
-    updates: int | None
+    env_steps: int = 0
+    updates: int | None = None
     """None for an actor, which makes no updates."""
-    wall_s: float
+    wall_s: float = 0.0
     """Since the worker's first step; starting the process is not included."""
-    processor_s: float
-    seconds: Mapping[str, float]
+    processor_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     """By ``timers.STAGES``: communicate is messages in flight, idle is waiting for others."""
-    bytes_sent: int
-    bytes_received: int
-    messages: int
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages: int = 0
     outcomes: Mapping[str, int] = field(default_factory=dict)
     """What servers did with its messages, counted once per server: applied, kept, dropped (by
     reason) …"""
@@ -52,7 +60,7 @@ class WorkerAccount:
     calls: Sequence[tuple[int, float]] = ()
     """Bytes and seconds of some of its messages."""
     restarts: int = 0
-    staleness: Mapping[int, int] = field(default_factory=dict)
+    staleness: dict[int, int] = field(default_factory=Counter)
     """Age of the weights in updates → number of an actor's blocks; servers count gradients."""
 
     @property
@@ -73,13 +81,8 @@ class WorkerAccount:
         return shares_of(self.seconds, self.wall_s)
 
     def as_dict(self) -> dict[str, Any]:
-        figures = dict(vars(self))
-        # Thousands of pairs; ``FleetAccount.message_cost`` summarises them.
-        del figures["calls"]
-        return {
-            **figures,
-            "seconds": dict(self.seconds),
-            "outcomes": dict(self.outcomes),
+        # Not the calls: thousands of pairs, which ``FleetAccount.message_cost`` summarises.
+        return {name: value for name, value in vars(self).items() if name != "calls"} | {
             "staleness": _named(self.staleness) or None,
             "env_steps_per_s": self.env_steps_per_s,
             "own_pace": self.own_pace,
@@ -113,11 +116,8 @@ class ServerAccount:
 
     def as_dict(self) -> dict[str, Any]:
         # Not asdict, which does not copy Counters correctly.
-        return {
-            **vars(self),
-            "dropped": dict(self.dropped),
-            "staleness": _named(self.staleness),
-        }
+        named = _named(self.staleness)
+        return {**vars(self), "dropped": dict(self.dropped), "staleness": named}
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,6 @@ class Staleness:
     def mean(self) -> float | None:
         return _ratio(sum(age * count for age, count in self.counts.items()), self.total)
 
-    @property
-    def p95(self) -> int | None:
-        return self.percentile(95)
-
     def percentile(self, percent: int) -> int | None:
         """Return the smallest age that ``percent`` % of all ages do not exceed; None if empty."""
         so_far = 0
@@ -165,17 +161,46 @@ class Staleness:
                 return age
         return None
 
-    @property
-    def largest(self) -> int | None:
-        return max((age for age, count in self.counts.items() if count), default=None)
-
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "counts": _named(self.counts),
-            "mean": self.mean,
-            "p95": self.p95,
-            "max": self.largest,
-        }
+        tail = {"p95": self.percentile(95), "max": self.percentile(100)}
+        return {"counts": _named(self.counts), "mean": self.mean, **tail}
+
+
+@dataclass(frozen=True)
+class MessageCost:
+    """A least-squares line through (bytes, seconds): seconds ≈ latency + bytes / bandwidth."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float | None
+    """None if larger messages took no longer."""
+    explained: float | None
+    """Share of the times' variance that the line explains (R²); None if all times are equal."""
+    messages: int
+    """Number of measured messages."""
+
+
+def fit_cost(calls: Sequence[tuple[int, float]]) -> MessageCost | None:
+    """Fit a line to (bytes, seconds); return None if the calls do not determine one.
+
+    The fit is constrained: neither latency nor bandwidth is negative.
+    """
+    if len(calls) < LEAST_CALLS:
+        return None
+    sizes, times_s = np.array(calls, dtype=np.float64).T
+    if sizes.max() < LEAST_SPREAD * sizes.min() or sizes.max() == sizes.min():
+        return None
+    deviations = sizes - sizes.mean()
+    slope = float(deviations @ times_s / (deviations @ deviations))
+    latency_s = float(times_s.mean() - slope * sizes.mean())
+    if slope <= 0:
+        slope, latency_s = 0.0, float(times_s.mean())
+    elif latency_s < 0:
+        slope, latency_s = float(sizes @ times_s / (sizes @ sizes)), 0.0
+    variation = float(((times_s - times_s.mean()) ** 2).sum())
+    missed = float(((times_s - latency_s - slope * sizes) ** 2).sum())
+    bandwidth = 1.0 / slope if slope > 0 else None
+    explained = 1.0 - missed / variation if variation > 0 else None
+    return MessageCost(latency_s, bandwidth, explained, len(calls))
 
 
 @dataclass(frozen=True)
@@ -187,21 +212,18 @@ class FleetAccount:
     wall_s: float
     driver_processor_s: float
     workers: Sequence[WorkerAccount]
-    servers: Sequence[ServerAccount] = field(default=())
+    servers: Sequence[ServerAccount] = ()
     uncompressed_bytes_sent: int | None = None
     """Bytes that workers would have sent without compression; None if nothing was compressed."""
     uncompressed_bytes_received: int | None = None
-    shards: Sequence[ShardAccount] = field(default=())
+    shards: Sequence[ShardAccount] = ()
     learner: Mapping[str, float] | None = None
     """Shares of the learner's time, as ``WorkerAccount.shares``; None where every worker learns."""
-    member: str = "worker"
-    """The word for a worker in tables and plots: worker, actor."""
-    aged: str = "gradient"
-    """What staleness is counted for: gradient, block."""
 
     @property
-    def name(self) -> str:
-        return self.update or f"{self.member}s"
+    def member(self) -> str:
+        """The word for a worker in tables and plots."""
+        return "worker" if self.update else "actor"
 
     @property
     def rows(self) -> list[tuple[str, float | None, Mapping[str, float]]]:
@@ -212,14 +234,14 @@ class FleetAccount:
         ]
         return rows if self.learner is None else [*rows, ("learner", None, self.learner)]
 
-    @property
-    def env_steps(self) -> int:
-        return sum(worker.env_steps for worker in self.workers)
+    def total(self, name: str) -> int:
+        """Return the sum over workers of one figure: env_steps, bytes_sent, messages …"""
+        return sum(getattr(worker, name) for worker in self.workers)
 
     @property
     def env_steps_per_s(self) -> float | None:
         """Rate of all workers together, without starting processes and without evaluations."""
-        return _ratio(self.env_steps, max((w.wall_s for w in self.workers), default=0.0))
+        return _ratio(self.total("env_steps"), max((w.wall_s for w in self.workers), default=0.0))
 
     @property
     def processor_s(self) -> float:
@@ -227,11 +249,6 @@ class FleetAccount:
         total_s = self.driver_processor_s + sum(worker.processor_s for worker in self.workers)
         total_s += sum(server.processor_s for server in self.servers)
         return total_s + sum(shard.processor_s for shard in self.shards)
-
-    @property
-    def processors_busy(self) -> float | None:
-        """Mean number of CPU cores in use: CPU time over wall time."""
-        return _ratio(self.processor_s, self.wall_s)
 
     @property
     def shares(self) -> dict[str, float | None]:
@@ -248,11 +265,6 @@ class FleetAccount:
         return _slowness(worker.own_pace for worker in self.workers)
 
     @property
-    def rate_ratio(self) -> float | None:
-        """The same ratio with waits included; at a barrier it is close to 1."""
-        return _slowness(worker.env_steps_per_s for worker in self.workers)
-
-    @property
     def straggler(self) -> int | None:
         """The slowest worker, if it is over ``STRAGGLES`` times as slow as the median."""
         paces = {w.number: w.own_pace for w in self.workers if w.own_pace is not None}
@@ -265,41 +277,16 @@ class FleetAccount:
     def staleness(self) -> Staleness:
         """Staleness of gradients, counted once per server, or of all actors' blocks."""
         counts: Counter[int] = Counter()
-        for found in [each.staleness for each in self.servers] + [
-            w.staleness for w in self.workers
-        ]:
-            counts.update(found)
+        for server in self.servers:
+            counts.update(server.staleness)
+        for worker in self.workers:
+            counts.update(worker.staleness)
         return Staleness(counts)
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that workers sent to servers or shards."""
-        return sum(worker.bytes_sent for worker in self.workers)
-
-    @property
-    def bytes_received(self) -> int:
-        return sum(worker.bytes_received for worker in self.workers)
-
-    @property
-    def messages(self) -> int:
-        return sum(worker.messages for worker in self.workers)
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        """Gradients that no server applied, by reason."""
-        total: Counter[str] = Counter()
-        for server in self.servers:
-            total.update(server.dropped)
-        return dict(total)
-
-    @property
-    def saved_sent(self) -> float | None:
-        """Share of the uncompressed bytes that compression saved."""
-        return _saved(self.bytes_sent, self.uncompressed_bytes_sent)
-
-    @property
-    def saved_received(self) -> float | None:
-        return _saved(self.bytes_received, self.uncompressed_bytes_received)
+    def saved(self, way: str) -> float | None:
+        """Return the share of the uncompressed bytes that compression saved: "sent", "received"."""
+        uncompressed = getattr(self, f"uncompressed_bytes_{way}")
+        return 1.0 - self.total(f"bytes_{way}") / uncompressed if uncompressed else None
 
     @cached_property
     def message_cost(self) -> MessageCost | None:
@@ -312,17 +299,13 @@ class FleetAccount:
             return None
         return _ratio(rate, baseline_env_steps_per_s)
 
-    def efficiency(self, baseline_env_steps_per_s: float | None) -> float | None:
-        """Return the speed-up as a share of the ideal, which is the number of workers."""
-        speed_up = self.speed_up(baseline_env_steps_per_s)
-        return None if speed_up is None else speed_up / len(self.workers)
-
     def as_dict(self, baseline_env_steps_per_s: float | None = None) -> dict[str, Any]:
         """Return all figures as JSON values; None where a figure does not apply."""
+        speed_up = self.speed_up(baseline_env_steps_per_s)
         return {
             "update": self.update,
             "wall_s": self.wall_s,
-            "env_steps": self.env_steps,
+            "env_steps": self.total("env_steps"),
             "env_steps_per_s": self.env_steps_per_s,
             "processor_s": self.processor_s,
             "driver_processor_s": self.driver_processor_s,
@@ -330,21 +313,20 @@ class FleetAccount:
             "straggler": {
                 "worker": self.straggler,
                 "ratio": self.straggler_ratio,
-                "rate_ratio": self.rate_ratio,
+                # With waits included: at a barrier it is close to 1.
+                "rate_ratio": _slowness(worker.env_steps_per_s for worker in self.workers),
             },
             "staleness": self.staleness.as_dict(),
             "traffic": {
-                "bytes_sent": self.bytes_sent,
-                "bytes_received": self.bytes_received,
-                "messages": self.messages,
+                **{name: self.total(name) for name in TRAFFIC},
                 "uncompressed_bytes_sent": self.uncompressed_bytes_sent,
                 "uncompressed_bytes_received": self.uncompressed_bytes_received,
-                "saved_sent": self.saved_sent,
-                "saved_received": self.saved_received,
+                "saved_sent": self.saved("sent"),
+                "saved_received": self.saved("received"),
             },
             "message_cost": None if self.message_cost is None else asdict(self.message_cost),
-            "speed_up": self.speed_up(baseline_env_steps_per_s),
-            "efficiency": self.efficiency(baseline_env_steps_per_s),
+            "speed_up": speed_up,
+            "efficiency": None if speed_up is None else speed_up / len(self.workers),
             "learner": None if self.learner is None else {"shares": dict(self.learner)},
             "workers": [worker.as_dict() for worker in self.workers],
             "servers": [server.as_dict() for server in self.servers],
@@ -386,10 +368,6 @@ def _slowness(rates: Iterable[float | None]) -> float | None:
     """Return median over slowest rate; None for fewer than two workers or a slowest rate of 0."""
     known = [rate for rate in rates if rate is not None]
     return _ratio(statistics.median(known), min(known)) if len(known) > 1 else None
-
-
-def _saved(actual: int, uncompressed: int | None) -> float | None:
-    return None if not uncompressed else 1.0 - actual / uncompressed
 
 
 def _named(counts: Mapping[int, int]) -> dict[str, int]:

@@ -11,17 +11,14 @@ from typing import Any
 
 from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.telemetry.aggregate import aggregate_curves
+from qfleet.telemetry.figures import MUTED_COLOUR, PALETTE, saved_figure
 from qfleet.telemetry.formatting import format_steps
 from qfleet.telemetry.runs import EVAL_RETURN, ROLLOUT_RETURN, RunData
 
-# Okabe and Ito's palette, without its yellow (too pale on white) and black (kept for text).
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-LINE_STYLES = ("-", "--", ":")
-FORMATS = (".png", ".svg", ".pdf")
 CROWD = 5
-"""With more groups than this, curves are drawn without bands, because bands would overlap."""
-TEXT_COLOUR = "#333333"
-MUTED_COLOUR = "#888888"
+"""More groups than this are drawn in a panel each, because overlaid curves hide each other."""
+COLUMNS = 5
+"""Panels side by side."""
 AXIS_NAMES = {
     EVAL_RETURN: "evaluation return",
     ROLLOUT_RETURN: "return",
@@ -34,54 +31,57 @@ AXIS_NAMES = {
 
 
 def learning_curve(groups: dict[str, list[RunData]], metric: str, out: Path) -> Path:
-    """Draw ``metric`` over env steps, one line per group; return ``out``."""
-    if out.suffix.lower() not in FORMATS:
-        raise ConfigError(f"plot file '{out}' must end in {', '.join(FORMATS)}")
+    """Draw ``metric`` over env steps, one line per group; return ``out``.
+
+    More than ``CROWD`` groups have a panel each, which repeats the first group as a grey line.
+    """
     runs = [run for members in groups.values() for run in members]
-    wanted = (ROLLOUT_RETURN, EVAL_RETURN) if _is_portrait(runs, metric) else (metric,)
+    is_portrait = len(runs) == 1 and metric in (ROLLOUT_RETURN, EVAL_RETURN)
+    wanted = (ROLLOUT_RETURN, EVAL_RETURN) if is_portrait else (metric,)
     if not any(run.series(name)[0] for run in runs for name in wanted):
         known = {name for run in runs for name in run.metric_names()}
         if not known:
             names = ", ".join(str(run.path) for run in runs)
             raise ConfigError(f"no metric has been logged yet in {names}; plot after the first log")
         raise UnknownNameError("metric", metric, known)
+    name = "return" if is_portrait else AXIS_NAMES.get(metric, metric)
+    title = _title(groups, metric)
+    if len({run.env for run in runs}) == 1:  # the title names the environment
+        env = f"{runs[0].env} · "
+        groups = {label.removeprefix(env): members for label, members in groups.items()}
 
-    import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    with mpl.rc_context({"font.size": 10.5, "text.color": TEXT_COLOUR, "svg.hashsalt": "qfleet"}):
-        is_crowded = len(groups) > CROWD
-        figure = Figure(figsize=(9.2 if is_crowded else 7.2, 4.2), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
+    if len(groups) > CROWD:
+        rows = -(-len(groups) // COLUMNS)
+        with saved_figure(out, 11.0, 1.0 + 1.9 * rows) as figure:
+            panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True).ravel()
+            _draw_panels(panels, groups, metric)
+            _format_steps(panels[0], ticks=4)
+            figure.supxlabel("env steps", size="medium")
+            figure.supylabel(name, size="medium")
+            title = f"{title} · grey: {next(iter(groups))}"
+            figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold")
+        return out
+    with saved_figure(out, 7.2, 4.2) as figure:
         axes = figure.add_subplot()
-        if _is_portrait(runs, metric):
+        if is_portrait:
             _draw_portrait(axes, runs[0])
         else:
-            _draw_groups(axes, groups, metric)
-        _clean(axes)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda steps, _: format_steps(steps)))
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
-        axes.set_xlabel("env steps", color=TEXT_COLOUR)
-        name = "return" if _is_portrait(runs, metric) else AXIS_NAMES.get(metric, metric)
-        axes.set_ylabel(name, color=TEXT_COLOUR)
-        axes.set_title(_title(groups, metric), loc="left", fontsize=12, fontweight="bold", pad=10)
+            for colour, (label, members) in zip(PALETTE, groups.items(), strict=False):
+                _draw_group(axes, members, metric, label, colour)
+        _format_steps(axes, ticks=7)
+        axes.set_xlabel("env steps")
+        axes.set_ylabel(name)
+        axes.set_title(title)
         if len(axes.get_legend_handles_labels()[1]) > 1:
-            if is_crowded:
-                axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-            else:
-                axes.legend(frameon=False, loc="best")
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(out)
-        except OSError as error:
-            raise ConfigError(f"cannot write plot '{out}': {error.strerror}") from None
+            axes.legend(loc="best")
     return out
 
 
-def _is_portrait(runs: list[RunData], metric: str) -> bool:
-    return len(runs) == 1 and metric in (ROLLOUT_RETURN, EVAL_RETURN)
+def _format_steps(axes: Any, ticks: int) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda steps, _: format_steps(steps)))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=ticks, steps=[1, 2, 2.5, 5, 10]))
 
 
 def _draw_portrait(axes: Any, run: RunData) -> None:
@@ -96,38 +96,39 @@ def _draw_portrait(axes: Any, run: RunData) -> None:
         )
 
 
-def _draw_groups(axes: Any, groups: dict[str, list[RunData]], metric: str) -> None:
-    envs = {run.env for members in groups.values() for run in members}
-    for number, (label, members) in enumerate(groups.items()):
-        if len(envs) == 1:  # the title already names the environment
-            label = label.removeprefix(f"{members[0].env} · ")
-        colour = PALETTE[number % len(PALETTE)]
-        style = LINE_STYLES[number // len(PALETTE) % len(LINE_STYLES)]
-        curves = [run.series(metric) for run in members]
-        curves = [(steps, values) for steps, values in curves if steps]
-        if len(curves) > 1:
-            label = f"{label} ({len(curves)} runs)"
-            grid, middle, low, high = aggregate_curves(curves)
-            if grid.size:
-                if len(groups) <= CROWD:
-                    axes.fill_between(grid, low, high, color=colour, alpha=0.18, lw=0)
-                curves = [(grid.tolist(), middle.tolist())]
-        # Runs that share no range of steps have no mean: they are drawn one by one.
-        for steps, values in curves:
-            marker = "o" if len(steps) == 1 else ""
-            axes.plot(steps, values, color=colour, ls=style, lw=2.0, marker=marker, label=label)
-            label = "_"  # one legend entry per group
+def _draw_panels(panels: Any, groups: dict[str, list[RunData]], metric: str) -> None:
+    reference = next(iter(groups.values()))
+    for axes, (label, members) in zip(panels, groups.items(), strict=False):
+        _draw_group(axes, reference, metric, "_", MUTED_COLOUR, has_band=False)
+        _draw_group(axes, members, metric, label, PALETTE[0])
+        axes.set_title(label, size=10, pad=4)
+    for axes in panels[len(groups) :]:
+        axes.remove()
 
 
-def _clean(axes: Any) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(MUTED_COLOUR)
-    axes.tick_params(colors=MUTED_COLOUR, labelcolor=TEXT_COLOUR, length=3)
-    axes.grid(axis="y", color="#E6E6E6", lw=0.8)
-    axes.set_axisbelow(True)
-    axes.margins(x=0.02, y=0.06)
+def _draw_group(
+    axes: Any,
+    members: list[RunData],
+    metric: str,
+    label: str,
+    colour: str,
+    has_band: bool = True,
+) -> None:
+    curves = [run.series(metric) for run in members]
+    curves = [(steps, values) for steps, values in curves if steps]
+    if len(curves) > 1:
+        label = f"{label} ({len(curves)} runs)"
+        grid, middle, low, high = aggregate_curves(curves)
+        if grid.size:
+            if has_band:
+                axes.fill_between(grid, low, high, color=colour, alpha=0.18, lw=0)
+            curves = [(grid.tolist(), middle.tolist())]
+    # Runs that share no range of steps have no mean: they are drawn one by one.
+    for steps, values in curves:
+        marker = "o" if len(steps) == 1 else ""
+        lw = 2.0 if has_band else 1.2
+        axes.plot(steps, values, color=colour, lw=lw, marker=marker, label=label)
+        label = "_"  # one legend entry per group
 
 
 def _title(groups: dict[str, list[RunData]], metric: str) -> str:

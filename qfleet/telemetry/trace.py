@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from qfleet.core.errors import ConfigError
+from qfleet.core.files import atomic_write_text
 
 SpanRecord: TypeAlias = tuple[str, float, float]
 """Stage, start and end, in seconds of ``time.perf_counter``. A plain tuple, because the garbage
@@ -107,9 +108,6 @@ def write_chrome_trace(
     ``ts`` is in µs of ``time.perf_counter``. ``extra_events`` (e.g. GPU kernels) are written
     unchanged: they must be on the same clock, with a ``pid`` other than ``PID``.
     """
-    # Imported here because it imports torch, and commands that must start fast import timers.
-    from qfleet.core.files import atomic_write_text
-
     text = json.dumps(
         {
             "displayTimeUnit": "ms",

@@ -17,6 +17,7 @@ from qfleet.agent import schedules
 from qfleet.agent.evaluation import Evaluation
 from qfleet.engines.device import PopulationHook
 from qfleet.engines.parts import Parts
+from qfleet.telemetry.fleet import TRAFFIC
 from qfleet.telemetry.timers import Timers
 from qfleet.training.standings import Standings
 
@@ -80,7 +81,7 @@ def make_result(
         agents = standings.table(config.seed, clock.env_steps, values)
     # Fields that only the engine knows.
     own: dict[str, Any] = {
-        "communication": dict.fromkeys(("bytes_sent", "bytes_received", "messages")),
+        "communication": dict.fromkeys(TRAFFIC),
         "fleet": None,
     }
     for hook in parts.hooks:

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from qfleet.telemetry.fleet import FleetAccount, ShardAccount, Staleness
+from qfleet.telemetry.fleet import TRAFFIC, FleetAccount, ShardAccount, Staleness, fit_cost
 from qfleet.telemetry.fleet_table import fleet_lines
-from qfleet.telemetry.messages import fit_cost
 from qfleet.telemetry.timers import COMMUNICATING, COMPUTING, KIND_OF, KINDS, STAGES, WAITING
 from support.fleets import QUICK, SLOW, fleet, server, worker
 
@@ -30,7 +29,7 @@ def test_every_stage_is_of_a_kind() -> None:
 
 def test_rates_and_processor_time_are_of_all_processes() -> None:
     account = fleet()
-    assert account.env_steps == 900
+    assert account.total("env_steps") == 900
     # Over the 10 s that workers worked, not the 12 s of the run.
     assert account.env_steps_per_s == 90.0
     assert account.processor_s == 1.5 + 3 * 3.0 + 2 * 2.0
@@ -63,14 +62,14 @@ def test_the_straggler_is_named_by_what_it_does_alone() -> None:
     account = fleet()
     # 10, 80 and 80 steps per second that they did not wait; 10, 40 and 40 on the wall clock.
     assert account.straggler_ratio == pytest.approx(8.0)
-    assert account.rate_ratio == pytest.approx(4.0)
+    assert account.as_dict()["straggler"]["rate_ratio"] == pytest.approx(4.0)
     assert account.straggler == 0
 
 
 def test_a_barrier_does_not_hide_the_straggler() -> None:
     quick = {**QUICK, "idle": 7.5}
     account = fleet(workers=(worker(5, 100, SLOW), worker(6, 100, quick), worker(7, 100, quick)))
-    assert account.rate_ratio == 1.0
+    assert account.as_dict()["straggler"]["rate_ratio"] == 1.0
     assert account.straggler_ratio == pytest.approx(4.0)
     assert account.straggler == 5
 
@@ -94,15 +93,16 @@ def test_who_made_no_step_is_named_without_a_ratio() -> None:
 
 def test_one_worker_has_no_straggler() -> None:
     account = fleet(workers=(worker(0, 100, SLOW),))
-    assert (account.straggler, account.straggler_ratio, account.rate_ratio) == (None, None, None)
+    found = account.as_dict()["straggler"]
+    assert found == {"worker": None, "ratio": None, "rate_ratio": None}
 
 
 def test_staleness_of_all_servers_together() -> None:
     ages = fleet().staleness
     assert ages.counts == {0: 11, 1: 5, 2: 3, 9: 1}
     assert ages.mean == (5 + 6 + 9) / 20
-    assert ages.p95 == 2  # 19 of 20
-    assert ages.largest == 9
+    assert ages.percentile(95) == 2  # 19 of 20
+    assert ages.percentile(100) == 9
 
 
 @pytest.mark.parametrize(
@@ -118,15 +118,15 @@ def test_staleness_of_all_servers_together() -> None:
 def test_the_tail_of_staleness(
     counts: dict[int, int], p95: int | None, largest: int | None
 ) -> None:
-    assert (Staleness(counts).p95, Staleness(counts).largest) == (p95, largest)
+    ages = Staleness(counts)
+    assert (ages.percentile(95), ages.percentile(100)) == (p95, largest)
 
 
 def test_traffic_and_what_compression_saved() -> None:
     account = fleet(uncompressed_bytes_sent=12_000)
-    assert (account.bytes_sent, account.bytes_received, account.messages) == (3000, 9000, 60)
-    assert account.saved_sent == 0.75
-    assert account.saved_received is None
-    assert account.dropped == {"too-old": 6}
+    assert [account.total(name) for name in TRAFFIC] == [3000, 9000, 60]
+    assert (account.saved("sent"), account.saved("received")) == (0.75, None)
+    assert "dropped       too-old ×6" in fleet_lines(account)
 
 
 # --- what a message costs -----------------------------------------------------------------------
@@ -200,8 +200,8 @@ def test_all_workers_messages_are_fitted_together() -> None:
 def test_speed_up_needs_a_baseline() -> None:
     account = fleet()
     assert account.speed_up(30.0) == 3.0
-    assert account.efficiency(45.0) == pytest.approx(2 / 3)
-    assert (account.speed_up(None), account.efficiency(None)) == (None, None)
+    assert account.as_dict(45.0)["efficiency"] == pytest.approx(2 / 3)
+    assert (account.speed_up(None), account.as_dict()["efficiency"]) == (None, None)
     assert EMPTY.speed_up(30.0) is None
 
 
@@ -273,9 +273,7 @@ def actors() -> FleetAccount:
         ShardAccount(1, 0.5, 200, 1600, 6000, 50_000, restarts=2, lost=1234),
     )
     shares = {COMPUTING: 0.7, COMMUNICATING: 0.2, WAITING: 0.05, "other": 0.05}
-    return FleetAccount(
-        None, 12.0, 1.5, workers, shards=shards, learner=shares, member="actor", aged="block"
-    )
+    return FleetAccount(None, 12.0, 1.5, workers, shards=shards, learner=shares)
 
 
 def test_the_table_of_actors() -> None:

@@ -4,27 +4,13 @@ from pathlib import Path
 
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from qfleet.core.errors import ConfigError, UnknownNameError
+from qfleet.telemetry.figures import MUTED_COLOUR
 from qfleet.telemetry.plots import learning_curve
 from qfleet.telemetry.runs import RunData, read_run
 from support.messages import says
 from support.synthetic_runs import EVAL, curve, write_run
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Axes]:
-    """The axes of every figure saved."""
-    axes: list[Axes] = []
-    save = Figure.savefig
-
-    def spy(figure: Figure, path: Path) -> None:
-        axes.extend(figure.axes)
-        save(figure, path)
-
-    monkeypatch.setattr(Figure, "savefig", spy)
-    return axes
 
 
 def run(path: Path, *values: float, every: int = 100, **config: object) -> RunData:
@@ -75,6 +61,30 @@ def test_groups_are_overlaid_with_a_legend(tmp_path: Path, drawn: list[Axes]) ->
     ]
     assert len({line.get_color() for line in axes.lines}) == 2
     assert axes.get_title("left") == "CartPole-v1"
+
+
+def test_a_crowd_has_a_panel_each_with_the_first_group_in_grey(
+    tmp_path: Path, drawn: list[Axes]
+) -> None:
+    groups = {
+        f"CartPole-v1 · {name}": [
+            run(tmp_path / f"{name}{seed}", 1 + seed, number, algo=name) for seed in range(2)
+        ]
+        for number, name in enumerate(("dqn", "c51", "iqn", "pqn", "a3c", "qr-dqn", "rainbow"))
+    }
+    learning_curve(groups, EVAL, tmp_path / "c.png")
+    assert [axes.get_title("left") for axes in drawn] == [
+        *("dqn", "c51", "iqn", "pqn", "a3c", "qr-dqn", "rainbow")
+    ]
+    grey, shown = drawn[6].lines
+    assert grey.get_color() == MUTED_COLOUR != shown.get_color()
+    assert list(grey.get_ydata()) == [1.5, 0]
+    assert list(shown.get_ydata()) == [1.5, 6]
+    assert len(drawn[6].collections) == 1  # the band of the group, not of the grey line
+    assert len({axes.get_ylim() for axes in drawn}) == 1
+    figure = drawn[0].figure
+    assert figure.get_suptitle() == "CartPole-v1 · grey: dqn"
+    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("env steps", "evaluation return")
 
 
 def test_seeds_without_a_common_range_are_drawn_one_by_one(

@@ -1,9 +1,9 @@
-"""What actors and replay shards did and cost. In: reports and answers; out: one account of all.
+"""Account of actors and replay shards: adds up their reports and returns one ``FleetAccount``.
 
-An actor computes while it collects a block and finds the errors of its transitions. It
-communicates while it takes over weights and packs its letter. From then to its next order it
-waits: its block lies there until the learner has made the updates that it owes. The way of report
-and order, and Ray's part in carrying the letter, are in that wait.
+An actor computes while it collects a block and computes the errors of its transitions. It
+communicates while it copies weights and encodes its block message. From then until its next order
+it waits, because its block is taken only when the learner has made the updates that are due. The
+transfer of report and order, and of the block message by Ray, is part of that wait.
 """
 
 from __future__ import annotations
@@ -15,78 +15,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qfleet.engines.actors.messages import Report, Tally
-from qfleet.telemetry.fleet import FleetAccount, ShardAccount, WorkerAccount, shares_of
+from qfleet.telemetry.fleet import TRAFFIC, FleetAccount, ShardAccount, WorkerAccount, shares_of
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Lane, SpanRecord
 
 
 @dataclass
-class _Life:
-    """What an actor did when, by its own clock."""
-
-    spans: list[SpanRecord] = field(default_factory=list)
-    offset_s: float = float("-inf")
-    """Makes times of this process of its own."""
-
-
-@dataclass
-class _Actor:
-    """All that had one number."""
-
-    host: str = ""
-    env_steps: int = 0
-    sums: Counter[str] = field(default_factory=Counter)
-    """Of its reports' figures, by name."""
-    seconds: Counter[str] = field(default_factory=Counter)
-    staleness: Counter[int] = field(default_factory=Counter)
-    restarts: int = 0
-    lives: dict[int, _Life] = field(default_factory=dict)
-
-    def account(self, number: int) -> WorkerAccount:
-        return WorkerAccount(
-            number=number,
-            host=self.host,
-            env_steps=self.env_steps,
-            updates=None,
-            wall_s=self.sums["wall_s"],
-            processor_s=self.sums["processor_s"],
-            seconds=dict(self.seconds),
-            bytes_sent=self.sums["letter_bytes"],
-            bytes_received=self.sums["weight_bytes"],
-            messages=self.sums["messages"],
-            restarts=self.restarts,
-            staleness=dict(self.staleness),
-        )
-
-
-SUMMED = ("wall_s", "processor_s", "letter_bytes", "plain_bytes", "weight_bytes", "messages")
-"""Figures of a report that are added up."""
-
-
-@dataclass
-class _Shard:
-    earlier: list[Tally] = field(default_factory=list)
-    """The last ones of those that had this number before."""
-    tally: Tally = field(default_factory=Tally)
-    restarts: int = 0
-    lost: int = 0
-
-    def account(self, number: int) -> ShardAccount:
-        tallies = [*self.earlier, self.tally]
-        totals = {name: sum(getattr(t, name) for t in tallies) for name in Tally._fields}
-        return ShardAccount(number, **totals, restarts=self.restarts, lost=self.lost)
-
-
-@dataclass
 class Account:
-    """Bytes are those of arrays as they passed; what wraps them is not counted."""
+    """Sums over the run. Bytes are those of arrays as they were sent, without Ray's headers."""
 
     workers: int
     servers: int
     timers: Timers = field(default_factory=Timers)
     """The learner's."""
     lane: Lane | None = None
-    """The learner's, where a trace is wanted."""
+    """The learner's, if a trace is recorded."""
     began_s: float = field(default_factory=time.monotonic)
     bytes_sent: int = 0
     """By the learner: weights, once for all actors, and priorities."""
@@ -96,59 +39,63 @@ class Account:
     """Calls of actors and shards, and weights that were stored."""
     broadcasts: int = 0
     _processor_s: float = field(default_factory=time.process_time)
-    _learner_before: tuple[float, dict[str, float]] | None = None
-    """Time and the learner's seconds by stage, when the first block came."""
-    _learner_after: tuple[float, dict[str, float]] | None = None
-    """The same of the newest block."""
+    _uncompressed_bytes: int = 0
+    _learner: tuple[tuple[float, dict[str, float]], ...] = ()
+    """At the first and at the newest block: time, and the learner's seconds by stage."""
     _steady: tuple[float, int] | None = None
-    """When every actor had sent a block: time, and env steps by then."""
-    _newest_s: float = 0.0
+    """When every actor had sent a block: time, and env steps until then."""
 
     def __post_init__(self) -> None:
-        self._actors = {number: _Actor() for number in range(self.workers)}
-        self._shards = {number: _Shard() for number in range(self.servers)}
+        self._actors = [WorkerAccount(number) for number in range(self.workers)]
+        # One per life of the shard; the last is that of the shard at work.
+        self._tallies = [[Tally()] for _ in range(self.servers)]
+        self._lost = [0] * self.servers
+        # By actor and life, on the actor's clock; plus its offset, it is this process's clock.
+        self._spans: dict[tuple[int, int], list[SpanRecord]] = {}
+        self._offsets_s: dict[tuple[int, int], float] = {}
 
-    # --- what happens ---------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------
 
     def took(self, number: int, report: Report, env_steps: int, age: int, now_s: float) -> None:
-        """A block of so many env steps has come, of weights that are so many updates old."""
+        """Add a block of ``env_steps`` that was collected with weights ``age`` updates old."""
         actor = self._actors[number]
         actor.host = report.host
         actor.env_steps += env_steps
-        actor.sums.update({name: getattr(report, name) for name in SUMMED})
-        actor.seconds.update(report.seconds)
+        actor.wall_s += report.wall_s
+        actor.processor_s += report.processor_s
+        actor.bytes_sent += report.letter_bytes
+        actor.bytes_received += report.weight_bytes
+        actor.messages += report.messages
         actor.staleness[age] += 1
-        self._newest_s = now_s
-        self._learner_after = (now_s, dict(self.timers.seconds))
-        self._learner_before = self._learner_before or self._learner_after
-        if self._steady is None and all(a.env_steps for a in self._actors.values()):
+        for stage, spent_s in report.seconds.items():
+            actor.seconds[stage] += spent_s
+        self._uncompressed_bytes += report.plain_bytes
+        self._learner = (*self._learner[:1], (now_s, dict(self.timers.seconds)))
+        if self._steady is None and all(each.env_steps for each in self._actors):
             self._steady = (now_s, self._env_steps())
 
     def saw(self, number: int, life: int, report: Report, ordered_s: float) -> None:
-        """What it did when; ``ordered_s``: when it was told to, by ``perf_counter`` here.
+        """Add the spans of a block; ``ordered_s``: when it was ordered, by ``perf_counter`` here.
 
-        It was waiting for that, so it began as soon as the order was there. The quickest order says
-        best how its clock stands to ours.
+        The actor was waiting, so it began when the order arrived. The order that arrived fastest
+        determines the offset between its clock and ours best.
         """
         if report.spans:
-            seen = self._actors[number].lives.setdefault(life, _Life())
-            seen.spans += report.spans
-            seen.offset_s = max(seen.offset_s, ordered_s - report.began_s)
+            self._spans.setdefault((number, life), []).extend(report.spans)
+            known_s = self._offsets_s.get((number, life), float("-inf"))
+            self._offsets_s[number, life] = max(known_s, ordered_s - report.began_s)
 
     def replaced(self, number: int) -> None:
         self._actors[number].restarts += 1
 
     def heard(self, shard: int, tally: Tally) -> None:
-        """What this shard has done so far."""
-        self._shards[shard].tally = tally
+        """Set what this shard has done since it was started."""
+        self._tallies[shard][-1] = tally
 
     def lost(self, number: int, transitions: int) -> None:
-        """This shard was lost with so many; an empty one has its number now."""
-        shard = self._shards[number]
-        shard.earlier.append(shard.tally)
-        shard.tally = Tally()
-        shard.restarts += 1
-        shard.lost += transitions
+        """Count a shard that died with ``transitions`` in it; an empty one has its number now."""
+        self._tallies[number].append(Tally())
+        self._lost[number] += transitions
 
     def sent(self, size_bytes: int) -> None:
         self.bytes_sent += size_bytes
@@ -156,77 +103,69 @@ class Account:
     def received(self, size_bytes: int) -> None:
         self.bytes_received += size_bytes
 
-    # --- what it comes to -----------------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------
 
     def env_steps_per_s(self) -> float | None:
-        """From when every actor had sent a block to the newest one; starting them is not in it."""
-        if self._steady is None or self._newest_s <= self._steady[0]:
+        """Return the rate from when every actor had sent a block to the newest block."""
+        if self._steady is None or self._learner[-1][0] <= self._steady[0]:
             return None
         since_s, before = self._steady
-        return (self._env_steps() - before) / (self._newest_s - since_s)
+        return (self._env_steps() - before) / (self._learner[-1][0] - since_s)
 
     def _env_steps(self) -> int:
-        return sum(actor.env_steps for actor in self._actors.values())
+        return sum(actor.env_steps for actor in self._actors)
 
     def account(self) -> FleetAccount | None:
-        """Of everybody; None before a block has come."""
-        reported = {number: actor for number, actor in self._actors.items() if actor.env_steps}
-        if not reported:
+        """Return the account of all processes; None before the first block."""
+        workers = tuple(actor for actor in self._actors if actor.env_steps)
+        if not workers:
             return None
         return FleetAccount(
             update=None,
-            wall_s=self._newest_s - self.began_s,
+            wall_s=self._learner[-1][0] - self.began_s,
             driver_processor_s=time.process_time() - self._processor_s,
-            workers=tuple(actor.account(number) for number, actor in reported.items()),
-            uncompressed_bytes_sent=sum(a.sums["plain_bytes"] for a in reported.values()),
-            shards=tuple(shard.account(number) for number, shard in self._shards.items()),
+            workers=workers,
+            uncompressed_bytes_sent=self._uncompressed_bytes,
+            shards=tuple(self._shard(number) for number in range(self.servers)),
             learner=self._learner_shares(),
-            member="actor",
-            aged="block",
         )
 
+    def _shard(self, number: int) -> ShardAccount:
+        tallies = self._tallies[number]
+        totals = {name: sum(getattr(t, name) for t in tallies) for name in Tally._fields}
+        return ShardAccount(number, **totals, restarts=len(tallies) - 1, lost=self._lost[number])
+
     def _learner_shares(self) -> Mapping[str, float] | None:
-        """From the first block to the newest: before, it waits for actors that are starting."""
-        if self._learner_before is None or self._learner_after is None:
-            return None
-        (since_s, before), (until_s, after) = self._learner_before, self._learner_after
+        """Return shares from the first block to the newest: earlier, actors were starting."""
+        (since_s, before), (until_s, after) = self._learner[0], self._learner[-1]
         if until_s <= since_s:
             return None
         seconds = {stage: after[stage] - before[stage] for stage in after}
         return shares_of(seconds, until_s - since_s)
 
     def lanes(self) -> Iterator[tuple[str, list[SpanRecord]]]:
-        """What the learner and every actor did when, where a trace is wanted."""
+        """Return the spans of the learner and of every actor, if a trace is recorded."""
         if self.lane is None:
             return
         yield "learner", self.lane.spans()
-        for number, actor in self._actors.items():
-            yield (
-                f"actor {number}",
-                [
-                    (stage, start_s + life.offset_s, end_s + life.offset_s)
-                    for life in actor.lives.values()
-                    for stage, start_s, end_s in life.spans
-                ],
-            )
+        spans: list[list[SpanRecord]] = [[] for _ in self._actors]
+        for (number, life), found in self._spans.items():
+            offset_s = self._offsets_s[number, life]
+            spans[number] += [(stage, a + offset_s, b + offset_s) for stage, a, b in found]
+        yield from ((f"actor {number}", found) for number, found in enumerate(spans))
 
     def communication(self) -> dict[str, int | None]:
-        return {
-            "bytes_sent": self.bytes_sent,
-            "bytes_received": self.bytes_received,
-            "messages": self.messages,
-        }
+        return {name: getattr(self, name) for name in TRAFFIC}
 
     def counts(self) -> dict[str, Any]:
-        """What is only known of actors, for ``fleet`` in ``result.json``."""
-        actors, shards = self._actors.values(), self._shards.values()
-        seconds = sum((actor.seconds for actor in actors), Counter[str]())
+        """Return what only actors have, for ``fleet`` in ``result.json``."""
+        seconds = sum((Counter(actor.seconds) for actor in self._actors), Counter[str]())
         return {
-            "env_steps_each": [actor.env_steps for actor in actors],
-            "actors_replaced": sum(actor.restarts for actor in actors),
-            "shards_replaced": sum(shard.restarts for shard in shards),
-            "transitions_lost": sum(shard.lost for shard in shards),
-            "letter_bytes": sum(actor.sums["letter_bytes"] for actor in actors),
+            "env_steps_each": [actor.env_steps for actor in self._actors],
+            "actors_replaced": sum(actor.restarts for actor in self._actors),
+            "shards_replaced": sum(len(tallies) - 1 for tallies in self._tallies),
+            "transitions_lost": sum(self._lost),
+            "letter_bytes": sum(actor.bytes_sent for actor in self._actors),
             "broadcasts": self.broadcasts,
             "actor_seconds": dict(seconds),
         }

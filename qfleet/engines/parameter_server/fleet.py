@@ -24,7 +24,7 @@ from qfleet.engines.parameter_server.supervisor import Supervisor
 from qfleet.engines.parameter_server.wire import INLINE_VECTOR_BYTES
 from qfleet.engines.parameter_server.worker import Report
 from qfleet.telemetry.faults import FaultLog
-from qfleet.telemetry.fleet import FleetAccount
+from qfleet.telemetry.fleet import TRAFFIC, FleetAccount
 from qfleet.telemetry.timers import STAGES, Timers
 from qfleet.telemetry.trace import SpanRecord
 
@@ -242,10 +242,7 @@ class Fleet:
     def communication(self) -> dict[str, int | None]:
         """Return what the workers sent and received."""
         account = self.account()
-        names = ("bytes_sent", "bytes_received", "messages")
-        if account is None:
-            return dict.fromkeys(names)
-        return {name: sum(getattr(worker, name) for worker in account.workers) for name in names}
+        return {name: account.total(name) if account else None for name in TRAFFIC}
 
     def account(self) -> FleetAccount | None:
         """What everybody did and cost; None before anybody has reported."""

@@ -80,7 +80,7 @@ def test_slices_of_all_lives_add_up_to_an_actors_account() -> None:
     assert actor.own_pace == 30 / 6
     assert found.staleness.counts == {0: 1, 7: 2}
     assert found.wall_s == 14.0
-    assert found.saved_sent == 0.75
+    assert found.saved("sent") == 0.75
     # From the first block to the newest, 10 s: what came before is not in it.
     assert found.learner == pytest.approx(
         {"computing": 0.6, "communicating": 0.1, "waiting": 0.2, "other": 0.1}
