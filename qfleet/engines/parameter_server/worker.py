@@ -22,7 +22,8 @@ from qfleet.engines import serial
 from qfleet.engines.cluster.ray_cluster import TIMEOUT_S, from_inside
 from qfleet.engines.one_process import build as build_one_process
 from qfleet.engines.parameter_server.client import Line, RemoteLine, Servers, ServersLost
-from qfleet.engines.parameter_server.updaters import RemoteUpdater, make_codec, make_remote_updater
+from qfleet.engines.parameter_server.compression import make_compressor
+from qfleet.engines.parameter_server.updaters import RemoteUpdater, make_remote_updater
 from qfleet.engines.parts import Parts
 from qfleet.envs.latency import latency_of
 from qfleet.telemetry.faults import FaultLog
@@ -114,7 +115,7 @@ class Worker:
 
         def remote(weights: Any, timers: Any) -> RemoteUpdater:
             self._servers = Servers(
-                number, weights.data.numel(), lines, timers, lambda: make_codec(config), life
+                number, weights.data.numel(), lines, timers, lambda: make_compressor(config), life
             )
             self._servers.on_entering = self._fall_in_step
             self._updater = make_remote_updater(config, weights, self._servers)
