@@ -34,8 +34,7 @@ from qfleet.engines.actors.block_messages import encode
 from qfleet.engines.actors.messages import News
 from qfleet.engines.actors.shard import ReplayShard
 from qfleet.engines.parameter_server.server import Server
-from qfleet.engines.parameter_server.shard import Exchange, Push, Stamp
-from qfleet.engines.parameter_server.wire import plain, to_wire
+from qfleet.engines.parameter_server.wire import Exchange, Join, Push
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import PrioritizedSampler, UniformSampler
 
@@ -165,7 +164,7 @@ def server_lines(update: str) -> Iterator[str]:
     start = noise(size, 0)
     server = Server(config, start.numpy(), clock=lambda: 0.0)
     for worker in range(workers):
-        server.join(worker)
+        server.join(Join(worker))
     shard = server._shard
     answers: list[Any] = []
     sequence = dict.fromkeys(range(workers), 0)
@@ -174,19 +173,19 @@ def server_lines(update: str) -> Iterator[str]:
         if shard.waits(worker):
             continue
         pulled = shard.pull()
-        known = pulled.weights
-        assert isinstance(known, torch.Tensor)
-        vector = known * 0.1 + noise(size, worker, step)
+        assert pulled.weights is not None
+        vector = torch.from_numpy(pulled.weights) * 0.1 + noise(size, worker, step)
         if step % 11 == 10:
             vector[step % size] = torch.nan
         number = sequence[worker]
         if update == "easgd":
-            exchanged = shard.exchange(Exchange(worker, number, pulled.stamp.epoch, vector, 0.3))
-            answers.append((plain(exchanged.receipt), exchanged.difference))
+            reply = shard.exchange(Exchange(worker, number, pulled.epoch, vector, 0.3))
+            moved = None if reply.weights is None else torch.from_numpy(reply.weights)
+            answers.append((reply[:5], moved))
         else:
-            push = Push(worker, number, Stamp(*pulled.stamp), vector, 0.05, float(step), 1 + worker)
-            answers.append(plain(shard.push(push, now_s=float(step))))
-        answers.append(to_wire(vector))
+            push = Push(worker, number, *pulled.stamp, vector, 0.05, float(step), 1 + worker)
+            answers.append(shard.push(push, now_s=float(step))[:5])
+        answers.append(vector.numpy())
         sequence[worker] += 1
     state = shard.snapshot()
     for name in ("weights", "optimiser", "records", "admission", "counters"):

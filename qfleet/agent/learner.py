@@ -107,6 +107,7 @@ class Learner:
 
     def step(self, batch: Batch, terms: TargetTerms | Tensor) -> None:
         """Take one gradient step; ``terms`` are the batch's targets, or what they are made of."""
+        self._updater.before_gradient()
         if self._config.noisy:
             self.online.store_noise(self.online.draw_noise(self._noise))
         target = terms

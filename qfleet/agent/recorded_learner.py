@@ -210,6 +210,7 @@ class RecordedLearner(Learner):
 
     def _step(self, batch: Batch, compute_target: Callable[[], Tensor]) -> Callable[[], None]:
         """Take one gradient step; return a function that waits for the new priorities."""
+        self._updater.before_gradient()
         if self._config.noisy:
             self._store_noise(self.online.draw_noise(self._noise))
         target_ready = self._beside.start(compute_target)

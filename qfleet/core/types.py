@@ -245,6 +245,10 @@ class Memory(Protocol):
 class Updater(Protocol):
     """The rule that turns gradients into new weights. It owns the optimiser."""
 
+    def before_gradient(self) -> None:
+        """Called right before the gradient of a batch is computed."""
+        return
+
     def apply(
         self, learning_rate: float | Tensor, loss: Callable[[], Tensor] | None = None
     ) -> Mapping[str, Tensor | float]:

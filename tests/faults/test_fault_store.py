@@ -22,8 +22,8 @@ from qfleet.core.errors import ClusterError, StoreFullError
 from qfleet.engines.cluster.ray_cluster import open_cluster
 from qfleet.engines.parameter_server import fleet
 from qfleet.engines.parameter_server.server import Server
-from qfleet.engines.parameter_server.shard import Exchange, Push
 from qfleet.engines.parameter_server.store import snapshot_bytes, store_bytes
+from qfleet.engines.parameter_server.wire import Exchange, Join, Pull, Push
 from support.clusters import needs_ray
 from support.configs import tiny_fields
 from support.messages import holds
@@ -64,11 +64,10 @@ def test_no_snapshot_is_larger_than_was_reckoned_with(update: str, optimizer: st
     weights = torch.zeros(SIZE)
     server = Server(config, weights.numpy())
     for worker in range(3):
-        server.join(worker)
-    stamp = server.pull(None).stamp
+        server.join(Join(worker))
+    stamp = server.pull(Pull()).stamp
     for worker in range(2):
-        push = Push(worker, 0, stamp, torch.empty(0), 1e-3)
-        server.push(push, np.ones(SIZE, dtype=np.float32), 0.0)
+        server.push(Push(worker, 0, *stamp, np.ones(SIZE, dtype=np.float32), 1e-3))
     assert weights.nbytes <= nbytes(server.snapshot()) <= snapshot_bytes(config, weights)
 
 
@@ -77,9 +76,8 @@ def test_differences_that_may_be_asked_for_again_are_reckoned_with() -> None:
     weights = torch.zeros(SIZE)
     server = Server(config, weights.numpy())
     for worker in range(3):
-        server.join(worker)
-        exchange = Exchange(worker, 0, 0, torch.empty(0), 0.1)
-        server.exchange(exchange, np.ones(SIZE, dtype=np.float32))
+        server.join(Join(worker))
+        server.exchange(Exchange(worker, 0, 0, np.ones(SIZE, dtype=np.float32), 0.1))
     assert nbytes(server.snapshot()) == snapshot_bytes(config, weights) == 4 * weights.nbytes
 
 

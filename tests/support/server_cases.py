@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.engines.parameter_server.admission import Admission
-from qfleet.engines.parameter_server.compression import decode
-from qfleet.engines.parameter_server.shard import Push, Receipt, Shard, Stamp
+from qfleet.engines.parameter_server.compression import unpack
+from qfleet.engines.parameter_server.server import Server
+from qfleet.engines.parameter_server.shard import Shard
+from qfleet.engines.parameter_server.wire import Push, Reply, Request
 
 EPS = 1e-8
 NAMES = ["adam", "radam", "rmsprop", "sgd"]
@@ -36,14 +40,27 @@ def make_push(
     weight: float = 1.0,
 ) -> Push:
     vector = torch.as_tensor(gradient, dtype=torch.float32)
-    return Push(worker, sequence, Stamp(epoch, based_on), vector, rate, loss, weight)
+    return Push(worker, sequence, epoch, based_on, vector, rate, loss, weight)
 
 
 def weights_of(shard: Shard) -> Tensor:
     """The weights as a newcomer pulls them."""
     weights = shard.pull().weights
     assert weights is not None
-    return decode(weights)
+    return unpack(weights)
+
+
+class DirectLine:
+    """A server in this process: ``start`` makes the call."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def start(self, request: Request) -> Any:
+        return self._server.handle(request)
+
+    def finish(self, started: Any) -> Any:
+        return started
 
 
 class Client:
@@ -60,7 +77,7 @@ class Client:
     def pull(self) -> Tensor:
         pulled = self.shard.pull()
         assert pulled.weights is not None
-        self.stamp, self.weights = pulled.stamp, decode(pulled.weights)
+        self.stamp, self.weights = pulled.stamp, unpack(pulled.weights)
         return self.weights
 
     def push(
@@ -70,12 +87,12 @@ class Client:
         loss: float | None = None,
         weight: float = 1.0,
         now_s: float = 0.0,
-    ) -> Receipt:
+    ) -> Reply:
         epoch, version = self.stamp
         push = make_push(self.worker, self.sequence, gradient, version, epoch, rate, loss, weight)
-        receipt = self.shard.push(push, now_s)
+        reply = self.shard.push(push, now_s)
         self.sequence += 1
-        return receipt
+        return reply
 
 
 def noise(size: int, *key: int) -> Tensor:

@@ -12,7 +12,7 @@ from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.fused_radam import FusedRAdam, why_no_kernels
 from qfleet.agent.updaters.optimisers import RAdam
 from qfleet.agent.weights import FlatWeights
-from qfleet.core.types import StateDict
+from qfleet.core.types import StateDict, Updater
 
 
 def has_kernels(optimizer: str, device: torch.device) -> bool:
@@ -20,7 +20,7 @@ def has_kernels(optimizer: str, device: torch.device) -> bool:
     return optimizer == "radam" and why_no_kernels(device) is None
 
 
-class FusedUpdater:
+class FusedUpdater(Updater):
     """``LocalUpdater`` with ``RAdam``, in three kernels instead of some fifteen."""
 
     def __init__(self, weights: FlatWeights, eps: float, max_grad_norm: float) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 from qfleet.accelerator.compiling import Compilable
 from qfleet.agent.updaters.optimisers import FlatOptimiser
 from qfleet.agent.weights import FlatWeights
-from qfleet.core.types import StateDict
+from qfleet.core.types import StateDict, Updater
 
 
-class LocalUpdater:
+class LocalUpdater(Updater):
     """In: the gradient in ``weights.grad``. Out: ``weights.data``, changed or bit-identical."""
 
     def __init__(self, weights: FlatWeights, optimiser: FlatOptimiser, max_grad_norm: float):

@@ -1,171 +1,92 @@
-"""Admission: which gradients make an update together, which are dropped, and who has to wait.
+"""Admission: which gradients form an update, which are dropped, and which workers have to wait.
 
-In: a gradient that arrives, and who is present. Out: a ``Decision``. A policy never touches weights
-and never waits; the shard does what was decided. Gradients of one update are handed out by worker
-number, so that nothing depends on who came first.
+In: a gradient that arrives, and the workers that are present. Out: a ``Decision``. A policy never
+touches weights and never waits; the shard carries the decision out. The gradients of one update are
+ordered by worker number, so that nothing depends on the order of arrival.
 
-sync               ``Sync``              all present make an update; with b backups the first m − b
-async              ``Async``             each makes its own on arrival
-bounded staleness  ``BoundedStaleness``  nobody is more than s clocks ahead of the slowest
-hybrid             ``Hybrid``            the k first, or those within a time window, make an update
-guards (Gorila)    ``AgeLimit``, ``Outliers``: around any of these
+sync               ``Sync``              all present form an update; with b backups the first m − b
+async              ``Async``             each gradient is an update on arrival
+bounded staleness  ``BoundedStaleness``  no worker leads the slowest by more than s clocks
+hybrid             ``Hybrid``            the first k, or those in a time window, form an update
+guards (Gorila)    ``AgeLimit``, ``Outliers``: around any policy
 
 A worker whose gradient cannot be used (not finite, dropped by a guard) has arrived all the same:
 the others do not wait for it, and it waits for them.
 
-**Turns.** Several shards that make the same workers wait have to agree on whom they wait for. Where
-a gradient reached some of them only, because one died or the worker was about to join, one shard
-would wait for what another has had already: workers would compute one after another from then on,
-or wait for each other for ever. So gradients are numbered by the turn that they are for: the round
-of a barrier, the worker's clock of bounded staleness. A shard tells a worker the turn of its next
-gradient, and the worker sends the largest that any shard has told it (Lamport 1978), each time a
-larger one. Who comes, or joins, for a later turn has nothing to send for those before it; nor has
-whose gradient was dropped.
+**Turns.** Several shards that make the same workers wait have to agree on which workers they wait
+for. A gradient may reach some shards only, because one died or the worker was about to join. One
+shard would then wait for a gradient that another has had already: workers would compute one after
+another from then on, or wait for each other for ever. So every gradient has the number of the turn
+it is for: the round of a barrier, or the worker's clock of bounded staleness. A shard reports the
+turn of a worker's next gradient, and the worker sends the largest turn that any shard has reported
+(Lamport 1978), each time a larger one. No shard waits in a turn for a worker that pushes or joins
+for a later one, or whose gradient for that turn was dropped.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import StateDict
+from qfleet.engines.parameter_server.compression import unpack
+from qfleet.engines.parameter_server.wire import Push
 
 LATE = "late"
 TOO_OLD = "too-old"
 OUTLIER = "outlier"
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """One worker's gradient, as a policy sees it."""
-
-    worker: int
-    sequence: int
-    gradient: Tensor | None
-    """None where it must not be used; the worker has arrived nevertheless."""
-    staleness: int
-    """Updates made since the weights that it was computed on."""
-    learning_rate: float
-    weight: float
-    """Its share in a mean, relative to the others'."""
-    loss: float | None
-    turn: int | None = None
-    """That it is for; None: the one that it is here."""
+SAVED = ("worker", "sequence", "gradient", "staleness", "learning_rate", "weight", "loss", "turn")
+"""The fields of a kept gradient in a snapshot."""
 
 
 class Moment(NamedTuple):
-    """What a policy may know beside the arrival itself."""
+    """What a policy knows besides the gradient itself."""
 
     present: frozenset[int]
     now_s: float
 
 
 class Decision(NamedTuple):
-    update: tuple[Arrival, ...] = ()
-    """Gradients whose mean is one update to be made now; empty: no update."""
+    update: tuple[Push, ...] = ()
+    """Gradients whose mean is one update to make now; empty: no update."""
     dropped: str = ""
-    """Why the gradient that just arrived will never be used; empty: it was, or is kept."""
+    """Why the gradient that just arrived will never be used; empty: it was used or is kept."""
 
 
 NOTHING = Decision()
 
 
-class Admission(Protocol):
+class Admission:
+    """Base of the policies: every gradient is an update on arrival, and no worker waits."""
+
     def join(self, worker: int, moment: Moment) -> None:
         """A worker is present from now on (and in ``moment.present``)."""
-        ...
 
     def expect(self, worker: int, turn: int) -> None:
-        """The next gradient of a present worker will be for this turn, or a later one."""
-        ...
+        """The next gradient of a present worker will be for this turn or a later one."""
 
-    def arrive(self, arrival: Arrival, moment: Moment) -> Decision:
-        """A present worker, which does not have to wait, sent a gradient."""
-        ...
-
-    def settle(self, moment: Moment) -> Decision:
-        """Somebody left, or time has passed: is an update due?"""
-        ...
-
-    def waits(self, worker: int) -> bool:
-        """Whether the worker may not compute its next gradient yet."""
-        ...
-
-    def turn(self, worker: int) -> int:
-        """Of the worker's next gradient; 0 where nobody waits for anybody in particular."""
-        ...
-
-    def state_dict(self) -> StateDict: ...
-
-    def load_state_dict(self, state: StateDict) -> None: ...
-
-
-class _Group:
-    """Gradients that are kept for one mean, and the workers that wait with them."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[int, int] = {}
-        """By worker: the turn that it came for."""
-        self._kept: list[Arrival] = []
-
-    def add(self, arrival: Arrival, turn: int = 0) -> None:
-        self.waiting[arrival.worker] = turn
-        if arrival.gradient is not None:
-            # A copy: the sender may use its buffer again. Losses have been judged by now.
-            mine = replace(arrival, gradient=arrival.gradient.clone(), loss=None, turn=turn)
-            self._kept.append(mine)
-
-    def close(self, last: float = math.inf) -> Decision:
-        """The update of those that came for this turn or an earlier one."""
-        update = [kept for kept in self._kept if (kept.turn or 0) <= last]
-        self._kept = [kept for kept in self._kept if (kept.turn or 0) > last]
-        self.waiting = {worker: turn for worker, turn in self.waiting.items() if turn > last}
-        return Decision(tuple(sorted(update, key=lambda kept: (kept.worker, kept.sequence))))
-
-    def state_dict(self) -> StateDict:
-        # asdict copies the gradients.
-        kept = {str(place): asdict(arrival) for place, arrival in enumerate(self._kept)}
-        return {"waiting": {str(w): turn for w, turn in self.waiting.items()}, "kept": kept}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        self.waiting = {int(worker): turn for worker, turn in state["waiting"].items()}
-        kept: Iterable[StateDict] = state["kept"].values()
-        self._kept = [Arrival(**{**saved, "gradient": saved["gradient"].clone()}) for saved in kept]
-
-
-def _alone(arrival: Arrival) -> Decision:
-    return NOTHING if arrival.gradient is None else Decision((arrival,))
-
-
-class Async:
-    """Each gradient is an update, on arrival. Nobody waits."""
-
-    def join(self, worker: int, moment: Moment) -> None:
-        """Nothing to do: who is present does not matter."""
-
-    def expect(self, worker: int, turn: int) -> None:
-        """Nothing to do: nobody waits."""
-
-    def arrive(self, arrival: Arrival, moment: Moment) -> Decision:
+    def arrive(self, push: Push, moment: Moment) -> Decision:
+        """Decide about a gradient of a present worker that does not have to wait."""
         del moment
-        return _alone(arrival)
+        return NOTHING if push.gradient is None else Decision((push,))
 
     def settle(self, moment: Moment) -> Decision:
+        """Decide whether an update is due, after a worker left or time has passed."""
         del moment
         return NOTHING
 
     def waits(self, worker: int) -> bool:
+        """Return whether the worker may not compute its next gradient yet."""
         del worker
         return False
 
     def turn(self, worker: int) -> int:
+        """Return the turn of the worker's next gradient; 0 in policies without turns."""
         del worker
         return 0
 
@@ -173,53 +94,79 @@ class Async:
         return {}
 
     def load_state_dict(self, state: StateDict) -> None:
-        assert not state, "Async has no state"
+        """Restore what ``state_dict`` returned."""
 
 
-class _Barrier:
-    """Everyone waits from its arrival until the update that takes its gradient."""
+class Async(Admission):
+    """Each gradient is an update on arrival. No worker waits."""
+
+
+class _Barrier(Admission):
+    """A worker may wait from its arrival until the update that includes its gradient."""
 
     def __init__(self) -> None:
-        self._group = _Group()
+        self._waiting: dict[int, int] = {}
+        """By worker: the turn that its gradient is for."""
+        self._kept: list[Push] = []
 
-    def join(self, worker: int, moment: Moment) -> None:
-        """Nothing to do: who is present is counted when it matters."""
+    def _keep(self, push: Push, turn: int = 0) -> None:
+        self._waiting[push.worker] = turn
+        if push.gradient is not None:
+            # A copy, because the sender may reuse its buffer. Guards have seen the loss by now.
+            gradient = unpack(push.gradient).clone()
+            self._kept.append(push._replace(gradient=gradient, loss=None, turn=turn))
 
-    def expect(self, worker: int, turn: int) -> None:
-        """Nothing to do where an update takes whoever comes."""
+    def _close(self, last: float = math.inf) -> Decision:
+        """Return the update of the gradients for turns up to ``last``."""
+        update = [kept for kept in self._kept if (kept.turn or 0) <= last]
+        self._kept = [kept for kept in self._kept if (kept.turn or 0) > last]
+        self._waiting = {worker: turn for worker, turn in self._waiting.items() if turn > last}
+        return Decision(tuple(sorted(update, key=lambda kept: (kept.worker, kept.sequence))))
 
     def waits(self, worker: int) -> bool:
-        return worker in self._group.waiting
-
-    def turn(self, worker: int) -> int:
-        del worker
-        return 0
+        return worker in self._waiting
 
     def state_dict(self) -> StateDict:
-        return self._group.state_dict()
+        kept = {}
+        for place, push in enumerate(self._kept):
+            kept[str(place)] = saved = {name: getattr(push, name) for name in SAVED}
+            saved["gradient"] = saved["gradient"].clone()
+        return {"waiting": _by_name(self._waiting), "kept": kept}
 
     def load_state_dict(self, state: StateDict) -> None:
-        self._group.load_state_dict(state)
+        self._waiting = _by_number(state["waiting"])
+        self._kept = [
+            Push(epoch=0, version=0, **{**saved, "gradient": saved["gradient"].clone()})
+            for saved in state["kept"].values()
+        ]
+
+
+def _by_name(counts: dict[int, int]) -> dict[str, int]:
+    return {str(worker): count for worker, count in counts.items()}
+
+
+def _by_number(counts: dict[str, int]) -> dict[int, int]:
+    return {int(worker): count for worker, count in counts.items()}
 
 
 class Sync(_Barrier):
     """A round ends when all m present have arrived, and its mean is one update.
 
-    With ``backup`` b the first m − b end it. Those of the round that come later are dropped and go
-    on at once, with new weights: no gradient of old weights is ever applied.
+    With ``backup`` b the first m − b end it. Later gradients of the round are dropped, and their
+    workers go on at once with new weights: no gradient of old weights is ever applied.
     """
 
     def __init__(self, backup: int = 0) -> None:
         super().__init__()
         if backup < 0:
-            raise ConfigError(f"backup {backup} is no number of workers; use 0 or more")
+            raise ConfigError(f"backup must be ≥ 0 (workers), got {backup}")
         self._backup = backup
         self._round = 0
         self._expected: dict[int, int] = {}
-        """By worker: the round that it comes for next, at the earliest."""
+        """By worker: the earliest round that its next gradient is for."""
 
     def join(self, worker: int, moment: Moment) -> None:
-        """What was expected of the one that had this number before says nothing."""
+        """Forget what was expected of an earlier worker with this number."""
         del moment
         self._expected.pop(worker, None)
 
@@ -230,128 +177,122 @@ class Sync(_Barrier):
         del worker
         return self._round
 
-    def arrive(self, arrival: Arrival, moment: Moment) -> Decision:
-        turn = self._round if arrival.turn is None else arrival.turn
-        # Weights change by rounds alone, so what is based on older ones is of an earlier round.
-        if arrival.staleness > 0 or turn < self._round:
-            if arrival.turn is not None:
-                self.expect(arrival.worker, arrival.turn + 1)
+    def arrive(self, push: Push, moment: Moment) -> Decision:
+        turn = self._round if push.turn is None else push.turn
+        # Weights change by rounds only, so a stale gradient belongs to an earlier round.
+        if push.staleness > 0 or turn < self._round:
+            if push.turn is not None:
+                self.expect(push.worker, push.turn + 1)
             return self.settle(moment)._replace(dropped=LATE)
-        self._group.add(arrival, turn)
+        self._keep(push, turn)
         return self.settle(moment)
 
     def settle(self, moment: Moment) -> Decision:
-        """Who arrived and left is not counted, but is in the mean: it was worked for."""
-        waiting, present = self._group.waiting, moment.present
+        """A worker that arrived and left is not counted, but its gradient is in the mean."""
+        waiting, present = self._waiting, moment.present
         if not waiting:
             return NOTHING
-        # Rounds that nobody came for are left out; when all have left, nothing stays behind.
+        # Rounds without gradients are skipped; when all workers have left, nothing is kept.
         last = min(waiting.values()) if present else max(waiting.values())
         come = [w for w in present if w in waiting or self._expected.get(w, 0) > last]
         if len(come) < max(min(len(present), 1), len(present) - self._backup):
             return NOTHING
         self._round = last + 1
-        return self._group.close(last)
+        return self._close(last)
 
     def state_dict(self) -> StateDict:
-        expected = {str(worker): turn for worker, turn in self._expected.items()}
+        expected = _by_name(self._expected)
         return {**super().state_dict(), "round": self._round, "expected": expected}
 
     def load_state_dict(self, state: StateDict) -> None:
         super().load_state_dict(state)
-        self._round = state["round"]
-        self._expected = {int(worker): turn for worker, turn in state["expected"].items()}
+        self._round, self._expected = state["round"], _by_number(state["expected"])
 
 
 class Hybrid(_Barrier):
-    """The k first make an update and go on; late ones are in the next, however stale.
+    """The first k gradients form an update; late ones are in the next, however stale.
 
-    k = 1 is async; all of m (None), or where fewer than k are present, is sync. An update is also
-    made when its first gradient is ``window_s`` old. Somebody has to look at the clock for that:
-    ``Shard.tick``, or the next arrival, which is then in the update too.
+    k = 1 is async; k = None (all m), or fewer than k present, is sync. An update is also made when
+    its first gradient is ``window_s`` old. The clock is read by ``Shard.tick`` and by the next
+    arrival, which is then in the update too.
 
-    Workers that push to several shards need a window: each shard has its own k first, so each may
-    keep somebody waiting until there is nobody left to come.
+    Workers that push to several shards need a window: each shard has its own first k, so the shards
+    together may keep all workers waiting.
     """
 
     def __init__(self, k: int | None = None, window_s: float = math.inf) -> None:
         super().__init__()
         if k is not None and k < 1:
-            raise ConfigError(f"an update cannot be made of k = {k} gradients; use 1 or more")
+            raise ConfigError(f"k must be ≥ 1 (gradients per update), got {k}")
         if not window_s >= 0:
-            raise ConfigError(f"a window of {window_s:g} s has no end; use 0 or more")
+            raise ConfigError(f"window_s must be ≥ 0, got {window_s:g}")
         self._k, self._window_s = k, window_s
-        # Not in the state: the clock of a process that takes over starts anywhere.
+        # Not in the state: the clock of the process that restores it has another origin.
         self._ends_s: float | None = None
 
-    def arrive(self, arrival: Arrival, moment: Moment) -> Decision:
-        self._group.add(arrival)
+    def arrive(self, push: Push, moment: Moment) -> Decision:
+        self._keep(push)
         return self.settle(moment)
 
     def settle(self, moment: Moment) -> Decision:
-        if not self._group.waiting:
+        if not self._waiting:
             return NOTHING
         if self._ends_s is None:
             self._ends_s = moment.now_s + self._window_s
         m = len(moment.present)
         needed = m if self._k is None else min(self._k, m)
-        come = len(self._group.waiting.keys() & moment.present)
+        come = len(self._waiting.keys() & moment.present)
         if come < needed and moment.now_s < self._ends_s:
             return NOTHING
         self._ends_s = None
-        return self._group.close()
+        return self._close()
 
     def load_state_dict(self, state: StateDict) -> None:
         super().load_state_dict(state)
         self._ends_s = None
 
 
-class BoundedStaleness:
-    """SSP (Ho 2013): a worker's clock counts its gradients, and may lead the slowest by s.
+class BoundedStaleness(_Barrier):
+    """SSP (Ho 2013): a worker's clock counts its gradients and may lead the slowest by s.
 
-    A gradient is an update on arrival, unless its worker has to wait. Then it waits too, and makes
-    one update with those that waited beside it and the one that let them go. So a bound of 0 is
-    sync, and one that nobody reaches is async, bit for bit.
+    A gradient is an update on arrival, unless its worker has to wait. Then the gradient waits too,
+    and forms one update with those that waited beside it and the one that released them. So a bound
+    of 0 is sync, and a bound that no worker reaches is async, bit for bit.
     """
 
     def __init__(self, bound: int) -> None:
+        super().__init__()
         if bound < 0:
-            raise ConfigError(f"staleness bound {bound} is no number of clocks; use 0 or more")
+            raise ConfigError(f"the staleness bound must be ≥ 0 (clocks), got {bound}")
         self._bound = bound
         self._clocks: dict[int, int] = {}
-        self._group = _Group()
 
     def join(self, worker: int, moment: Moment) -> None:
-        """A new worker begins beside the slowest: it neither leads nor holds anybody back."""
+        """Set a new worker's clock to the slowest: it neither leads nor holds others back."""
         if not self.waits(worker):
             self._clocks[worker] = self._slowest(moment.present - {worker}) or 0
 
     def expect(self, worker: int, turn: int) -> None:
         self._clocks[worker] = max(turn, self._clocks[worker])
 
-    def arrive(self, arrival: Arrival, moment: Moment) -> Decision:
+    def arrive(self, push: Push, moment: Moment) -> Decision:
         before = self._slowest(moment.present)
-        clock = max(self._clocks[arrival.worker], arrival.turn or 0) + 1
-        self._clocks[arrival.worker] = clock
+        clock = max(self._clocks[push.worker], push.turn or 0) + 1
+        self._clocks[push.worker] = clock
         slowest = self._slowest(moment.present)
-        assert slowest is not None, "who sends is present"
+        assert slowest is not None, "the sender is present"
         if clock - slowest > self._bound:
-            self._group.add(arrival, clock)
+            self._keep(push, clock)
             return NOTHING
         if slowest == before:
-            return _alone(arrival)
-        self._group.add(arrival, clock)
-        return self._group.close(slowest + self._bound)
+            return super().arrive(push, moment)
+        self._keep(push, clock)
+        return self._close(slowest + self._bound)
 
     def settle(self, moment: Moment) -> Decision:
         slowest = self._slowest(moment.present)
         last = math.inf if slowest is None else slowest + self._bound
-        if any(clock <= last for clock in self._group.waiting.values()):
-            return self._group.close(last)
-        return NOTHING
-
-    def waits(self, worker: int) -> bool:
-        return worker in self._group.waiting
+        return self._close(last) if any(c <= last for c in self._waiting.values()) else NOTHING
 
     def turn(self, worker: int) -> int:
         return self._clocks.get(worker, 0)
@@ -360,21 +301,20 @@ class BoundedStaleness:
         return min((self._clocks[worker] for worker in present), default=None)
 
     def state_dict(self) -> StateDict:
-        clocks = {str(worker): clock for worker, clock in self._clocks.items()}
-        return {"clocks": clocks, "group": self._group.state_dict()}
+        return {"clocks": _by_name(self._clocks), "group": super().state_dict()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        self._clocks = {int(worker): clock for worker, clock in state["clocks"].items()}
-        self._group.load_state_dict(state["group"])
+        self._clocks = _by_number(state["clocks"])
+        super().load_state_dict(state["group"])
 
 
-class _Guard:
-    """Around another policy: some gradients do not reach it, though their workers do."""
+class _Guard(Admission, ABC):
+    """A wrapper of a policy: the policy sees every arrival, but not the gradients dropped here."""
 
     def __init__(self, inner: Admission) -> None:
         self._inner = inner
         self.dropped = 0
-        """Gradients that this guard kept away."""
+        """Gradients that this guard dropped."""
 
     def join(self, worker: int, moment: Moment) -> None:
         self._inner.join(worker, moment)
@@ -391,17 +331,23 @@ class _Guard:
     def turn(self, worker: int) -> int:
         return self._inner.turn(worker)
 
+    @abstractmethod
+    def _refusal(self, push: Push) -> str:
+        """Return why the gradient is dropped, or an empty text."""
+
+    def arrive(self, push: Push, moment: Moment) -> Decision:
+        reason = "" if push.gradient is None else self._refusal(push)
+        if not reason:
+            return self._inner.arrive(push, moment)
+        self.dropped += 1
+        return self._inner.arrive(push._replace(gradient=None), moment)._replace(dropped=reason)
+
     def state_dict(self) -> StateDict:
         return {"dropped": self.dropped, "inner": self._inner.state_dict()}
 
     def load_state_dict(self, state: StateDict) -> None:
         self.dropped = state["dropped"]
         self._inner.load_state_dict(state["inner"])
-
-    def _drop(self, arrival: Arrival, moment: Moment, reason: str) -> Decision:
-        self.dropped += 1
-        decision = self._inner.arrive(replace(arrival, gradient=None), moment)
-        return decision._replace(dropped=reason)
 
 
 class AgeLimit(_Guard):
@@ -410,50 +356,46 @@ class AgeLimit(_Guard):
     def __init__(self, inner: Admission, limit: int) -> None:
         super().__init__(inner)
         if limit < 0:
-            raise ConfigError(f"an age limit of {limit} updates drops everything; use 0 or more")
+            raise ConfigError(f"the age limit must be ≥ 0 (updates), got {limit}")
         self._limit = limit
 
-    def arrive(self, arrival: Arrival, moment: Moment) -> Decision:
-        if arrival.gradient is not None and arrival.staleness > self._limit:
-            return self._drop(arrival, moment, TOO_OLD)
-        return self._inner.arrive(arrival, moment)
+    def _refusal(self, push: Push) -> str:
+        return TOO_OLD if push.staleness > self._limit else ""
 
 
 class Outliers(_Guard):
-    """Drops a gradient whose loss or norm lies beyond mean + ``sigmas`` · σ of the newest ones'.
+    """Drops a gradient whose loss or norm exceeds mean + ``sigmas`` · σ of the newest ones.
 
-    Gorila (1507.04296) judges losses; the norm finds a worker whose gradients alone went wrong.
-    Nothing is dropped before ``window`` of a kind are known, nor while all of them are equal. What
-    was too large enters the window as the limit: one outlier does not hide the next, and a level
-    that stays is let in after a while.
+    Gorila (1507.04296) checks losses; the norm finds a worker with bad gradients only. Nothing is
+    dropped before ``window`` values of a kind are known, nor while all of them are equal. A value
+    that is too large enters the window as the limit: one outlier does not hide the next, and a
+    level that stays is accepted after a while.
     """
 
     def __init__(self, inner: Admission, window: int, sigmas: float) -> None:
         super().__init__(inner)
         if window < 2:
-            raise ConfigError(f"a window of {window} has no spread; use 2 or more")
+            raise ConfigError(f"the window must have ≥ 2 values, got {window}")
         if not sigmas > 0:
-            raise ConfigError(f"sigmas {sigmas:g} drops what is usual; use above 0")
+            raise ConfigError(f"sigmas must be > 0, got {sigmas:g}")
         self._sigmas = sigmas
         self._newest: dict[str, deque[float]] = {
             kind: deque(maxlen=window) for kind in ("losses", "norms")
         }
 
-    def arrive(self, arrival: Arrival, moment: Moment) -> Decision:
-        gradient = arrival.gradient
-        if gradient is None:
-            return self._inner.arrive(arrival, moment)
-        usual = self._is_usual("norms", float(torch.linalg.vector_norm(gradient)))
-        if arrival.loss is not None:
-            usual = self._is_usual("losses", arrival.loss) and usual
-        if not usual:
-            return self._drop(arrival, moment, OUTLIER)
-        return self._inner.arrive(arrival, moment)
+    def _refusal(self, push: Push) -> str:
+        assert push.gradient is not None
+        norm = float(torch.linalg.vector_norm(unpack(push.gradient)))
+        # Both are recorded, whatever the first one says.
+        usual = [self._is_usual("norms", norm)]
+        if push.loss is not None:
+            usual.append(self._is_usual("losses", push.loss))
+        return "" if all(usual) else OUTLIER
 
     def _is_usual(self, kind: str, value: float) -> bool:
         newest = self._newest[kind]
         limit = self._limit(newest)
-        # One that is not finite says nothing of the others, so it stays outside the window.
+        # A non-finite value says nothing about the others, so it stays outside the window.
         if math.isfinite(value):
             newest.append(min(value, limit))
         return value <= limit and not math.isinf(value)

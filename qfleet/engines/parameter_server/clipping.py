@@ -1,4 +1,4 @@
-"""A worker's last look at its gradient, before it is cut over shards. In and out: the vector."""
+"""Clipping of a worker's gradient before it is cut over shards. In and out: the vector."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def clip(gradient: Tensor, max_grad_norm: float) -> float:
-    """Scale the gradient to ``max_grad_norm`` at most (0: as it is), in place; its norm before.
+    """Scale the gradient in place to a norm of at most ``max_grad_norm`` (0: unchanged).
 
-    The norm is that of all shards' parts together, so only the worker can know it. The same holds
-    for a gradient that is bad in one part only: all of it becomes NaN, so that every shard refuses
-    it and none makes half an update.
+    Return the norm before. It is the norm over all shards' slices, so only the worker knows it. In
+    the same way, a gradient with a non-finite entry becomes NaN everywhere, so that every shard
+    refuses it and no shard makes half of an update.
     """
     norm = float(torch.linalg.vector_norm(gradient))
     if not math.isfinite(norm):

@@ -1,99 +1,104 @@
-"""Vectors on the wire. In: a float32 vector. Out: ``Packed``, whose bytes are counted, and back.
+"""Compression of the vectors in messages. In: a float32 tensor. Out: a ``Vector``, and back.
 
-Casts are for gradients and weights; ``TopK`` is for gradients, and lives with the worker that sends
-them: it keeps what was not sent and adds it to the next gradient (error feedback). What is not
-finite stays so, for a shard must see it in order to refuse it. Half precision ends at 65504: a
-larger number arrives as infinity and is refused like one.
+Casts serve gradients and weights. ``TopK`` serves gradients and belongs to the worker that sends
+them: it keeps the entries that were not sent and adds them to the next gradient (error feedback). A
+non-finite entry stays non-finite, because a shard must see it in order to refuse the gradient.
+float16 ends at 65504: a larger number arrives as infinity and is refused as well.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 
-
-class Packed(NamedTuple):
-    """A vector as it travels."""
-
-    size: int
-    """Entries of the vector."""
-    values: Tensor
-    """All of them, or those that ``places`` names."""
-    places: Tensor | None = None
-    """Of ``values`` in the vector; None: they are all there. What is not named is 0."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + (0 if self.places is None else self.places.nbytes)
+Array: TypeAlias = NDArray[Any]
+"""All entries of a vector, as float32, as float16, or as int16: the bits of bfloat16, a type that
+NumPy does not have."""
+Vector: TypeAlias = Array | tuple[int, Array, Array] | Tensor
+"""In a message an array, or the size of the vector, some of its entries and their indices (all
+other entries are 0). A tensor once a shard has unpacked it."""
+CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-Sent: TypeAlias = Tensor | Packed
-"""A vector as it is, or packed."""
-
-
-class Codec(Protocol):
-    def encode(self, vector: Tensor) -> Packed: ...
+class Compressor(Protocol):
+    def pack(self, vector: Tensor) -> Vector: ...
 
 
 class Cast:
-    """Every entry in fewer bits: ``torch.float16``, ``torch.bfloat16``; float32 changes nothing."""
+    """Sends every entry in fewer bits; a cast to float32 changes nothing."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def encode(self, vector: Tensor) -> Packed:
-        return Packed(vector.numel(), vector.to(self._dtype, copy=True))
+    def pack(self, vector: Tensor) -> Array:
+        packed = vector.to(self._dtype, copy=True)
+        return (packed.view(torch.int16) if self._dtype == torch.bfloat16 else packed).numpy()
 
 
 class TopK:
-    """The largest entries of a gradient and of what earlier ones left behind (1712.01887).
+    """Sends the largest entries of a gradient plus those kept from earlier ones (1712.01887).
 
-    What is sent is gone from here, whatever becomes of it: a push that a server drops is lost as
-    one that was not compressed. A gradient that is not finite leaves what is kept alone.
+    An entry that was sent is no longer kept, even if the server drops the push, as it would be
+    without compression. A non-finite gradient does not change what is kept.
     """
 
     def __init__(self, share: float) -> None:
-        """``share`` of the entries is sent, rounded up; 1 sends all of them as they are."""
+        """Send this ``share`` of the entries, rounded up; 1 sends all of them unchanged."""
         if not 0 < share <= 1:
-            raise ConfigError(f"a share of {share:g} entries cannot be sent; use above 0 up to 1")
+            raise ConfigError(f"the share of entries to send must be > 0 and ≤ 1, got {share:g}")
         self._share = share
-        self._kept: Tensor | None = None
+        self.kept: Tensor | None = None
+        """The entries not sent yet; None before the first gradient, and always for share 1."""
 
-    @property
-    def kept(self) -> Tensor | None:
-        """What was not sent yet; None where nothing ever waits, or before the first gradient."""
-        return self._kept
-
-    def encode(self, vector: Tensor) -> Packed:
+    def pack(self, vector: Tensor) -> Vector:
         size = vector.numel()
         count = math.ceil(self._share * size)
         if count == size:
-            return Packed(size, vector.clone())
-        total = vector.clone() if self._kept is None else self._kept + vector
-        # Not-a-number counts as largest, so that something bad is always among what is sent.
-        places = total.abs().topk(count, sorted=False).indices
-        values = total[places]
+            return vector.clone().numpy()
+        total = vector.clone() if self.kept is None else self.kept + vector
+        # NaN counts as largest, so that a non-finite entry is always among those sent.
+        indices = total.abs().topk(count, sorted=False).indices
+        values = total[indices]
         if bool(torch.isfinite(total).all()):
-            total[places] = 0.0
-            self._kept = total
+            total[indices] = 0.0
+            self.kept = total
         small = size <= torch.iinfo(torch.int32).max
-        return Packed(size, values, places.to(torch.int32) if small else places)
+        return size, values.numpy(), (indices.to(torch.int32) if small else indices).numpy()
 
 
-def decode(sent: Sent) -> Tensor:
-    """The float32 vector; one that was sent as it is comes back as it is."""
-    if isinstance(sent, Tensor):
-        return sent
-    values = sent.values.to(torch.float32)
-    if sent.places is None:
-        return values
-    return values.new_zeros(sent.size).scatter_(0, sent.places.long(), values)
+def make_compressor(config: Config) -> Compressor | None:
+    """Return the compressor of one shard's gradients; None sends them unchanged."""
+    if config.gradient_compression == "top-k":
+        return TopK(config.top_k_share)
+    return make_cast(config.gradient_compression)
 
 
-def bytes_of(sent: Sent) -> int:
-    return sent.nbytes
+def make_cast(kind: str) -> Cast | None:
+    return None if kind == "none" else Cast(CASTS[kind])
+
+
+def unpack(vector: Vector) -> Tensor:
+    """Return the float32 vector; one that was not compressed shares its memory."""
+    if isinstance(vector, Tensor):
+        return vector
+    if isinstance(vector, tuple):
+        size, values, indices = vector
+        return torch.zeros(size).scatter_(
+            0, torch.from_numpy(indices).long(), torch.from_numpy(values)
+        )
+    tensor = torch.from_numpy(vector)
+    if vector.dtype == np.int16:
+        tensor = tensor.view(torch.bfloat16)
+    return tensor.float() if vector.itemsize == 2 else tensor
+
+
+def bytes_of(vector: Vector) -> int:
+    return vector[1].nbytes + vector[2].nbytes if isinstance(vector, tuple) else vector.nbytes

@@ -1,10 +1,10 @@
-"""Gradients that were lost with a server: counted, not guessed. In: what was heard; out: a number.
+"""Counts the gradients that are lost with a server. In: message numbers. Out: their number.
 
-A server that dies takes along what it was sent since its last snapshot. Nobody can ask it any more,
-but the workers know how far they had come: they number their messages to a server and tell with
-every report which came last, and the snapshot says which of them it has. The difference is lost. Of
-a worker that died itself the servers tell, when they are told that it left. Only where worker and
-server died at once, neither of them can be asked; that is counted too.
+A server that dies loses the messages since its last snapshot. It cannot be asked any more, but the
+workers number their messages to a server and report the last number, and the snapshot has the
+number that it includes. The difference is lost. For a worker that died itself, the servers report
+its last number when it leaves. Only if worker and server die together is the number unknown; that
+is counted too.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections.abc import Mapping
 
 
 class Ledger:
-    """Of one server, over all its epochs: from one restore to the next."""
+    """The account of one server over all its epochs, from one restore to the next."""
 
     def __init__(self) -> None:
         self._heard: dict[int, dict[int, int]] = defaultdict(dict)
-        """By epoch and worker: messages that it had sent by then, those of earlier epochs too."""
+        """By epoch and worker: messages sent until then, including those of earlier epochs."""
         self._kept: dict[int, Mapping[int, int]] = {}
-        """By epoch that has ended: how many of each worker the next one began with."""
+        """By ended epoch and worker: messages in the snapshot that the next epoch began with."""
         self.unknown = 0
-        """Times that a worker died when its server could not be asked how far it had come."""
+        """How often a worker died when its server could not report its last message number."""
 
     def heard(self, worker: int, sent: Mapping[int, int]) -> None:
-        """By epoch: so many messages this worker has sent. News may come late, or twice."""
+        """Record the messages sent by a worker, by epoch. Reports may come late or twice."""
         for epoch, count in sent.items():
             known = self._heard[epoch]
             known[worker] = max(count, known.get(worker, 0))
 
     def restored(self, epoch: int, kept: Mapping[int, int]) -> None:
-        """The server of this epoch died; its successor knows so many messages of each worker."""
+        """Record that the server of this epoch died and its successor has ``kept``, by worker."""
         self._kept[epoch] = dict(kept)
 
     @property

@@ -1,4 +1,4 @@
-"""How many workers a parameter-server run may have."""
+"""Limits of the number of workers of a parameter-server run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 
 MOST_GROWTH = 4
-"""How many times as many workers as it began with a run may have: servers keep calls for them."""
+"""Largest number of workers, as a multiple of the first: servers reserve a call for each."""
 
 
 def several(workers: int) -> str:
@@ -14,16 +14,16 @@ def several(workers: int) -> str:
 
 
 def check_engine(config: Config) -> None:
-    """Whether a run may have other workers at all."""
+    """Refuse an engine whose number of workers cannot change."""
     if config.engine != "parameter-server":
         raise ConfigError(
-            f"a run on {config.engine} keeps its number of workers; only one on parameter-server "
-            "takes others in"
+            f"the number of workers cannot change on engine {config.engine}; "
+            "only parameter-server allows it"
         )
 
 
 def check(config: Config, workers: int) -> None:
-    """Whether a run may have so many."""
+    """Refuse a number of workers that the run may not have."""
     check_engine(config)
     most = MOST_GROWTH * config.workers
     if not 1 <= workers <= most:

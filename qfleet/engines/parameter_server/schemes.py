@@ -1,14 +1,14 @@
-"""What servers do where workers send something else than gradients. Flat vectors in and out.
+"""The servers' part of schemes without gradients in messages. In and out: flat vectors.
 
-scheme             a worker sends                      the server keeps, and does
+scheme             a worker sends                      the server holds, and does
 elastic averaging  its weights, every τ steps          the centre; moves α of the way there
 local SGD, DiLoCo  start − its weights, every H steps  weights; an outer Nesterov step
 consensus ADMM     z − (x + u), every K inner steps    z; a plain step of size 1: the mean
 
 The first uses ``Shard.exchange``. The others are ordinary pushes at a barrier (``admission.Sync``):
-a server that steps by the mean of differences from what it holds, with rate 1, holds the mean.
-Everything works entry by entry, so it does not matter over how many shards a vector is cut. The
-workers' part is in ``qfleet/engines/parameter_server/updaters.py``.
+a server that steps by the mean of differences from its weights, with rate 1, holds the mean.
+Every entry is computed by itself, so the number of shards does not matter. The workers' part is in
+``qfleet/engines/parameter_server/updaters.py``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from qfleet.core.types import StateDict
 
 
 def elastic_difference(weights: Tensor, centre: Tensor, alpha: float) -> Tensor:
-    """EASGD (1412.6651): what the worker gives and the centre takes; their sum stays what it was.
+    """EASGD (1412.6651): subtract it from the worker, add it to the centre; the sum is unchanged.
 
-    Above 1/m, m workers at once carry the centre beyond their mean.
+    With ``alpha`` above 1/m, m workers at once move the centre beyond their mean.
     """
     return (weights - centre) * alpha
 

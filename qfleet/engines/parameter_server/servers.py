@@ -21,7 +21,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError, MemberLost, QfleetError
 from qfleet.core.types import StateDict
 from qfleet.engines.cluster.ray_cluster import TIMEOUT_S, Cluster
-from qfleet.engines.parameter_server.compression import decode
+from qfleet.engines.parameter_server.compression import unpack
 from qfleet.engines.parameter_server.layout import cut
 from qfleet.engines.parameter_server.ledger import Ledger
 from qfleet.engines.parameter_server.server import (
@@ -30,8 +30,7 @@ from qfleet.engines.parameter_server.server import (
     cut_state,
     join_states,
 )
-from qfleet.engines.parameter_server.shard import Stamp, Welcome
-from qfleet.engines.parameter_server.wire import from_wire
+from qfleet.engines.parameter_server.wire import Join, Pull, Stamp, Welcome
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import ServerAccount
 
@@ -122,7 +121,7 @@ class ServerRow:
 
     def join(self, workers: list[int]) -> None:
         """These take part from now on, everywhere."""
-        calls = [s.handle.join.remote(worker) for s in self._states for worker in workers]
+        calls = [s.handle.join.remote(Join(worker)) for s in self._states for worker in workers]
         for call in calls:
             self._cluster.get(call, "a server")
 
@@ -160,12 +159,12 @@ class ServerRow:
         """Their weights, where they answer."""
         for part, state in zip(self._slices, self._states, strict=True):
             try:
-                call = state.handle.pull.remote(state.fetched)
+                call = state.handle.pull.remote(Pull(state.fetched))
                 answer = self._cluster.get(call, "a server", ANSWER_S)
             except MemberLost:
                 continue  # the supervisor sees to it
             if answer.weights is not None:
-                weights[part].copy_(decode(from_wire(answer.weights)))
+                weights[part].copy_(unpack(answer.weights))
                 state.fetched = answer.stamp
 
     def take_snapshots(self) -> None:

@@ -1,20 +1,20 @@
-"""One slice of the flat weights on a parameter server. In: workers' pushes. Out: weights, versions.
+"""One slice of the flat weights on a parameter server. In: requests of workers. Out: replies.
 
 A shard owns its slice, the slice's optimiser and a version, the number of updates made. It lives on
 the host, never waits, and expects one call at a time. Clocks are passed in (``now_s``); only time
 windows read them.
 
 **Exactly once.** A worker numbers its messages 0, 1, 2, … and sends the next one only after the
-answer to the one before. One that comes again, because its answer was lost, changes nothing and
-gets the first answer.
+reply to the one before. A message that comes again, because its reply was lost, changes nothing and
+gets the first reply.
 
 **Epochs.** A version that was reached may be lost: a shard that is restored from a snapshot goes on
-from an older one. So versions count within an *epoch*, the number of restores, and everything that
-leaves a shard carries both. Of two stamps (epoch, version) the larger is the newer; where the epoch
-has grown, updates may have been lost, and whoever sees it pulls anew and calls ``add_worker`` again
-to learn which number its next message has. A gradient of another epoch is refused, because it
-belongs to weights that never were. Who puts a new shard in the place of a dead one counts that and
-passes ``epoch``, for the snapshot cannot know how often it was used.
+from an older one. So versions count within an *epoch*, the number of restores, and every reply
+carries both. Of two stamps (epoch, version) the larger is the newer. Where the epoch has grown,
+updates may have been lost: the worker pulls again and calls ``add_worker`` again to learn the
+number of its next message. A gradient of another epoch is refused, because it belongs to weights
+that no longer exist. The caller that replaces a dead shard counts the replacements and passes
+``epoch``, because the snapshot does not know how often it was used.
 """
 
 from __future__ import annotations
@@ -30,84 +30,19 @@ from torch import Tensor
 from qfleet.agent.updaters.optimisers import FlatOptimiser
 from qfleet.core.errors import CheckpointError, ProtocolError
 from qfleet.core.types import StateDict
-from qfleet.engines.parameter_server.admission import Admission, Arrival, Decision, Moment
-from qfleet.engines.parameter_server.compression import Codec, Sent, bytes_of, decode
+from qfleet.engines.parameter_server.admission import Admission, Decision, Moment
+from qfleet.engines.parameter_server.compression import Cast, Vector, bytes_of, unpack
 from qfleet.engines.parameter_server.schemes import elastic_difference
+from qfleet.engines.parameter_server.wire import Exchange, Push, Reply, Stamp, Welcome
 
 NOT_FINITE = "not-finite"
 OTHER_EPOCH = "other-epoch"
 
 
-class Stamp(NamedTuple):
-    """Which weights: versions of different epochs have nothing to do with each other."""
-
-    epoch: int
-    version: int
-
-
-class Push(NamedTuple):
-    """One worker's gradient for one shard."""
-
-    worker: int
-    sequence: int
-    """Number of this worker's message to this shard, from 0."""
-    based_on: Stamp
-    """The weights that the gradient was computed on."""
-    gradient: Sent
-    """float32, this shard's part of it, clipped by the worker."""
-    learning_rate: float
-    loss: float | None = None
-    weight: float = 1.0
-    """Its share in a mean, relative to the others': the samples behind it, where they differ."""
-    turn: int | None = None
-    """That it is for, by what all shards have told the worker; None: the one that it is here."""
-
-
-class Exchange(NamedTuple):
-    """One worker's weights for one shard's centre (``schemes.elastic_difference``)."""
-
-    worker: int
-    sequence: int
-    epoch: int
-    weights: Sent
-    alpha: float
-
-
-class Receipt(NamedTuple):
-    stamp: Stamp
-    """Of the shard, right after the message."""
-    outcome: str
-    """``applied``, ``kept`` (for an update with others), ``dropped``, or ``past`` for a repetition
-    so old that its answer was forgotten: nobody can be waiting for it."""
-    reason: str = ""
-    """Why it was dropped."""
-    wait: bool = False
-    """The worker may not go on before ``Shard.waits`` says so. There is no version to wait for:
-    other workers' updates may come in between."""
-
-
-class Exchanged(NamedTuple):
-    receipt: Receipt
-    difference: Tensor | None
-    """What the worker subtracts from its weights; None where nothing was exchanged."""
-
-
-class Pulled(NamedTuple):
-    stamp: Stamp
-    weights: Sent | None
-    """None: those that the caller knows are the newest."""
-
-
-class Welcome(NamedTuple):
-    epoch: int
-    sequence: int
-    """Number of the worker's next message; above 0 where it was here before."""
-
-
 @dataclass
 class Counters:
     received: int = 0
-    """Messages, repetitions and refused ones included."""
+    """Messages, including repeated and refused ones."""
     applied: int = 0
     """Gradients or exchanges that are in the weights."""
     repeated: int = 0
@@ -117,28 +52,25 @@ class Counters:
     """Of vectors, as they travelled."""
     bytes_out: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
-    """How many gradients were so many updates old on arrival."""
+    """Number of gradients by their staleness (updates) on arrival."""
 
     def state_dict(self) -> StateDict:
         staleness = {str(updates): count for updates, count in self.staleness.items()}
         return {**vars(self), "dropped": dict(self.dropped), "staleness": staleness}
 
-    def load_state_dict(self, state: StateDict) -> None:
-        self.received, self.applied = state["received"], state["applied"]
-        self.repeated, self.dropped = state["repeated"], Counter(state["dropped"])
-        self.bytes_in, self.bytes_out = state["bytes_in"], state["bytes_out"]
-        counts = {int(updates): count for updates, count in state["staleness"].items()}
-        self.staleness = Counter(counts)
+    @classmethod
+    def from_state(cls, state: StateDict) -> Counters:
+        staleness = Counter({int(updates): n for updates, n in state["staleness"].items()})
+        return cls(**{**state, "dropped": Counter(state["dropped"]), "staleness": staleness})
 
 
-@dataclass
-class _Record:
-    """What was heard from a worker, whether it is present or not."""
+class _Record(NamedTuple):
+    """What the shard knows of a worker, whether it is present or not."""
 
     sequence: int = 0
-    """Number of its next message."""
-    answer: Exchanged | None = None
-    """To its last one."""
+    """The number of its next message."""
+    reply: Reply | None = None
+    """The reply to its last message."""
 
 
 class Shard:
@@ -147,16 +79,16 @@ class Shard:
         weights: Tensor,
         optimiser: FlatOptimiser,
         admission: Admission,
-        wire: Codec | None = None,
+        cast: Cast | None = None,
         epoch: int = 0,
     ) -> None:
         """``weights`` is the slice itself and changes in place; ``optimiser`` was made for it.
 
-        ``wire`` packs the weights that are pulled. ``epoch`` is above 0 for one that takes the
-        place of another: the number of those before it.
+        ``cast`` compresses the weights that are pulled. ``epoch`` is the number of shards that this
+        one replaces, one after another.
         """
         self._weights, self._optimiser = weights, optimiser
-        self._admission, self._wire = admission, wire
+        self._admission, self._cast = admission, cast
         self._epoch, self._version = epoch, 0
         self._present: set[int] = set()
         self._records: dict[int, _Record] = {}
@@ -177,121 +109,111 @@ class Shard:
     # --- workers ------------------------------------------------------------------------------
 
     def add_worker(self, worker: int, turn: int = 0, now_s: float = 0.0) -> Welcome:
-        """The worker takes part from now on; who is present already only learns its number.
+        """Let the worker take part from now on; one that does already only learns its number.
 
-        Its next gradient will be for this turn, or a later one (``admission.py``).
+        Its next gradient will be for this turn or a later one (``admission.py``).
         """
-        record = self._records.setdefault(worker, _Record())
+        self._records.setdefault(worker, _Record())
         if worker not in self._present:
             self._present.add(worker)
             self._admission.join(worker, self._moment(now_s))
         self._admission.expect(worker, turn)
         self.tick(now_s)
-        return Welcome(self._epoch, record.sequence)
+        return self.heard_from(worker)
 
     def remove_worker(self, worker: int, now_s: float = 0.0) -> None:
-        """Nobody waits for the worker any more. What it has sent still counts."""
+        """No longer wait for the worker. The gradients that it has sent still count."""
         if worker in self._present:
             self._present.remove(worker)
-            self._make(self._admission.settle(self._moment(now_s)))
+            self.tick(now_s)
 
     def heard_from(self, worker: int) -> Welcome:
-        """How far the worker has come, whether it is present or not."""
+        """Return the number of the worker's next message, whether it is present or not."""
         return Welcome(self._epoch, self._records.get(worker, _Record()).sequence)
 
     def waits(self, worker: int) -> bool:
-        """Whether the worker has to wait before it pulls weights for its next gradient."""
+        """Return whether the worker has to wait before it pulls weights for its next gradient."""
         self._check_present(worker)
         return self._admission.waits(worker)
 
     def turn(self, worker: int) -> int:
-        """Of the worker's next gradient (``admission.py``)."""
+        """Return the turn of the worker's next gradient (``admission.py``)."""
         return self._admission.turn(worker)
 
     def tick(self, now_s: float) -> None:
-        """Time has passed: make the update that is due, if one is."""
+        """Make the update that is due at this time, if one is."""
         self._make(self._admission.settle(self._moment(now_s)))
 
-    # --- messages -----------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------
 
-    def push(self, push: Push, now_s: float = 0.0) -> Receipt:
+    def push(self, push: Push, now_s: float = 0.0) -> Reply:
         gradient = self._receive(push.gradient)
-        answered = self._answered(push.worker, push.sequence, push.based_on.epoch)
+        answered = self._answered(push.worker, push.sequence, push.epoch)
         if answered is not None:
-            return answered.receipt
+            return answered
         self._check_push(push, gradient)
-        staleness = self._version - push.based_on.version
+        staleness = self._version - push.version
         self.counters.staleness[staleness] += 1
         finite = _is_finite(gradient)
-        arrival = Arrival(
-            push.worker,
-            push.sequence,
-            gradient if finite else None,
-            staleness,
-            push.learning_rate,
-            push.weight,
-            push.loss,
-            push.turn,
-        )
-        decision = self._admission.arrive(arrival, self._moment(now_s))
+        arrived = push._replace(gradient=gradient if finite else None, staleness=staleness)
+        decision = self._admission.arrive(arrived, self._moment(now_s))
         self._make(decision)
         reason = decision.dropped if finite else NOT_FINITE
-        wait = self._admission.waits(push.worker)
+        waits = self._admission.waits(push.worker)
         if reason:
             self.counters.dropped[reason] += 1
             outcome = "dropped"
         else:
-            outcome = "kept" if wait else "applied"
-        receipt = Receipt(self.stamp, outcome, reason, wait)
-        self._records[push.worker] = _Record(push.sequence + 1, Exchanged(receipt, None))
-        return receipt
+            outcome = "kept" if waits else "applied"
+        reply = Reply(self._epoch, self._version, outcome, reason, waits)
+        self._records[push.worker] = _Record(push.sequence + 1, reply)
+        return reply
 
-    def exchange(self, exchange: Exchange) -> Exchanged:
-        """Move centre and worker towards each other; no policy is asked and nobody waits."""
+    def exchange(self, exchange: Exchange) -> Reply:
+        """Move centre and worker towards each other; no policy decides and no worker waits."""
         weights = self._receive(exchange.weights)
-        answered = self._answered(exchange.worker, exchange.sequence, exchange.epoch)
-        if answered is not None:
-            if answered.difference is not None:
-                self.counters.bytes_out += answered.difference.nbytes
-            return answered
+        reply = self._answered(exchange.worker, exchange.sequence, exchange.epoch)
+        if reply is None:
+            reply = self._exchanged(exchange, weights)
+            self._records[exchange.worker] = _Record(exchange.sequence + 1, reply)
+        if reply.weights is not None:
+            self.counters.bytes_out += reply.weights.nbytes
+        return reply
+
+    def _exchanged(self, exchange: Exchange, weights: Tensor) -> Reply:
         self._check_size(exchange.worker, weights)
         if not 0 < exchange.alpha <= 1:
             raise ProtocolError(
-                f"worker {exchange.worker} sent alpha {exchange.alpha:g}; use above 0 up to 1"
+                f"alpha must be > 0 and ≤ 1, got {exchange.alpha:g} from worker {exchange.worker}"
             )
         difference = elastic_difference(weights, self._weights, exchange.alpha)
-        if _is_finite(difference):
-            self._weights.add_(difference)
-            self._version += 1
-            self.counters.applied += 1
-            self.counters.bytes_out += difference.nbytes
-            answer = Exchanged(Receipt(self.stamp, "applied"), difference)
-        else:
+        if not _is_finite(difference):
             self.counters.dropped[NOT_FINITE] += 1
-            answer = Exchanged(Receipt(self.stamp, "dropped", NOT_FINITE), None)
-        self._records[exchange.worker] = _Record(exchange.sequence + 1, answer)
-        return answer
+            return Reply(self._epoch, self._version, "dropped", NOT_FINITE)
+        self._weights.add_(difference)
+        self._version += 1
+        self.counters.applied += 1
+        return Reply(self._epoch, self._version, "applied", weights=difference.numpy())
 
-    def pull(self, known: Stamp | None = None, lend: bool = False) -> Pulled:
-        """The newest weights, unless they are those that the caller knows.
+    def pull(self, known: tuple[int, ...] | None = None, lend: bool = False) -> Reply:
+        """Return the newest weights, unless ``known`` is their stamp.
 
-        ``lend``: the shard's own, which the next message changes, instead of a copy.
+        ``lend``: return the shard's own memory, which the next message changes, not a copy.
         """
-        stamp, mine = self.stamp, self._weights
-        if known == stamp:
-            return Pulled(stamp, None)
-        weights: Sent
-        if self._wire is not None:
-            weights = self._wire.encode(mine)
+        if known == self.stamp:
+            return Reply(self._epoch, self._version)
+        mine = self._weights
+        if self._cast is not None:
+            weights = self._cast.pack(mine)
         else:
-            weights = mine if lend else mine.clone()
-        self.counters.bytes_out += bytes_of(weights)
-        return Pulled(stamp, weights)
+            weights = (mine if lend else mine.clone()).numpy()
+        self.counters.bytes_out += weights.nbytes
+        return Reply(self._epoch, self._version, weights=weights)
 
     # --- snapshots ----------------------------------------------------------------------------
 
     def snapshot(self) -> StateDict:
-        """All there is, as tensors of its own and JSON values."""
+        """Return the whole state: tensors that share no memory, and JSON values."""
         optimiser = self._optimiser.state_dict()
         return {
             "weights": self._weights.clone(),
@@ -308,24 +230,24 @@ class Shard:
     def restore(self, snapshot: StateDict) -> None:
         """Go on from a snapshot, in a new epoch.
 
-        Who was present is so again, and what was kept is kept: who started the shard anew knows
-        which workers are gone, and removes them.
+        The workers that were present are present again, and kept gradients are kept: the caller
+        knows which workers are gone and removes them.
         """
         weights, policy = snapshot["weights"], snapshot["policy"]
         if weights.shape != self._weights.shape:
             raise CheckpointError(
                 f"the snapshot is of a shard of {weights.numel()} weights, this one has "
-                f"{self._weights.numel()}; cut the vector over as many shards as then"
+                f"{self._weights.numel()}; use the same number of shards"
             )
         if policy != type(self._admission).__name__:
             raise CheckpointError(
                 f"the snapshot is of the policy {policy}, this shard has "
-                f"{type(self._admission).__name__}; restore it with the policy that it had"
+                f"{type(self._admission).__name__}; restore it with the same policy"
             )
         self._weights.copy_(weights)
         self._optimiser.load_state_dict(snapshot["optimiser"])
         self._admission.load_state_dict(snapshot["admission"])
-        self.counters.load_state_dict(snapshot["counters"])
+        self.counters = Counters.from_state(snapshot["counters"])
         self._present = set(snapshot["present"])
         records: dict[str, StateDict] = snapshot["records"]
         self._records = {int(worker): _loaded(saved) for worker, saved in records.items()}
@@ -344,27 +266,28 @@ class Shard:
             self._version += 1
             self.counters.applied += len(decision.update)
 
-    def _receive(self, sent: Sent) -> Tensor:
+    def _receive(self, vector: Vector | None) -> Tensor:
+        assert vector is not None, "a worker sends a vector"
         self.counters.received += 1
-        self.counters.bytes_in += bytes_of(sent)
-        return decode(sent)
+        self.counters.bytes_in += bytes_of(vector)
+        return unpack(vector)
 
-    def _answered(self, worker: int, sequence: int, epoch: int) -> Exchanged | None:
-        """The answer to a message that must not be looked at (again); None: it is new."""
+    def _answered(self, worker: int, sequence: int, epoch: int) -> Reply | None:
+        """Return the reply to a message that is repeated or of another epoch; None: it is new."""
         if epoch > self._epoch:
             raise ProtocolError(
-                f"worker {worker} knows epoch {epoch} of a shard in epoch {self._epoch}: another "
-                f"shard took its place uncounted; start it with epoch={epoch}"
+                f"worker {worker} knows epoch {epoch} of a shard in epoch {self._epoch}: the shard "
+                f"was replaced without counting it; start it with epoch={epoch}"
             )
         if epoch < self._epoch:
             self.counters.dropped[OTHER_EPOCH] += 1
-            return Exchanged(Receipt(self.stamp, "dropped", OTHER_EPOCH), None)
+            return Reply(self._epoch, self._version, "dropped", OTHER_EPOCH)
         record = self._records.get(worker, _Record())
         if sequence < record.sequence:
             self.counters.repeated += 1
-            if sequence == record.sequence - 1 and record.answer is not None:
-                return record.answer
-            return Exchanged(Receipt(self.stamp, "past"), None)
+            if sequence == record.sequence - 1 and record.reply is not None:
+                return record.reply
+            return Reply(self._epoch, self._version, "past")
         self._check_present(worker)
         if sequence > record.sequence:
             raise ProtocolError(
@@ -381,14 +304,14 @@ class Shard:
         if vector.shape != self._weights.shape or vector.dtype != self._weights.dtype:
             raise ProtocolError(
                 f"worker {worker} sent {vector.dtype} of shape {tuple(vector.shape)} to a shard of "
-                f"{self._weights.dtype} {tuple(self._weights.shape)}; cut it as layout.cut does"
+                f"{self._weights.dtype} {tuple(self._weights.shape)}; cut it with layout.cut"
             )
 
     def _check_push(self, push: Push, gradient: Tensor) -> None:
         self._check_size(push.worker, gradient)
-        if push.based_on.version > self._version:
+        if push.version > self._version:
             raise ProtocolError(
-                f"worker {push.worker} knows version {push.based_on.version} of a shard at "
+                f"worker {push.worker} knows version {push.version} of a shard at "
                 f"{self._version}; pull from the shard that the gradient is sent to"
             )
         if self._admission.waits(push.worker):
@@ -399,39 +322,44 @@ class Shard:
         if not (math.isfinite(push.learning_rate) and 0 < push.weight < math.inf):
             raise ProtocolError(
                 f"worker {push.worker} sent learning rate {push.learning_rate:g} and weight "
-                f"{push.weight:g}; the first must be finite, the second above 0 too"
+                f"{push.weight:g}; both must be finite, and the weight > 0"
             )
 
 
-def mean(update: tuple[Arrival, ...]) -> tuple[Tensor, float]:
-    """The gradients' mean by weight, and the smallest of their learning rates.
+def mean(update: tuple[Push, ...]) -> tuple[Tensor, float]:
+    """Return the mean of the gradients by weight, and the smallest of their learning rates.
 
-    Summed one after another, not by a reduction whose order depends on the vector's length: k
-    shards must round as one does.
+    They are added one after another, not by a reduction whose order depends on the vector's length:
+    k shards must round as one does.
     """
     first, *others = update
     gradient = _gradient_of(first)
     if not others:
         return gradient, first.learning_rate
-    even = all(arrival.weight == first.weight for arrival in others)
-    if even:
+    if all(push.weight == first.weight for push in others):
         gradient = gradient.clone()
-        for arrival in others:
-            gradient.add_(_gradient_of(arrival))
+        for push in others:
+            gradient.add_(_gradient_of(push))
         gradient.div_(len(update))
     else:
         gradient = gradient * first.weight
-        for arrival in others:
-            gradient.add_(_gradient_of(arrival) * arrival.weight)
-        gradient.div_(math.fsum(arrival.weight for arrival in update))
-    return gradient, min(arrival.learning_rate for arrival in update)
+        for push in others:
+            gradient.add_(_gradient_of(push) * push.weight)
+        gradient.div_(math.fsum(push.weight for push in update))
+    return gradient, min(push.learning_rate for push in update)
+
+
+def _gradient_of(push: Push) -> Tensor:
+    assert push.gradient is not None, "a policy chose a gradient that must not be used"
+    return unpack(push.gradient)
 
 
 def _is_finite(vector: Tensor) -> bool:
-    """Whether every entry is: then one pass shows it, for whatever is not spoils the sum.
+    """Return whether all entries are finite.
 
-    Large numbers that are finite may add up to infinity: then both ends are looked at, which are
-    not-a-number where any entry is. They take five times as long as the sum.
+    A non-finite entry makes the sum non-finite, so one pass usually suffices. Large finite numbers
+    may add up to infinity: then the smallest and largest entry decide, which are NaN if any entry
+    is. They take five times as long as the sum.
     """
     if math.isfinite(vector.sum().item()):
         return True
@@ -439,26 +367,18 @@ def _is_finite(vector: Tensor) -> bool:
     return math.isfinite(float(low)) and math.isfinite(float(high))
 
 
-def _gradient_of(arrival: Arrival) -> Tensor:
-    assert arrival.gradient is not None, "a policy chose a gradient that must not be used"
-    return arrival.gradient
-
-
 def _saved(record: _Record) -> StateDict:
     saved: StateDict = {"sequence": record.sequence}
-    if record.answer is not None:
-        (stamp, outcome, reason, wait), difference = record.answer
-        saved["receipt"] = [*stamp, outcome, reason, wait]
+    if record.reply is not None:
+        epoch, version, outcome, reason, waits, difference, *_ = record.reply
+        saved["receipt"] = [epoch, version, outcome, reason, waits]
         if difference is not None:
-            saved["difference"] = difference.clone()
+            saved["difference"] = torch.tensor(difference)
     return saved
 
 
 def _loaded(saved: StateDict) -> _Record:
     if "receipt" not in saved:
         return _Record(saved["sequence"])
-    epoch, version, outcome, reason, wait = saved["receipt"]
-    receipt = Receipt(Stamp(epoch, version), outcome, reason, wait)
-    difference = saved.get("difference")
-    answer = Exchanged(receipt, None if difference is None else difference.clone())
-    return _Record(saved["sequence"], answer)
+    difference = saved["difference"].clone().numpy() if "difference" in saved else None
+    return _Record(saved["sequence"], Reply(*saved["receipt"], weights=difference))

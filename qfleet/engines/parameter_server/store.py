@@ -1,7 +1,7 @@
-"""What a run of workers and servers needs of the object store of the servers' node.
+"""The memory that a run needs in the object store of the servers' node.
 
-In: a configuration and its weights; out: bytes, and a refusal where there are fewer. All that
-travels passes through that node: gradients, the weights that answer them, and snapshots.
+In: a configuration and its weights. Out: bytes, and an error if the store has fewer. All vectors
+pass through that node: gradients, the weights in replies, and snapshots.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from qfleet.engines.cluster.ray_cluster import Cluster
 from qfleet.engines.parameter_server.server import make_shard_optimiser
 
 SNAPSHOTS = 3
-"""That are held at a time: the last one of every server, the next, and that of a checkpoint."""
+"""Snapshots per server in memory: the last one, the next one, and that of a checkpoint."""
 FREE = 0.2
-"""Of the store, above what is needed: Ray begins to write to the disk when it has less."""
+"""Share of the store that must stay free: with less, Ray begins to write to the disk."""
 
 
 def snapshot_bytes(config: Config, weights: Tensor) -> int:
-    """Of all servers together, at most."""
+    """Return the largest size of one snapshot of all servers together."""
     state = make_shard_optimiser(config, torch.zeros_like(weights)).state_dict().values()
     optimiser = sum(value.nbytes for value in state if isinstance(value, Tensor))
-    # Gradients that wait for others, and differences that may be asked for again, are in it too.
+    # It includes kept gradients, and differences that may be requested again.
     kept = 0 if config.update == "async" else config.workers * weights.nbytes
     return weights.nbytes + optimiser + kept
 
 
 def store_bytes(config: Config, weights: Tensor) -> int:
-    """What may be under way or held at one time."""
+    """Return the bytes that may be in flight or held at one time."""
     sent_and_answered = 2 * config.workers * weights.nbytes
     fetched = weights.nbytes
     held = sent_and_answered + fetched + SNAPSHOTS * snapshot_bytes(config, weights)
@@ -38,7 +38,7 @@ def store_bytes(config: Config, weights: Tensor) -> int:
 
 
 def check_store(cluster: Cluster, needed_bytes: int) -> None:
-    """Ray would go on by writing to the disk, many times slower: say it instead."""
+    """Refuse a store that is too small: Ray would write to the disk, many times slower."""
     there = cluster.store_bytes_here()
     if there < needed_bytes:
         raise ClusterError(

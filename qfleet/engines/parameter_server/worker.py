@@ -20,7 +20,8 @@ from qfleet.core.signals import ignore_sigterm_if_blocked
 from qfleet.engines import serial
 from qfleet.engines.cluster.ray_cluster import TIMEOUT_S, from_inside
 from qfleet.engines.parameter_server.client import Line, RemoteLine, Servers, ServersLost
-from qfleet.engines.parameter_server.updaters import RemoteUpdater, make_codec, make_remote_updater
+from qfleet.engines.parameter_server.compression import make_compressor
+from qfleet.engines.parameter_server.updaters import RemoteUpdater, make_remote_updater
 from qfleet.engines.parts import Setup
 from qfleet.envs.latency import latency_of
 from qfleet.telemetry.faults import FaultLog
@@ -112,7 +113,7 @@ class Worker:
 
         def remote(weights: Any, timers: Any) -> RemoteUpdater:
             self._servers = Servers(
-                number, weights.data.numel(), lines, timers, lambda: make_codec(config), life
+                number, weights.data.numel(), lines, timers, lambda: make_compressor(config), life
             )
             self._servers.on_entering = self._fall_in_step
             self._updater = make_remote_updater(config, weights, self._servers)

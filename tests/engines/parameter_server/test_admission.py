@@ -19,7 +19,9 @@ from qfleet.engines.parameter_server.admission import (
     Outliers,
     Sync,
 )
-from qfleet.engines.parameter_server.shard import Receipt, Shard, Stamp
+from qfleet.engines.parameter_server.shard import Shard
+from qfleet.engines.parameter_server.wire import Reply, Stamp
+from support.messages import says
 from support.server_cases import (
     Client,
     assert_states_equal,
@@ -41,10 +43,10 @@ def clients_of(shard: Shard, count: int) -> list[Client]:
 
 def test_sync_makes_one_update_of_all_present() -> None:
     shard = make_shard(Sync(), [10.0], workers=3)
-    assert shard.push(make_push(2, 0, [1.0])) == Receipt(Stamp(0, 0), "kept", wait=True)
-    assert shard.push(make_push(0, 0, [2.0])) == Receipt(Stamp(0, 0), "kept", wait=True)
+    assert shard.push(make_push(2, 0, [1.0])) == Reply(0, 0, "kept", waits=True)
+    assert shard.push(make_push(0, 0, [2.0])) == Reply(0, 0, "kept", waits=True)
     assert [shard.waits(worker) for worker in range(3)] == [True, False, True]
-    assert shard.push(make_push(1, 0, [6.0])) == Receipt(Stamp(0, 1), "applied")
+    assert shard.push(make_push(1, 0, [6.0])) == Reply(0, 1, "applied")
     assert [shard.waits(worker) for worker in range(3)] == [False, False, False]
     assert weights_of(shard).tolist() == [7.0]
     assert shard.counters.applied == 3
@@ -66,14 +68,14 @@ def test_who_came_first_does_not_matter_to_the_last_bit(order: tuple[int, ...]) 
 def test_backups_make_the_last_ones_superfluous() -> None:
     shard = make_shard(Sync(backup=1), [0.0], workers=3)
     shard.push(make_push(2, 0, [2.0]))
-    assert shard.push(make_push(0, 0, [4.0])) == Receipt(Stamp(0, 1), "applied")
+    assert shard.push(make_push(0, 0, [4.0])) == Reply(0, 1, "applied")
     assert weights_of(shard).tolist() == [-3.0]
     # The last of round 0 is dropped and need not wait: it goes on with new weights.
-    assert shard.push(make_push(1, 0, [100.0])) == Receipt(Stamp(0, 1), "dropped", "late")
+    assert shard.push(make_push(1, 0, [100.0])) == Reply(0, 1, "dropped", "late")
     assert weights_of(shard).tolist() == [-3.0]
     assert shard.counters.dropped == {"late": 1}
     shard.push(make_push(1, 1, [1.0], based_on=1))
-    assert shard.push(make_push(2, 1, [1.0], based_on=1)) == Receipt(Stamp(0, 2), "applied")
+    assert shard.push(make_push(2, 1, [1.0], based_on=1)) == Reply(0, 2, "applied")
     assert weights_of(shard).tolist() == [-4.0]
 
 
@@ -89,11 +91,11 @@ def test_a_worker_leads_the_slowest_by_the_bound_and_then_waits() -> None:
     shard = make_shard(BoundedStaleness(2), [0.0])
     fast, slow = clients_of(shard, 2)
     for version in (1, 2):
-        assert fast.push([1.0]) == Receipt(Stamp(0, version), "applied")
+        assert fast.push([1.0]) == Reply(0, version, "applied")
         fast.pull()
-    assert fast.push([1.0]) == Receipt(Stamp(0, 2), "kept", wait=True)
+    assert fast.push([1.0]) == Reply(0, 2, "kept", waits=True)
     # The slowest's step lets it go, and both are one update: −(1 + 3) / 2.
-    assert slow.push([3.0]) == Receipt(Stamp(0, 3), "applied")
+    assert slow.push([3.0]) == Reply(0, 3, "applied")
     assert not shard.waits(0)
     assert weights_of(shard).tolist() == [-4.0]
     assert shard.counters.staleness == {0: 3, 2: 1}
@@ -105,13 +107,13 @@ def test_a_new_worker_begins_beside_the_slowest() -> None:
     for _ in range(5):
         for client in (first, second):
             client.pull()
-            assert not client.push([1.0]).wait
+            assert not client.push([1.0]).waits
     third = Client(shard, 2)
-    assert not first.push([1.0]).wait, "as if the new one had made five steps too"
-    assert first.push([1.0]).wait, "two ahead of both others"
-    assert not second.push([1.0]).wait
+    assert not first.push([1.0]).waits, "as if the new one had made five steps too"
+    assert first.push([1.0]).waits, "two ahead of both others"
+    assert not second.push([1.0]).waits
     assert shard.waits(0)
-    assert not third.push([1.0]).wait
+    assert not third.push([1.0]).waits
     assert not shard.waits(0)
 
 
@@ -134,10 +136,10 @@ def test_a_bound_that_nobody_reaches_is_async_bit_for_bit() -> None:
 def test_the_first_k_make_an_update_and_late_ones_are_in_the_next() -> None:
     shard = make_shard(Hybrid(2), [0.0], workers=3)
     shard.push(make_push(1, 0, [2.0]))
-    assert shard.push(make_push(2, 0, [4.0])) == Receipt(Stamp(0, 1), "applied")
+    assert shard.push(make_push(2, 0, [4.0])) == Reply(0, 1, "applied")
     assert weights_of(shard).tolist() == [-3.0]
-    assert shard.push(make_push(0, 0, [6.0])) == Receipt(Stamp(0, 1), "kept", wait=True)
-    assert shard.push(make_push(2, 1, [8.0], based_on=1)) == Receipt(Stamp(0, 2), "applied")
+    assert shard.push(make_push(0, 0, [6.0])) == Reply(0, 1, "kept", waits=True)
+    assert shard.push(make_push(2, 1, [8.0], based_on=1)) == Reply(0, 2, "applied")
     assert weights_of(shard).tolist() == [-10.0]
     assert shard.counters.staleness == {0: 3, 1: 1}
 
@@ -147,7 +149,7 @@ def test_one_of_k_is_async_bit_for_bit() -> None:
     for shard in shards:
         clients = clients_of(shard, 3)
         for turn in range(20):
-            assert not clients[turn * turn % 3].push(noise(6, turn), 0.1).wait
+            assert not clients[turn * turn % 3].push(noise(6, turn), 0.1).waits
     assert_states_equal(*(shard.snapshot()["weights"] for shard in shards))
     assert shards[0].stamp == shards[1].stamp == Stamp(0, 20)
 
@@ -209,9 +211,7 @@ def test_gradients_beyond_the_age_limit_are_dropped() -> None:
     for version in range(2):
         shard.push(make_push(0, version, [1.0], based_on=version))
     assert shard.push(make_push(1, 0, [1.0], based_on=1)).outcome == "applied"
-    assert shard.push(make_push(1, 1, [1.0], based_on=1)) == Receipt(
-        Stamp(0, 3), "dropped", "too-old"
-    )
+    assert shard.push(make_push(1, 1, [1.0], based_on=1)) == Reply(0, 3, "dropped", "too-old")
     assert guard.dropped == shard.counters.dropped["too-old"] == 1
     assert weights_of(shard).tolist() == [-3.0]
 
@@ -223,7 +223,7 @@ def test_an_outlier_in_loss_is_dropped_by_mean_and_spread() -> None:
     losses = [1.0, 3.0, 1.0, 3.0]  # mean 2, σ 1: the limit is 5
     for loss in losses:
         assert client.push([1.0], loss=loss).outcome == "applied"
-    assert client.push([1.0], loss=5.01) == Receipt(Stamp(0, 4), "dropped", "outlier")
+    assert client.push([1.0], loss=5.01) == Reply(0, 4, "dropped", "outlier")
     # It stands in the window as 5: of 3, 1, 3, 5 the mean is 3, σ is √2, the limit 7.24.
     assert client.push([1.0], loss=7.25).outcome == "dropped"
     # Of 1, 3, 5, 7.24: mean 4.06, σ 2.32, the limit 11.02.
@@ -278,7 +278,7 @@ def test_who_is_dropped_has_arrived_at_the_barrier() -> None:
     for worker in range(3):
         shard.push(make_push(worker, 0, [3.0]))
     old = shard.push(make_push(0, 1, [90.0], based_on=0))
-    assert old == Receipt(Stamp(0, 1), "dropped", "too-old", wait=True)
+    assert old == Reply(0, 1, "dropped", "too-old", waits=True)
     shard.push(make_push(1, 1, [1.0], based_on=1))
     shard.push(make_push(2, 1, [3.0], based_on=1))
     assert weights_of(shard).tolist() == [-5.0]
@@ -295,25 +295,25 @@ def test_who_leaves_while_waiting_and_returns_is_not_asked_twice(admission: Admi
     shard.remove_worker(0)
     shard.add_worker(0)
     assert shard.waits(0)
-    assert shard.push(make_push(1, 0, [4.0])) == Receipt(Stamp(0, 1), "applied")
+    assert shard.push(make_push(1, 0, [4.0])) == Reply(0, 1, "applied")
     assert not shard.waits(0)
     assert weights_of(shard).tolist() == [-3.0]
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "words"),
     [
-        lambda: Sync(backup=-1),
-        lambda: Hybrid(0),
-        lambda: Hybrid(window_s=-1.0),
-        lambda: BoundedStaleness(-1),
-        lambda: Outliers(Async(), window=1, sigmas=3.0),
-        lambda: Outliers(Async(), window=9, sigmas=0.0),
-        lambda: AgeLimit(Async(), limit=-1),
+        (lambda: Sync(backup=-1), "backup must be -1"),
+        (lambda: Hybrid(0), "k must be 0"),
+        (lambda: Hybrid(window_s=-1.0), "window_s must be -1"),
+        (lambda: BoundedStaleness(-1), "bound must be -1"),
+        (lambda: Outliers(Async(), window=1, sigmas=3.0), "window must 1"),
+        (lambda: Outliers(Async(), window=9, sigmas=0.0), "sigmas must be 0"),
+        (lambda: AgeLimit(Async(), limit=-1), "limit must be -1"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(make: Callable[[], Admission]) -> None:
-    with pytest.raises(ConfigError, match="use"):
+def test_settings_that_cannot_work_are_refused(make: Callable[[], Admission], words: str) -> None:
+    with pytest.raises(ConfigError, match=says(*words.split())):
         make()
 
 
@@ -335,7 +335,7 @@ class Play:
         self._fresh = fresh
         self._pushes = 0
 
-    def play(self, event: str, worker: int) -> Receipt | None:
+    def play(self, event: str, worker: int) -> Reply | None:
         shard, client = self.shard, self._clients[worker]
         if event == "leave":
             shard.remove_worker(worker)

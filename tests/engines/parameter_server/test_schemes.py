@@ -19,13 +19,13 @@ from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.types import StateDict
-from qfleet.engines.parameter_server.client import DirectLine, Servers
+from qfleet.engines.parameter_server.client import Servers
 from qfleet.engines.parameter_server.layout import cut
 from qfleet.engines.parameter_server.schemes import Nesterov
 from qfleet.engines.parameter_server.server import Server
 from qfleet.engines.parameter_server.updaters import make_remote_updater
 from qfleet.telemetry.timers import Timers
-from support.server_cases import noise
+from support.server_cases import DirectLine, noise
 
 SIZE = 6
 Slope = Callable[[int, Tensor], Tensor]
@@ -286,8 +286,8 @@ def test_admm_rounds_by_hand() -> None:
     assert (team.where(), team.held.tolist()) == ([[2.25] * 2, [1.5] * 2], [1.875] * 2)
 
 
-def test_prices_of_who_is_left_go_into_the_consensus() -> None:
-    """As long as the same workers meet, prices add up to 0; then one leaves, and ½ is left."""
+def test_duals_of_who_is_left_go_into_the_consensus() -> None:
+    """As long as the same workers meet, duals add up to 0; then one leaves, and ½ is left."""
     team = Team(torch.ones(2), update="admm", local_steps=1, admm_rho=2.0)
     team.descend(pulled_to(3.0, 1.0), 1, 0.5)
     for server in team.servers:
@@ -296,7 +296,7 @@ def test_prices_of_who_is_left_go_into_the_consensus() -> None:
     assert (team.where()[0], team.held.tolist()) == ([1.5] * 2, [2.0] * 2)
 
 
-def test_who_joins_anew_begins_at_the_consensus_without_prices() -> None:
+def test_who_joins_anew_begins_at_the_consensus_without_duals() -> None:
     team = Team(torch.ones(2), update="admm", local_steps=1, admm_rho=2.0)
     team.descend(pulled_to(3.0, 1.0), 1, 0.5)
     assert team.where() == [[2.0] * 2, [1.0] * 2]

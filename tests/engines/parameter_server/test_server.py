@@ -12,20 +12,34 @@ import torch
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import GivenUp
-from qfleet.engines.parameter_server.compression import Cast, TopK, decode
+from qfleet.engines.parameter_server.client import Servers
+from qfleet.engines.parameter_server.compression import Cast, TopK, bytes_of, unpack
 from qfleet.engines.parameter_server.layout import cut
 from qfleet.engines.parameter_server.server import (
     RemoteServer,
     Server,
-    answer_from_plain,
     cut_state,
     join_states,
 )
-from qfleet.engines.parameter_server.shard import Exchange, Push, Receipt, Stamp, Welcome
-from qfleet.engines.parameter_server.wire import from_wire, plain, to_wire
+from qfleet.engines.parameter_server.wire import (
+    Exchange,
+    Join,
+    Message,
+    Ping,
+    Pull,
+    Push,
+    Reply,
+    Request,
+    Stamp,
+    Wait,
+    Welcome,
+    decode,
+    encode,
+)
+from qfleet.telemetry.timers import Timers
 from support.messages import says
+from support.server_cases import DirectLine
 
-NOBODY: Any = None
 LONG_S = 600.0
 
 
@@ -35,15 +49,15 @@ def make_server(**fields: Any) -> Server:
 
 
 def push(server: Server, worker: int, sequence: int, value: float, patience_s: float) -> Any:
-    known = server.pull(None).stamp
-    message = Push(worker, sequence, known, NOBODY, learning_rate=1.0)
-    return server.push(message, to_wire(torch.full((3,), value)), patience_s)
+    gradient = np.full(3, value, dtype=np.float32)
+    known = server.pull(Pull()).stamp
+    return server.push(Push(worker, sequence, *known, gradient, 1.0, patience_s=patience_s))
 
 
 def test_a_barrier_keeps_a_call_until_the_last_one_comes() -> None:
     server = make_server(update="sync")
     for worker in (0, 1):
-        server.join(worker)
+        server.join(Join(worker))
     answers: dict[int, Any] = {}
     first = threading.Thread(target=lambda: answers.update({0: push(server, 0, 0, 1.0, LONG_S)}))
     first.start()
@@ -60,11 +74,11 @@ def test_a_barrier_keeps_a_call_until_the_last_one_comes() -> None:
 def test_patience_ends_and_the_gradient_stays() -> None:
     server = make_server(update="sync")
     for worker in (0, 1):
-        server.join(worker)
+        server.join(Join(worker))
     assert push(server, 0, 0, 1.0, 0.0).waits
-    assert server.wait(0, None, 0.0).waits
+    assert server.wait(Wait(0, None, 0.0)).waits
     server.leave(1)
-    free = server.wait(0, None, 0.0)
+    free = server.wait(Wait(0, None, 0.0))
     assert (free.waits, free.weights.tolist()) == (False, [-1.0] * 3)
 
 
@@ -77,27 +91,27 @@ def test_a_window_ends_while_somebody_waits() -> None:
     )  # fmt: skip
     server = Server(config, np.zeros(3, dtype=np.float32), clock=lambda: next(now))
     for worker in range(3):
-        server.join(worker)
+        server.join(Join(worker))
     answer = push(server, 0, 0, 1.0, LONG_S)
     assert (answer.waits, answer.stamp.version) == (False, 1)
 
 
 def test_who_was_given_up_is_told() -> None:
     server = make_server(update="async")
-    server.join(0)
+    server.join(Join(0))
     server.leave(0)
     answer = push(server, 0, 0, 1.0, 0.0)
-    assert (answer.is_present, answer.receipt, answer.weights) == (False, None, None)
-    assert not server.wait(0, None, 0.0).is_present
-    exchange = Exchange(0, 0, 0, NOBODY, 0.5)
-    assert not server.exchange(exchange, to_wire(torch.ones(3))).is_present
+    assert (answer.is_present, answer.outcome, answer.weights) == (False, "", None)
+    assert not server.wait(Wait(0, None, 0.0)).is_present
+    exchange = Exchange(0, 0, 0, np.ones(3, dtype=np.float32), 0.5)
+    assert not server.exchange(exchange).is_present
     assert server.account()["applied"] == 0
 
 
 def test_a_server_goes_on_from_a_snapshot_and_its_workers_come_again() -> None:
     server = make_server(update="sync")
     for worker in (0, 1):
-        server.join(worker)
+        server.join(Join(worker))
     assert push(server, 0, 0, 1.0, 0.0).waits
     snapshot = server.snapshot()
     other = Server(
@@ -108,61 +122,116 @@ def test_a_server_goes_on_from_a_snapshot_and_its_workers_come_again() -> None:
     account = other.account()
     assert (account["epoch"], account["present"]) == (1, [])
     # What was kept for others to come is in the weights: nobody is waited for any more.
-    assert other.pull(None).weights is not None
+    assert other.pull(Pull()).weights is not None
     assert (account["version"], account["applied"]) == (1, 1)
-    assert other.join(0).sequence == 1
+    assert other.join(Join(0)).sequence == 1
 
 
 def test_repeating_a_message_changes_nothing() -> None:
     """Row 18 of the fault list: the answer was lost after the push was applied."""
     server = make_server(update="async")
-    server.join(0)
-    message = Push(0, 0, Stamp(0, 0), NOBODY, learning_rate=1.0)
-    gradient = to_wire(torch.ones(3))
-    first, again = (server.push(message, gradient, 0.0) for _ in range(2))
-    assert first.receipt == again.receipt
+    server.join(Join(0))
+    message = Push(0, 0, 0, 0, np.ones(3, dtype=np.float32), learning_rate=1.0)
+    first, again = (server.push(message) for _ in range(2))
+    assert first[:5] == again[:5] == Reply(0, 1, "applied")[:5]
     assert again.weights is not None
     assert again.weights.tolist() == [-1.0] * 3
     account = server.account()
     assert (account["received"], account["applied"], account["repeated"]) == (2, 1, 1)
 
 
-@pytest.mark.parametrize("codec", [Cast(torch.bfloat16), Cast(torch.float16), TopK(0.4), TopK(1.0)])
-def test_packed_vectors_cross_the_wire(codec: Any) -> None:
-    packed = codec.encode(torch.tensor([1.0, -2.5, 3.0, 0.25, 7.0]))
-    crossed = from_wire(to_wire(packed))
-    assert type(crossed) is type(packed)
-    assert crossed.values.dtype == packed.values.dtype
-    assert torch.equal(crossed.values, packed.values)
-    assert (crossed.places is None) == (packed.places is None)
-    assert crossed.places is None or torch.equal(crossed.places, packed.places)
+def is_plain(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(is_plain(part) for part in value)
+    return value is None or type(value) in (bool, int, float, str, np.ndarray)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "nbytes"),
+    [
+        (Cast(torch.bfloat16), 10),
+        (Cast(torch.float16), 10),
+        (Cast(torch.float32), 20),
+        (TopK(0.4), 16),
+        (TopK(1.0), 20),
+    ],
+)
+def test_packed_vectors_cross_the_wire(compressor: Any, nbytes: int) -> None:
+    packed = compressor.pack(torch.tensor([1.0, -2.5, 3.0, 0.25, 7.0]))
+    plain = encode(Push(0, 0, 0, 0, packed, 1.0))
+    assert is_plain(plain)
+    crossed = decode(plain).gradient
+    assert bytes_of(crossed) == nbytes
+    expected = [0.0, 0.0, 3.0, 0.0, 7.0] if nbytes == 16 else [1.0, -2.5, 3.0, 0.25, 7.0]
+    assert unpack(crossed).dtype == torch.float32
+    assert unpack(crossed).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Join(1, 2, 3),
+        Ping(),
+        Pull((0, 4)),
+        Push(1, 2, 0, 4, None, 0.5, None, 3.0, 7, 1, 1.0),
+        Wait(1, None, 1.0, 2),
+        Exchange(1, 2, 0, (3, None, None), 0.5, 1),  # type: ignore[arg-type]
+        Welcome(0, 5),
+        Reply(0, 4, "dropped", "late", True, None, 0.25, False, 9),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_message_is_the_same_after_encoding_and_decoding(message: Message) -> None:
+    plain = encode(message)
+    assert is_plain(plain)
+    crossed = decode(plain)
+    assert type(crossed) is type(message)
+    assert crossed == message
 
 
 def test_messages_travel_without_classes_of_ours() -> None:
     """What Ray sees are tuples, numbers and arrays; what comes out is what went in."""
-
-    def is_plain(value: Any) -> bool:
-        if type(value) is tuple:
-            return all(is_plain(part) for part in value)
-        return value is None or type(value) in (bool, int, float, str, np.ndarray)
-
     config = Config(
         engine="parameter-server", optimizer="sgd", workers=1, weight_compression="bf16"
     )
     server = RemoteServer(config, np.zeros(3, dtype=np.float32))
-    joined = server.ask(("join", 0, 0))
-    assert answer_from_plain(joined) == Welcome(0, 0)
-    gradient = to_wire(TopK(0.4).encode(torch.tensor([1.0, 3.0, 2.0])))
-    message = Push(0, 0, Stamp(0, 0), NOBODY, learning_rate=1.0)
-    said = server.ask(plain(("push", message, gradient, 0.0, 0)))
+    joined = server.ask(encode(Join(0)))
+    assert decode(joined) == Welcome(0, 0)
+    gradient = TopK(0.4).pack(torch.tensor([1.0, 3.0, 2.0]))
+    said = server.ask(encode(Push(0, 0, 0, 0, gradient, learning_rate=1.0)))
     assert is_plain(said)
     assert is_plain(joined)
-    answer = answer_from_plain(said)
-    assert answer.receipt == Receipt(Stamp(0, 1), "applied")
-    assert decode(from_wire(answer.weights)).tolist() == [0.0, -3.0, -2.0]
-    known = server.ask(("wait", 0, plain(answer.stamp), 0.0, 0))
-    assert answer_from_plain(known).weights is None
-    assert answer_from_plain(server.ask(("ping",))) is None
+    answer = decode(said)
+    assert answer[:5] == Reply(0, 1, "applied")[:5]
+    assert unpack(answer.weights).tolist() == [0.0, -3.0, -2.0]
+    known = server.ask(encode(Wait(0, tuple(answer.stamp), 0.0)))
+    assert decode(known).weights is None
+    assert decode(server.ask(encode(Ping()))) == Ping()
+
+
+def test_a_client_sends_no_classes_of_ours() -> None:
+    config = Config(engine="parameter-server", optimizer="sgd", workers=1, update="sync")
+    server = RemoteServer(config, np.zeros(3, dtype=np.float32))
+    seen: list[str] = []
+
+    class Encoded(DirectLine):
+        def start(self, request: Request) -> Any:
+            plain = encode(request)
+            assert is_plain(plain)
+            seen.append(plain[0])
+            reply = server.ask(plain)
+            assert is_plain(reply)
+            return decode(reply)
+
+    servers, into = Servers(0, 3, [Encoded(server)], Timers()), torch.ones(3)
+    servers.look(into)
+    servers.join(into)
+    servers.push(torch.ones(3), 1.0, None, 1.0, into)
+    servers.exchange(into, 0.5)
+    servers.join(into)
+    servers.ping()
+    assert into.tolist() == [-1.0] * 3
+    assert set(seen) == {"Pull", "Join", "Wait", "Push", "Exchange", "Ping"}
 
 
 @pytest.mark.parametrize(("update", "is_lent"), [("async", True), ("sync", False)])
@@ -170,8 +239,8 @@ def test_weights_are_lent_only_where_calls_come_one_by_one(update: str, is_lent:
     """Where others may be answered meanwhile, an answer must not change under way."""
     config = Config(engine="parameter-server", optimizer="sgd", workers=1, update=update)
     server = RemoteServer(config, np.zeros(3, dtype=np.float32))
-    server.join(0)
-    weights = server.pull(None).weights
+    server.join(Join(0))
+    weights = server.pull(Pull()).weights
     push(server, 0, 0, 1.0, 0.0)
     assert isinstance(weights, np.ndarray)
     assert weights.tolist() == [-1.0 if is_lent else 0.0] * 3
@@ -190,23 +259,25 @@ def test_optimisers_of_shards_are_cut_and_joined() -> None:
 def test_one_that_was_cut_off_is_not_heard_beside_its_successor() -> None:
     """Both have one number, and each the right sequence for its next message."""
     server = make_server(update="async")
-    server.join(1)
+    server.join(Join(1))
     push(server, 1, 0, 1.0, 0.0)
-    known = server.pull(None).stamp
-    late = Push(1, 1, known, NOBODY, learning_rate=1.0)
+    known = server.pull(Pull()).stamp
+    late = Push(1, 1, *known, np.full(3, 50.0, dtype=np.float32), learning_rate=1.0)
     server.leave(1, life=1)
     with pytest.raises(GivenUp, match=says("given up")):
-        server.join(1, life=0)
-    assert server.join(1, life=1).sequence == 1
+        server.join(Join(1, life=0))
+    assert server.join(Join(1, life=1)).sequence == 1
     # What was under way when the link went down arrives.
-    refused = server.push(late, to_wire(torch.full((3,), 50.0)), 0.0, 0)
-    assert (refused.receipt, refused.is_present) == (None, False)
-    assert not server.wait(1, known, 0.0, 0).is_present
-    moved = Exchange(1, 1, known.epoch, NOBODY, 0.5)
-    assert not server.exchange(moved, to_wire(torch.zeros(3)), 0).is_present
+    refused = server.push(late)
+    assert (refused.outcome, refused.is_present) == ("", False)
+    assert not server.wait(Wait(1, known, 0.0)).is_present
+    moved = Exchange(1, 1, known.epoch, np.zeros(3, dtype=np.float32), 0.5)
+    assert not server.exchange(moved).is_present
     server.leave(1, life=0)  # what is late does not send the successor away
-    answer = server.push(late, to_wire(torch.full((3,), 2.0)), 0.0, 1)
-    assert answer.receipt.outcome == "applied"
+    gradient = np.full(3, 2.0, dtype=np.float32)
+    answer = server.push(late._replace(gradient=gradient, life=1))
+    assert answer.outcome == "applied"
+    assert answer.weights is not None
     assert answer.weights.tolist() == [-3.0] * 3
     account = server.account()
     assert (account["applied"], account["repeated"]) == (2, 0)

@@ -10,15 +10,20 @@ import pytest
 
 from qfleet.config.config import Config
 from qfleet.engines.cluster.ray_cluster import Cluster, open_cluster
-from qfleet.engines.parameter_server.server import RemoteServer, answer_from_plain, calls_at_once
-from qfleet.engines.parameter_server.shard import Push, Stamp
-from qfleet.engines.parameter_server.wire import INLINE_VECTOR_BYTES, plain
+from qfleet.engines.parameter_server.server import RemoteServer, calls_at_once
+from qfleet.engines.parameter_server.wire import (
+    INLINE_VECTOR_BYTES,
+    Join,
+    Push,
+    Stamp,
+    decode,
+    encode,
+)
 from support.clusters import RAY_MARKS
 from support.waiting import deadline
 
 pytestmark = RAY_MARKS
 
-NOBODY: Any = None
 CALLS = 20
 WITHIN, BEYOND = INLINE_VECTOR_BYTES // 8, INLINE_VECTOR_BYTES // 2
 """Weights that are half of what travels within a message, and twice as much."""
@@ -36,11 +41,11 @@ def push_all(cluster: Cluster, size: int) -> list[Any]:
     config = Config(engine="parameter-server", workers=1, update="async", optimizer="sgd")
     weights, gradient = np.zeros(size, dtype=np.float32), np.ones(size, dtype=np.float32)
     server = cluster.spawn(RemoteServer, config, weights, at_once=calls_at_once(config))
-    cluster.get(server.ask.remote(("join", 0, 0)), "the server")
-    pushes = [Push(0, k, Stamp(0, k), NOBODY, learning_rate=1.0) for k in range(CALLS)]
-    calls = [server.ask.remote(plain(("push", push, gradient, 0.0, 0))) for push in pushes]
+    cluster.get(server.ask.remote(encode(Join(0))), "the server")
+    pushes = [Push(0, k, 0, k, gradient, learning_rate=1.0) for k in range(CALLS)]
+    calls = [server.ask.remote(encode(push)) for push in pushes]
     for k, call in enumerate(calls):
-        answer = answer_from_plain(cluster.get(call, "the server"))
+        answer = decode(cluster.get(call, "the server"))
         assert answer.stamp == Stamp(0, k + 1)
         # All of them: an answer that was written down too late has later weights, or some.
         assert answer.weights.min() == answer.weights.max() == -(k + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from qfleet.core.errors import ClusterError, MemberLost
 from qfleet.engines.parameter_server import servers
 from qfleet.engines.parameter_server.server import Server
 from qfleet.engines.parameter_server.servers import ServerRow
-from qfleet.engines.parameter_server.shard import Push
+from qfleet.engines.parameter_server.wire import Pull, Push
 from qfleet.telemetry.faults import FaultLog
 from support.messages import says
 from support.server_runs import first_weights, make_config
@@ -71,9 +72,9 @@ def push(row: ServerRow, worker: int, count: int) -> None:
         server: Server = handle.server
         for _ in range(count):
             _, sequence = server._shard.heard_from(worker)
-            size = server._shard.size
-            stamp = server.pull(None).stamp
-            server.push(Push(worker, sequence, stamp, None, 1e-3), torch.ones(size).numpy(), 1.0)
+            gradient = np.ones(server._shard.size, dtype=np.float32)
+            stamp = server.pull(Pull()).stamp
+            server.push(Push(worker, sequence, *stamp, gradient, 1e-3, patience_s=1.0))
 
 
 def lost_and_unknown(row: ServerRow) -> list[tuple[int, int]]:

@@ -22,8 +22,9 @@ from qfleet.engines.parameter_server.admission import (
     Outliers,
     Sync,
 )
-from qfleet.engines.parameter_server.compression import Cast, TopK, decode
-from qfleet.engines.parameter_server.shard import Exchange, Receipt, Shard, Stamp
+from qfleet.engines.parameter_server.compression import Cast, TopK, unpack
+from qfleet.engines.parameter_server.shard import Shard
+from qfleet.engines.parameter_server.wire import Exchange, Reply, Stamp
 from qfleet.storage.snapshot import read_snapshot, write_snapshot
 from support.messages import says
 from support.server_cases import (
@@ -42,8 +43,8 @@ from support.server_cases import (
 
 def test_a_push_moves_the_weights_and_the_version() -> None:
     shard = make_shard(Async(), [1.0, 2.0], workers=1)
-    receipt = shard.push(make_push(0, 0, [1.0, -2.0], rate=0.5))
-    assert receipt == Receipt(Stamp(0, 1), "applied")
+    reply = shard.push(make_push(0, 0, [1.0, -2.0], rate=0.5))
+    assert reply == Reply(0, 1, "applied")
     assert weights_of(shard).tolist() == [0.5, 3.0]
 
 
@@ -59,7 +60,7 @@ def test_a_pull_brings_weights_only_when_they_are_new() -> None:
     newer = shard.pull(first.stamp)
     assert newer.stamp == Stamp(0, 1)
     assert newer.weights is not None
-    assert decode(newer.weights).tolist() == [0.0, 1.0]
+    assert unpack(newer.weights).tolist() == [0.0, 1.0]
     assert shard.counters.bytes_out == 16
 
 
@@ -76,7 +77,7 @@ def test_what_is_lent_is_the_shards_own() -> None:
     assert lent is not None
     assert shard.counters.bytes_out == 4
     shard.push(make_push(0, 0, [1.0]))
-    assert decode(lent).tolist() == [0.0]
+    assert unpack(lent).tolist() == [0.0]
 
 
 def test_what_is_kept_does_not_change_with_the_senders_buffer() -> None:
@@ -162,10 +163,10 @@ def test_every_push_counts_once_whatever_is_repeated(
             for after, which in repetitions:
                 if after == at and sent:
                     push = sent[which % len(sent)]
-                    receipt = shard.push(push)
+                    reply = shard.push(push)
                     repeated += 1
                     if push is newest[push.worker][0]:
-                        assert receipt == newest[push.worker][1]
+                        assert reply == newest[push.worker][1]
         # Let go whoever still waits, so that nothing is kept.
         for worker in range(3):
             shard.remove_worker(worker)
@@ -175,7 +176,7 @@ def test_every_push_counts_once_whatever_is_repeated(
         assert counters.received == len(sent) + repeated
         assert sum(counters.staleness.values()) == len(sent)
         if isinstance(admission, Async):
-            total = sum(int(decode(push.gradient)) for push in sent)
+            total = sum(int(unpack(push.gradient)) for push in sent)
             assert weights_of(shard).tolist() == [-total]
             assert shard.stamp.version == len(sent)
 
@@ -191,8 +192,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(
     shard = make_shard(Async(), [1.0, 2.0], name, workers=1)
     shard.push(make_push(0, 0, [1.0, 1.0]))
     before = shard.snapshot()
-    receipt = shard.push(make_push(0, 1, [1.0, bad], based_on=1))
-    assert receipt == Receipt(Stamp(0, 1), "dropped", "not-finite")
+    reply = shard.push(make_push(0, 1, [1.0, bad], based_on=1))
+    assert reply == Reply(0, 1, "dropped", "not-finite")
     after = shard.snapshot()
     for part in ("weights", "optimiser", "version"):
         assert_states_equal(after[part], before[part])
@@ -213,8 +214,8 @@ def test_large_numbers_whose_sum_is_infinite_are_finite() -> None:
 
 def test_a_bad_gradient_does_not_hold_up_the_barrier() -> None:
     shard = make_shard(Sync(), [0.0], workers=3)
-    assert shard.push(make_push(0, 0, [math.nan])) == Receipt(
-        Stamp(0, 0), "dropped", "not-finite", wait=True
+    assert shard.push(make_push(0, 0, [math.nan])) == Reply(
+        0, 0, "dropped", "not-finite", waits=True
     )
     shard.push(make_push(1, 0, [2.0]))
     shard.push(make_push(2, 0, [4.0]))
@@ -272,7 +273,7 @@ def test_who_leaves_lets_the_others_go() -> None:
 def test_who_comes_is_waited_for() -> None:
     shard = make_shard(Sync(), [0.0], workers=1)
     shard.add_worker(1)
-    assert shard.push(make_push(0, 0, [2.0])).wait
+    assert shard.push(make_push(0, 0, [2.0])).waits
     shard.push(make_push(1, 0, [4.0]))
     assert weights_of(shard).tolist() == [-3.0]
 
@@ -311,17 +312,17 @@ POLICIES = {
 }
 
 
-def work(shard: Shard, turns: range, size: int = 5) -> list[Receipt]:
+def work(shard: Shard, turns: range, size: int = 5) -> list[Reply]:
     """Three workers that push in turns what depends on the turn alone, unless they have to wait."""
     clients = [Client(shard, worker) for worker in range(3)]
-    receipts = []
+    replies = []
     for turn in turns:
         client = clients[turn * 7 // 2 % 3]
         if not shard.waits(client.worker):
             gradient = noise(size, turn)
-            receipts.append(client.push(gradient, 0.1, loss=float(gradient[0]), now_s=float(turn)))
+            replies.append(client.push(gradient, 0.1, loss=float(gradient[0]), now_s=float(turn)))
             client.pull()
-    return receipts
+    return replies
 
 
 @pytest.mark.parametrize("optimiser", NAMES)
@@ -342,7 +343,7 @@ def test_a_restored_shard_goes_on_bit_for_bit_in_a_new_epoch(
     goes_on, restored = work(shard, range(until, 30)), work(other, range(until, 30))
     assert len(goes_on) > 5
     for left, right in zip(goes_on, restored, strict=True):
-        assert right == left._replace(stamp=Stamp(1, left.stamp.version))
+        assert right == left._replace(epoch=1)
     left_state, right_state = shard.snapshot(), other.snapshot()
     for part in ("weights", "optimiser", "version", "present", "counters"):
         assert_states_equal(right_state[part], left_state[part])
@@ -376,8 +377,8 @@ def test_a_version_that_was_lost_is_seen() -> None:
     assert shard.stamp > known  # newer, though its version is smaller
 
     # The worker's message, sent again because its answer was lost, is of weights that never were.
-    receipt = shard.push(last)
-    assert receipt == Receipt(Stamp(1, 1), "dropped", "other-epoch")
+    reply = shard.push(last)
+    assert reply == Reply(1, 1, "dropped", "other-epoch")
     assert shard.counters.dropped == {"other-epoch": 1}
     assert weights_of(shard).tolist() == [-1.0]
 
@@ -385,8 +386,8 @@ def test_a_version_that_was_lost_is_seen() -> None:
     pulled = shard.pull(Stamp(0, 1))
     assert pulled.weights is not None, "the same version of another epoch"
     assert shard.add_worker(0) == (1, 1)
-    receipt = shard.push(make_push(0, 1, [4.0], 1, epoch=1))
-    assert receipt == Receipt(Stamp(1, 2), "applied")
+    reply = shard.push(make_push(0, 1, [4.0], 1, epoch=1))
+    assert reply == Reply(1, 2, "applied")
     assert weights_of(shard).tolist() == [-5.0]
 
 
@@ -428,32 +429,32 @@ def test_staleness_is_counted_on_arrival() -> None:
 def test_bytes_are_those_on_the_wire() -> None:
     weights = torch.zeros(100)
     optimiser = make_optimiser("sgd", weights, EPS)
-    shard = Shard(weights, optimiser, Async(), wire=Cast(torch.bfloat16))
+    shard = Shard(weights, optimiser, Async(), cast=Cast(torch.bfloat16))
     shard.add_worker(0)
-    packed = TopK(0.05).encode(noise(100, 3))
+    packed = TopK(0.05).pack(noise(100, 3))
     shard.push(make_push(0, 0, [0.0])._replace(gradient=packed))
     assert shard.counters.bytes_in == 5 * (4 + 4)
     pulled = shard.pull().weights
     assert shard.counters.bytes_out == 200
     assert pulled is not None
-    assert torch.equal(decode(pulled), (-decode(packed)).to(torch.bfloat16).float())
-    assert int((decode(pulled) != 0).sum()) == 5
+    assert torch.equal(unpack(pulled), (-unpack(packed)).to(torch.bfloat16).float())
+    assert int((unpack(pulled) != 0).sum()) == 5
 
 
 def test_an_exchange_moves_both_sides_once() -> None:
     shard = make_shard(Async(), [0.0, 4.0], workers=2)
     exchange = Exchange(0, 0, 0, torch.tensor([8.0, 0.0]), alpha=0.25)
     first = shard.exchange(exchange)
-    assert first.receipt == Receipt(Stamp(0, 1), "applied")
-    assert first.difference is not None
-    assert first.difference.tolist() == [2.0, -1.0]
+    assert first._replace(weights=None) == Reply(0, 1, "applied")
+    assert first.weights is not None
+    assert first.weights.tolist() == [2.0, -1.0]
     assert weights_of(shard).tolist() == [2.0, 3.0]
     shard.exchange(Exchange(1, 0, 0, torch.tensor([2.0, 7.0]), alpha=0.25))
     assert weights_of(shard).tolist() == [2.0, 4.0]
     again = shard.exchange(exchange)
-    assert again.receipt == first.receipt
-    assert again.difference is not None
-    assert again.difference.tolist() == [2.0, -1.0]
+    assert again._replace(weights=None) == first._replace(weights=None)
+    assert again.weights is not None
+    assert again.weights.tolist() == [2.0, -1.0]
     assert weights_of(shard).tolist() == [2.0, 4.0]
     assert shard.counters.applied == 2
 
@@ -464,8 +465,8 @@ def test_an_exchanged_answer_survives_a_snapshot() -> None:
     snapshot = shard.snapshot()
     shard.restore(snapshot)
     again = shard.exchange(Exchange(0, 0, 1, torch.tensor([8.0]), alpha=0.5))
-    assert again.difference is not None
-    assert again.difference.tolist() == [4.0]
+    assert again.weights is not None
+    assert again.weights.tolist() == [4.0]
     assert weights_of(shard).tolist() == [4.0]
 
 
@@ -482,7 +483,6 @@ def test_an_exchange_beyond_the_distance_is_refused(alpha: float) -> None:
 def test_an_exchange_of_what_is_not_finite_changes_nothing(bad: float) -> None:
     shard = make_shard(Async(), [1.0], workers=1)
     answer = shard.exchange(Exchange(0, 0, 0, torch.tensor([bad]), alpha=0.5))
-    assert answer.receipt == Receipt(Stamp(0, 0), "dropped", "not-finite")
-    assert answer.difference is None
+    assert answer == Reply(0, 0, "dropped", "not-finite")
     assert weights_of(shard).tolist() == [1.0]
     assert shard.counters.dropped == {"not-finite": 1}

@@ -17,11 +17,12 @@ import torch
 from qfleet.config.config import Config
 from qfleet.core.errors import MemberLost
 from qfleet.engines.parameter_server.admission import BoundedStaleness, Sync
-from qfleet.engines.parameter_server.client import DirectLine, Servers, ServersLost
+from qfleet.engines.parameter_server.client import Servers, ServersLost
 from qfleet.engines.parameter_server.server import Server
-from qfleet.engines.parameter_server.shard import Shard, Stamp
+from qfleet.engines.parameter_server.shard import Shard
+from qfleet.engines.parameter_server.wire import Join, Request, Stamp
 from qfleet.telemetry.timers import Timers
-from support.server_cases import make_push, make_shard, weights_of
+from support.server_cases import DirectLine, make_push, make_shard, weights_of
 from support.waiting import PHASE_S, deadline, wait_until
 
 PUSHES = 40
@@ -34,13 +35,13 @@ class Mortal(DirectLine):
     dead: set[Any]
     threads = ThreadPoolExecutor(8)
 
-    def start(self, method: str, *arguments: Any) -> Any:
-        return self.threads.submit(self._call, method, *arguments)
+    def start(self, request: Request) -> Any:
+        return self.threads.submit(self._call, request)
 
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def _call(self, request: Request) -> Any:
         if self._server in self.dead:
             raise MemberLost("dead")
-        return super().start(method, *arguments)
+        return super().start(request)
 
     def finish(self, started: Any) -> Any:
         return started.result()
@@ -96,7 +97,7 @@ def test_workers_that_come_back_apart_to_a_restored_server_fall_in_step(
 
     for worker in range(2):
         for server in (first, second):
-            server.join(worker)
+            server.join(Join(worker))
     threads = [threading.Thread(target=go, args=(worker,), daemon=True) for worker in range(2)]
     for thread in threads:
         thread.start()
@@ -179,7 +180,7 @@ def test_rounds_and_who_came_for_which_are_in_a_snapshot() -> None:
     other.restore(shard.snapshot())
     assert (other.turn(0), other.waits(0), other.waits(1)) == (5, True, False)
     push = make_push(1, 1, [3.0])
-    other.push(push._replace(based_on=other.stamp, turn=6))
+    other.push(push._replace(epoch=1, version=other.stamp.version, turn=6))
     assert (float(weights_of(other)), other.turn(0)) == (-1.0 - 2.0, 7)
 
 
@@ -205,10 +206,8 @@ class Story:
             known = self.known.get(worker, {}).get(number)
             if known is not None and known[0].epoch == self.shards[number].stamp.epoch:
                 stamp, sequence = known
-                push = make_push(worker, sequence, [1.0])._replace(
-                    based_on=stamp, turn=self.turn[worker]
-                )
-                self.shards[number].push(push)
+                push = make_push(worker, sequence, [1.0], stamp.version, stamp.epoch)
+                self.shards[number].push(push._replace(turn=self.turn[worker]))
             return
         # Where it is not present any more, it joins, shard after shard.
         away = [n for n in numbers if worker not in self.shards[n].present]

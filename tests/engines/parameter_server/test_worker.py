@@ -15,14 +15,15 @@ from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.config.config import Config
 from qfleet.core.errors import MemberSilent
 from qfleet.engines import serial
-from qfleet.engines.parameter_server.client import TRIES, DirectLine, ServersLost
+from qfleet.engines.parameter_server.client import TRIES, ServersLost
 from qfleet.engines.parameter_server.layout import cut
 from qfleet.engines.parameter_server.ledger import Ledger
-from qfleet.engines.parameter_server.server import Answer, Server
-from qfleet.engines.parameter_server.shard import Push
+from qfleet.engines.parameter_server.server import Server
+from qfleet.engines.parameter_server.wire import Join, Pull, Push, Reply, Request, Wait
 from qfleet.engines.parameter_server.worker import Worker, WorkOrder, apart, worker_config
 from qfleet.engines.registry import build
 from qfleet.telemetry.faults import FaultLog
+from support.server_cases import DirectLine
 from support.server_runs import STEPS, first_weights, make_config
 
 LONG_S = 600.0
@@ -47,7 +48,7 @@ def run_together(config: Config, steps: int) -> list[Server]:
     workers = [make_worker(config, servers, number) for number in range(config.workers)]
     for number in range(config.workers):
         for server in servers:
-            server.join(number)
+            server.join(Join(number))
     failures: list[BaseException] = []
 
     def go(number: int) -> None:
@@ -181,10 +182,10 @@ def test_a_slower_worker_takes_its_share() -> None:
     seen: list[tuple[int, float]] = []
 
     class Watched(DirectLine):
-        def start(self, method: str, *arguments: Any) -> Any:
-            if method == "push":
-                seen.append((worker._parts.clock.env_steps, arguments[0].weight))
-            return super().start(method, *arguments)
+        def start(self, request: Request) -> Any:
+            if isinstance(request, Push):
+                seen.append((worker._parts.clock.env_steps, request.weight))
+            return super().start(request)
 
     worker = Worker(config, 0, [Watched(make_servers(config)[0])])
     worker.work(WorkOrder(0, 240, LONG_S))
@@ -235,22 +236,22 @@ def test_a_late_worker_that_loses_a_server_in_its_first_burst_waits_as_it_has_to
     config = make_config(workers=2, servers=2, gradient_steps=4)
     servers = make_servers(config)
     for server in servers:
-        server.join(1)
+        server.join(Join(1))
 
     class Leaving(DirectLine):
         """The other worker leaves when this one has asked whether it may go on."""
 
         is_over = False
 
-        def start(self, method: str, *arguments: Any) -> Any:
-            if self.is_over and method == "wait":
+        def start(self, request: Request) -> Any:
+            if self.is_over and isinstance(request, Wait):
                 for server in servers:
                     server.leave(1)
-            return super().start(method, *arguments)
+            return super().start(request)
 
     class DyingAtAPush(DirectLine):
-        def start(self, method: str, *arguments: Any) -> Any:
-            return "nobody" if method == "push" else super().start(method, *arguments)
+        def start(self, request: Request) -> Any:
+            return "nobody" if isinstance(request, Push) else super().start(request)
 
         def finish(self, started: Any) -> Any:
             if started == "nobody":
@@ -278,7 +279,7 @@ def test_what_a_burst_came_to_before_a_server_was_lost_is_counted(update: str) -
 
     class DyingNowAndThen(DirectLine):
         def finish(self, started: Any) -> Any:
-            is_receipt = isinstance(started, Answer) and started.receipt is not None
+            is_receipt = isinstance(started, Reply) and started.outcome != ""
             if is_receipt and next(sent) in (5, 29, 60):
                 raise ServersLost([0])
             return super().finish(started)
@@ -334,19 +335,19 @@ def test_a_late_workers_first_gradient_is_as_old_as_it_is() -> None:
     """Others make an update between its last look and its joining: a round that it has missed."""
     config = make_config(workers=2, gradient_steps=4)
     (server,) = make_servers(config)
-    server.join(1)
+    server.join(Join(1))
     gradient = first_weights(config).numpy()
     bursts: Counter[int] = Counter()
 
     class Meanwhile(DirectLine):
-        def start(self, method: str, *arguments: Any) -> Any:
-            if method == "join":
-                push = Push(1, 0, server.pull(None).stamp, None, 1e-3)
-                server.push(push, gradient, LONG_S)
+        def start(self, request: Request) -> Any:
+            if isinstance(request, Join):
+                stamp = server.pull(Pull()).stamp
+                server.push(Push(1, 0, *stamp, gradient, 1e-3, patience_s=LONG_S))
                 server.leave(1)
-            if method == "push":
+            if isinstance(request, Push):
                 bursts[worker._parts.clock.env_steps] += 1
-            return super().start(method, *arguments)
+            return super().start(request)
 
     worker = Worker(config, 0, [Meanwhile(server)], is_late=True)
     report = worker.work(WorkOrder(0, 148, LONG_S))
@@ -402,19 +403,19 @@ def test_a_worker_that_comes_in_the_middle_of_a_burst_ends_it_with_the_others(
     that one, and its next with the others' next."""
     config = make_config(workers=2, gradient_steps=4, **fields)
     (server,) = make_servers(config)
-    server.join(1)
+    server.join(Join(1))
     gradient = first_weights(config).numpy()
     for sequence in range(6):
-        push = Push(1, sequence, server.pull(None).stamp, None, 1e-3)
-        server.push(push, gradient, LONG_S)
+        stamp = server.pull(Pull()).stamp
+        server.push(Push(1, sequence, *stamp, gradient, 1e-3, patience_s=LONG_S))
     server.leave(1)
     bursts: Counter[int] = Counter()
 
     class Watched(DirectLine):
-        def start(self, method: str, *arguments: Any) -> Any:
-            if method == "push":
+        def start(self, request: Request) -> Any:
+            if isinstance(request, Push):
                 bursts[worker._parts.clock.env_steps] += 1
-            return super().start(method, *arguments)
+            return super().start(request)
 
     worker = Worker(config, 0, [Watched(server)], life=1, is_late=True)
     worker.work(WorkOrder(0, 148, LONG_S))
