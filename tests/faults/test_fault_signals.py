@@ -1,4 +1,4 @@
-"""Row 40 of the fault list: Ctrl-C and SIGTERM leave a checkpoint and no process behind."""
+"""Fault 40 of docs/faults.md: Ctrl-C and SIGTERM leave a checkpoint and no process behind."""
 
 from __future__ import annotations
 
