@@ -20,7 +20,7 @@ from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, EnvironmentFault, QfleetError
 from qfleet.core.files import atomic_write_text
-from qfleet.core.signals import Signals
+from qfleet.core.signals import signals_request_stop
 from qfleet.core.types import StateDict
 from qfleet.engines import registry
 from qfleet.engines.auto import settle
@@ -160,7 +160,7 @@ class Run:
     def go(self) -> Result:
         """Train until something says stop; leaves a result, and a checkpoint unless it failed."""
         try:
-            with Signals(self._interrupt), self._progress:
+            with signals_request_stop(self._interrupt), self._progress:
                 return self._go()
         finally:
             self.close()
