@@ -68,3 +68,4 @@ class DelayedEnvs(BaseEnvs):
 
     def close(self) -> None:
         self._envs.close()
+        self._is_in_flight = False
