@@ -137,3 +137,32 @@ def test_no_test_file_imports_another() -> None:
     imported = re.compile(r"^\s*(?:from|import) (test_\w+|tests)\b", re.MULTILINE)
     files = sorted((ROOT / "tests").rglob("*.py"))
     assert [str(path) for path in files if imported.search(path.read_text(encoding="utf-8"))] == []
+
+
+CITED = re.compile(r"\bfaults? (\d+(?:(?:, | and | to )\d+)*)", re.IGNORECASE)
+
+
+def numbers_in(citation: str) -> set[int]:
+    """The numbers of a citation such as "1, 2 and 10 to 14"."""
+    numbers: set[int] = set()
+    for part in re.split(r", | and ", citation):
+        first, _, last = part.partition(" to ")
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def test_every_fault_that_a_test_cites_is_listed() -> None:
+    page = (DOCS / "faults.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (\d[\d, ]*) \|", page, re.MULTILINE)
+    listed = {int(number) for cell in cells for number in cell.split(",")}
+    cited: set[int] = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        for citation in CITED.findall(path.read_text(encoding="utf-8")):
+            cited |= numbers_in(citation)
+    assert {1, 18, 40} <= cited
+    assert sorted(cited - listed) == []
+
+
+def test_a_citation_of_faults_is_read_as_numbers() -> None:
+    (citation,) = CITED.findall("Faults 1, 2 and 10 to 12 of a list")
+    assert numbers_in(citation) == {1, 2, 10, 11, 12}

@@ -89,7 +89,7 @@ def join(*gradients: Tensor) -> Tensor:
 class Mailbox:
     """The weights channel to an actor with a network of its own, beside the learner's.
 
-    ``refresh`` is called while nobody acts (``collectors.Ahead`` sees to that) and takes over what
+    ``refresh`` is called while the actor is idle (``Ahead`` guarantees it) and takes over what
     was published last.
     """
 

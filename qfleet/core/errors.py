@@ -10,6 +10,18 @@ import difflib
 from collections.abc import Iterable
 
 
+def one_line(error: BaseException) -> str:
+    """Return ``ValueError: text``, with all lines of the message in one."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def require(ok: bool, name: str, value: float, allowed: str) -> None:
+    """Raise ConfigError unless ``ok``: the value of ``name`` must be ``allowed``."""
+    if not ok:
+        raise ConfigError(f"{name} must be {allowed}, got {value}")
+
+
 class QfleetError(Exception):
     """Base class of all errors that qfleet raises on purpose."""
 
@@ -33,10 +45,10 @@ class UnknownNameError(UserError):
         known = sorted(known)
         close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         if close:
-            mend = "did you mean " + " or ".join(close) + "?"
+            fix = "did you mean " + " or ".join(close) + "?"
         else:
-            mend = "known: " + (", ".join(known[:12]) + (" …" if len(known) > 12 else "") or "none")
-        super().__init__(f"unknown {kind} '{name}'; {mend}")
+            fix = "known: " + (", ".join(known[:12]) + (" …" if len(known) > 12 else "") or "none")
+        super().__init__(f"unknown {kind} '{name}'; {fix}")
 
 
 class UnsupportedEnvError(UserError):

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import ConfigError, one_line
 
 
 def load_object(path: str, kind: str) -> Any:
@@ -15,24 +15,20 @@ def load_object(path: str, kind: str) -> Any:
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ConfigError(f"{kind} '{path}' is not of the form package.module:Name")
-    current = os.getcwd()
-    if current not in sys.path and "" not in sys.path:
-        # A console script does not have the current folder on sys.path. It is appended, so that it
-        # shadows no other module.
-        sys.path.append(current)
+    add_current_folder()
     importlib.invalidate_caches()  # the file may be newer than the import system's listing
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        mend = (
+        fix = (
             "run from the folder that holds it, or install it"
             if error.name and (module_name + ".").startswith(error.name + ".")
             else "install what it imports"
         )
-        raise ConfigError(f"cannot import {kind} '{path}': {_line(error)}; {mend}") from error
+        raise ConfigError(f"cannot import {kind} '{path}': {one_line(error)}; {fix}") from error
     except Exception as error:
         raise ConfigError(
-            f"cannot import {kind} '{path}': {_line(error)}; fix the module '{module_name}'"
+            f"cannot import {kind} '{path}': {one_line(error)}; fix the module '{module_name}'"
         ) from error
     try:
         return getattr(module, name)
@@ -42,7 +38,11 @@ def load_object(path: str, kind: str) -> Any:
         ) from None
 
 
-def _line(error: Exception) -> str:
-    """Return an error as one line, with its class unless it is an ImportError."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, ImportError) else f"{type(error).__name__}: {text}"
+def add_current_folder() -> None:
+    """Append the current folder to sys.path, which a console script lacks.
+
+    It comes last, so that it shadows no other module.
+    """
+    current = os.getcwd()
+    if current not in sys.path and "" not in sys.path:
+        sys.path.append(current)

@@ -11,41 +11,30 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
 from typing import Any
 
 AT_ONCE_S = 0.5
 """Signals within this time count as one: ``timeout`` signals both the program and its group."""
 
 
-class Signals:
-    """A context manager that calls ``on_signal`` at the first signal; a later one stops at once."""
+@contextlib.contextmanager
+def signals_request_stop(
+    on_signal: Callable[[int], None], clock: Callable[[], float] = time.monotonic
+) -> Iterator[None]:
+    """Call ``on_signal`` at the first SIGINT or SIGTERM; a later one raises KeyboardInterrupt."""
+    first_s: float | None = None
 
-    def __init__(
-        self, on_signal: Callable[[int], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._on_signal, self._clock = on_signal, clock
-        self._came_s: float | None = None
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._previous[number] = signal.signal(number, self._handle)
-            except ValueError:  # not the main thread, e.g. of a notebook: handlers cannot be set
-                return
-
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        now_s = self._clock()
-        if self._came_s is None:
-            self._came_s = now_s
-            self._on_signal(number)
-        elif now_s - self._came_s > AT_ONCE_S:
+    def handle(number: int, _frame: object) -> None:
+        nonlocal first_s
+        now_s = clock()
+        if first_s is None:
+            first_s = now_s
+            on_signal(number)
+        elif now_s - first_s > AT_ONCE_S:
             raise KeyboardInterrupt
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    with handling({signal.SIGINT: handle, signal.SIGTERM: handle}):
+        yield
 
 
 @contextlib.contextmanager
@@ -79,20 +68,20 @@ def sigterm_unwinds(theirs: Any) -> Iterator[None]:
         with handling({signal.SIGTERM: theirs}):
             yield
         return
-    came = []
+    received = []
 
     def leave(number: int, _frame: object) -> None:
-        came.append(number)
+        received.append(number)
         raise SystemExit
 
     with handling({signal.SIGTERM: leave}):
         try:
             yield
         except SystemExit:
-            if not came:
+            if not received:
                 raise
             # Ray, if it was waiting, has replaced our exit code by its own.
-            raise SystemExit(128 + came[0]) from None
+            raise SystemExit(128 + received[0]) from None
 
 
 @contextlib.contextmanager
@@ -110,7 +99,7 @@ def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     """Set signal handlers, and restore the previous ones at exit."""
     before = {}
     for number, handler in handlers.items():
-        # Outside the main thread Python does not allow setting handlers.
+        # Python allows setting handlers only in the main thread, which a notebook may not use.
         with contextlib.suppress(ValueError):
             before[number] = signal.signal(number, handler)
     try:

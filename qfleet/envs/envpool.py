@@ -22,26 +22,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.config.config import Config
-from qfleet.core.errors import CheckpointError, ConfigError, UnknownNameError
+from qfleet.core.errors import ConfigError, UnknownNameError, one_line
 from qfleet.core.seeding import env_seeds
-from qfleet.core.types import EnvSpec, StateDict, Step
-from qfleet.envs.guard import one_line
-from qfleet.envs.registry import env_kwargs
+from qfleet.core.types import EnvSpec, Step
+from qfleet.envs.base import BaseEnvs
+from qfleet.envs.registry import env_kwargs, refused_kwargs
 from qfleet.envs.spaces import describe
-from qfleet.envs.threads import pool_threads
+from qfleet.envs.threads import MAX_FRAMES, pool_threads
 
-_MAX_FRAMES = 108_000
-"""Time limit in emulator frames: half an hour of play, as in the published results."""
 _OPTIONS = ("use_fire_reset", "img_height", "img_width")
 """The pool's arguments that env_kwargs may set; the others are configuration fields."""
 
 
-class EnvPoolEnvs:
+class EnvPoolEnvs(BaseEnvs):
     """A ``core.VectorEnv`` of Atari games. Rewards and pixels are integers, so never NaN."""
 
-    spec: EnvSpec
-    num_envs: int
-    seeds: list[int]
     in_background = True
 
     def __init__(
@@ -50,15 +45,11 @@ class EnvPoolEnvs:
         """Prepare a pool; ``reset`` creates it. ``game`` is a ROM name, such as ``ms_pacman``."""
         self._library = _import_library(game)
         self._task_id = task_id(game)
-        self.num_envs = num_envs
-        self.seeds = env_seeds(seed, num_envs)
-        self._options = _options(config, self.seeds, training=training)
-        self.spec = self._describe(config)
+        seeds = env_seeds(seed, num_envs)
+        self._options = _options(config, seeds, training=training)
+        super().__init__(self._describe(config), seeds, num_envs)
         self._reports_lives = config.episodic_life and training
         self._pool: Any = None
-        self._lives = np.zeros(num_envs, dtype=np.int32)
-        self._is_over = np.zeros(num_envs, dtype=np.bool_)
-        self._is_in_flight = False
 
     def _describe(self, config: Config) -> EnvSpec:
         try:
@@ -74,63 +65,35 @@ class EnvPoolEnvs:
                 # EnvPool accepts this size and then aborts the process from one of its threads.
                 raise ValueError("an image needs at least one pixel")
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"Atari game '{config.env}' cannot take env_kwargs {config.env_kwargs}: "
-                f"{one_line(error)}"
-            ) from None
+            raise refused_kwargs(config, error) from None
         return spec
 
     def reset(self) -> NDArray[Any]:
-        """Reset all games to their seeds: two resets give the same episodes."""
         # The old pool's threads end before the new pool's threads start.
         self.close()
         self._pool = self._library.make_gymnasium(self._task_id, **self._options)
         obs, info = self._pool.reset()
-        self._lives = info["lives"]
-        self._is_over = np.zeros(self.num_envs, dtype=np.bool_)
+        self._begin_episodes(info["lives"])
         self._blank_before_start(obs, info["elapsed_step"])
         return np.asarray(obs)
 
-    def step(self, actions: NDArray[np.int64]) -> Step:
-        self.send(actions)
-        return self.recv()
-
-    def send(self, actions: NDArray[np.int64]) -> None:
-        """Start a step in the pool's threads and return at once."""
-        assert not self._is_in_flight, "send() before the recv() of the step before"
-        self._is_in_flight = True
+    def _send(self, actions: NDArray[np.int64]) -> None:
         # The pool copies the actions as 32-bit integers.
         self._pool.send(actions)
 
-    def recv(self) -> Step:
+    def _recv(self) -> Step:
         """Wait for the pool's step. Its arrays are new: no later call overwrites them."""
-        # The pool itself would wait forever.
-        assert self._is_in_flight, "recv() without a send() before it"
-        self._is_in_flight = False
         obs, reward, _, at_limit, info = self._pool.recv()
         terminated = info["terminated"].astype(np.bool_)
-        truncated = at_limit & ~terminated
-        opened = self._is_over
-        self._is_over = terminated | truncated
-        life_lost = None
-        if self._reports_lives:
-            life_lost = (info["lives"] < self._lives) & ~terminated & ~opened
-            self._lives = info["lives"]
         self._blank_before_start(obs, info["elapsed_step"])
-        return Step(obs, reward, terminated, truncated, opened, opened, life_lost)
+        lives = info["lives"] if self._reports_lives else None
+        return self._autoreset_step(obs, reward, terminated, at_limit & ~terminated, lives)
 
     def _blank_before_start(self, obs: NDArray[Any], age_env_steps: NDArray[np.int32]) -> None:
         """Zero the frames before the episode's first; only few envs need it at a time."""
         blanks = self.spec.frame_stack - 1 - age_env_steps
         for env in np.flatnonzero(blanks > 0).tolist():
             obs[env, : blanks[env]] = 0
-
-    def state_dict(self) -> StateDict | None:
-        """Return None: the pool does not expose the state of its emulators."""
-        return None
-
-    def load_state_dict(self, state: StateDict) -> None:
-        raise CheckpointError(f"Atari games cannot be resumed from a state ({len(state)} entries)")
 
     def close(self) -> None:
         """Delete the pool, which ends its C++ threads, also during a step."""
@@ -166,15 +129,11 @@ def _import_library(game: str) -> Any:
 
 def _options(config: Config, seeds: list[int], *, training: bool) -> dict[str, Any]:
     """Return the pool's arguments."""
-    options = env_kwargs(config)
-    for name in options:
-        if name not in _OPTIONS:
-            raise UnknownNameError("EnvPool env_kwargs entry", name, _OPTIONS)
     return {
         "num_envs": len(seeds),
         "num_threads": pool_threads(config, len(seeds), training=training),
         "seed": seeds,
-        "max_episode_steps": config.max_episode_steps or -(-_MAX_FRAMES // config.frame_skip),
+        "max_episode_steps": config.max_episode_steps or -(-MAX_FRAMES // config.frame_skip),
         "repeat_action_probability": config.sticky_actions,
         "full_action_space": config.full_action_space,
         "stack_num": config.frame_stack or 4,
@@ -188,5 +147,5 @@ def _options(config: Config, seeds: list[int], *, training: bool) -> dict[str, A
         "gray_scale": True,
         "img_height": 84,
         "img_width": 84,
-        **options,
+        **env_kwargs(config, "EnvPool", _OPTIONS),
     }

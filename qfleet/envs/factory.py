@@ -1,5 +1,6 @@
 """The environment factory: ``make_envs`` makes a ``core.VectorEnv`` from a configuration.
 
+base       the parts that all vector environments share
 registry   from a name to an Atari game, a Gymnasium environment or a user's class
 spaces     the supported spaces, and their canonical form
 guard      one environment with fault handling
@@ -25,20 +26,8 @@ from qfleet.envs.device.names import is_tensor_env, make_tensor_env
 from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.device.vector import TensorEnvs
 from qfleet.envs.guard import OnFault
-from qfleet.envs.latency import DelayedEnvs, latency_of
-from qfleet.envs.registry import ale_game, close_names, env_kwargs, import_modules, make_single
-from qfleet.envs.registry import has_vector_entry_point as _has_vector_entry_point
-
-__all__ = [
-    "OnFault",
-    "ale_game",
-    "close_names",
-    "latency_of",
-    "make_envs",
-    "make_single",
-    "make_tensors",
-    "steps_in_background",
-]
+from qfleet.envs.latency import DelayedEnvs
+from qfleet.envs.registry import ale_game, env_kwargs, has_vector_entry_point, import_modules
 
 _NATIVE_MIN_ENVS = 8
 """Fewest envs for which ``auto`` chooses ``native``. With few envs numpy's cost per call makes a
@@ -132,6 +121,6 @@ def _refuse_atari_fields(config: Config) -> None:
 
 def _choose(config: Config, num_envs: int) -> str:
     is_plain = not env_kwargs(config) and config.frame_stack <= 1
-    if num_envs >= _NATIVE_MIN_ENVS and is_plain and _has_vector_entry_point(config.env):
+    if num_envs >= _NATIVE_MIN_ENVS and is_plain and has_vector_entry_point(config.env):
         return "native"
     return "sync"

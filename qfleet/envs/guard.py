@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from qfleet.core.errors import EnvironmentFault, UserError
+from qfleet.core.errors import EnvironmentFault, UserError, one_line
 from qfleet.core.seeding import rebuilt_seed
 from qfleet.core.types import EnvSpec, StateDict
 from qfleet.envs.spaces import AnyEnv, check_array
@@ -56,12 +56,6 @@ def all_finite(array: NDArray[Any]) -> bool:
     if very large finite numbers overflow it is the full check needed.
     """
     return math.isfinite(np.vdot(array, array)) or bool(np.isfinite(array).all())
-
-
-def one_line(error: BaseException) -> str:
-    """Return ``ValueError: text``, with only the first line of the message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 class GuardedEnv:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from qfleet.config.config import Config
 from qfleet.core.types import StateDict, Step, VectorEnv
+from qfleet.envs.base import BaseEnvs
 
 
 def latency_of(config: Config, worker: int) -> float:
@@ -27,7 +28,7 @@ def latency_of(config: Config, worker: int) -> float:
     return config.step_latency_s * (config.straggler if worker == 0 else 1.0)
 
 
-class DelayedEnvs:
+class DelayedEnvs(BaseEnvs):
     """A ``core.VectorEnv`` that delays the steps of another one. Resets are not delayed."""
 
     in_background = True
@@ -40,7 +41,7 @@ class DelayedEnvs:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.spec, self.num_envs, self.seeds = envs.spec, envs.num_envs, envs.seeds
+        super().__init__(envs.spec, envs.seeds, envs.num_envs)
         self._envs = envs
         self._latency_s = latency_s
         self._clock, self._sleep = clock, sleep
@@ -49,15 +50,11 @@ class DelayedEnvs:
     def reset(self) -> NDArray[Any]:
         return self._envs.reset()
 
-    def step(self, actions: NDArray[np.int64]) -> Step:
-        self.send(actions)
-        return self.recv()
-
-    def send(self, actions: NDArray[np.int64]) -> None:
+    def _send(self, actions: NDArray[np.int64]) -> None:
         self._envs.send(actions)
         self._due_s = self._clock() + self._latency_s
 
-    def recv(self) -> Step:
+    def _recv(self) -> Step:
         left_s = self._due_s - self._clock()
         if left_s > 0:
             self._sleep(left_s)
@@ -71,3 +68,4 @@ class DelayedEnvs:
 
     def close(self) -> None:
         self._envs.close()
+        self._is_in_flight = False

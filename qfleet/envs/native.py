@@ -10,27 +10,22 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Discrete
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from qfleet.config.config import Config
-from qfleet.core.errors import ConfigError, EnvironmentFault, UnknownNameError
+from qfleet.core.errors import ConfigError, EnvironmentFault, UnknownNameError, one_line
 from qfleet.core.seeding import env_seeds
-from qfleet.core.types import EnvSpec, StateDict, Step
-from qfleet.envs.guard import all_finite, one_line
+from qfleet.core.types import StateDict, Step
+from qfleet.envs.base import BaseEnvs
+from qfleet.envs.guard import all_finite
 from qfleet.envs.registry import close_names, env_kwargs, has_vector_entry_point
 from qfleet.envs.spaces import describe
 from qfleet.envs.state import load_vector_env, save_vector_env
 
 
-class NativeEnvs:
+class NativeEnvs(BaseEnvs):
     """A ``core.VectorEnv`` around a Gymnasium vector environment."""
-
-    spec: EnvSpec
-    num_envs: int
-    seeds: list[int]
-    in_background = False
 
     def __init__(self, config: Config, num_envs: int, seed: int) -> None:
         self._envs = _make(config, num_envs)
@@ -43,45 +38,27 @@ class NativeEnvs:
             )
         actions = self._envs.single_action_space
         observations = self._envs.single_observation_space
-        self.spec = describe(config.env, observations, actions)
-        self.num_envs = num_envs
-        self.seeds = env_seeds(seed, 1)
-        self._first_action = int(actions.start) if isinstance(actions, Discrete) else 0
-        self._first_value = int(observations.start) if isinstance(observations, Discrete) else 0
+        super().__init__(describe(config.env, observations, actions), env_seeds(seed, 1), num_envs)
         self._is_float = self.spec.obs_dtype == "float32"
-        self._is_over = np.zeros(num_envs, dtype=np.bool_)
-        self._sent: NDArray[np.int64] | None = None
+        self._begin_episodes()
 
     def reset(self) -> NDArray[Any]:
-        """Reset all envs to the pool's seed: two resets give the same episodes."""
         obs, _ = self._envs.reset(seed=self.seeds[0])
-        self._is_over = np.zeros(self.num_envs, dtype=np.bool_)
+        self._begin_episodes()
         return self._canonical(obs)
 
-    def step(self, actions: NDArray[np.int64]) -> Step:
-        self.send(actions)
-        return self.recv()
-
-    def send(self, actions: NDArray[np.int64]) -> None:
-        """Store the actions; ``recv`` does the work, in this thread."""
-        assert self._sent is None, "send() before the recv() of the step before"
-        self._sent = actions + self._first_action
-
-    def recv(self) -> Step:
-        actions, self._sent = self._sent, None
-        assert actions is not None, "recv() without a send() before it"
+    def _recv(self) -> Step:
+        actions = self._actions + self.spec.first_action
         raw_obs, reward, terminated, truncated, _ = self._envs.step(actions)
         obs = self._canonical(raw_obs)
         if not all_finite(reward):
             raise self._fault("reward", reward)
-        opened = self._is_over
-        self._is_over = terminated | truncated
-        return Step(obs, reward, terminated, truncated, opened, opened)
+        return self._autoreset_step(obs, reward, terminated, truncated)
 
     def _canonical(self, raw_obs: NDArray[Any]) -> NDArray[Any]:
         obs = np.ascontiguousarray(raw_obs, dtype=self.spec.obs_dtype)
-        if self._first_value:
-            return obs - self._first_value
+        if self.spec.first_obs_value:
+            return obs - self.spec.first_obs_value
         if self._is_float and not all_finite(obs):
             raise self._fault("observation", obs)
         return obs

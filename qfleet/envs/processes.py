@@ -29,12 +29,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.config.config import Config
-from qfleet.core.errors import CheckpointError, EnvironmentFault
+from qfleet.core.errors import CheckpointError, EnvironmentFault, one_line
 from qfleet.core.seeding import env_seeds, rebuilt_seed
-from qfleet.core.types import EnvSpec, StateDict, Step
-from qfleet.envs.guard import OnFault, one_line
+from qfleet.core.types import StateDict, Step
+from qfleet.envs.base import BaseEnvs
+from qfleet.envs.guard import OnFault
 from qfleet.envs.registry import make_single, single_spec
 from qfleet.envs.state import as_dict
+from qfleet.envs.sync import check_env_count
 from qfleet.envs.worker import CLOSE_S, Command, Share, Slab, pack, serve, unpack
 
 _BOOT_S = 60.0
@@ -44,11 +46,11 @@ _RESTARTS = "process_restarts"
 
 
 class _Loss(NamedTuple):
-    """How a worker was lost: the kind of fault, a description and a remedy."""
+    """How a worker was lost: the kind of fault, a description and what to do."""
 
     kind: str
     text: str
-    mend: str
+    fix: str
 
 
 class _Worker:
@@ -87,14 +89,14 @@ class _Worker:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def tell(self, command: bytes) -> None:
+    def send(self, command: bytes) -> None:
         if self.loss is None:
             try:
                 self._pipe.send_bytes(command)
             except OSError as error:
                 self.loss = self._find_loss(error)
 
-    def hear(self, deadline_s: float) -> bytes | None:
+    def receive(self, deadline_s: float) -> bytes | None:
         """Return the reply to the last command; None if the worker is lost."""
         if self.loss is not None:
             return None
@@ -123,11 +125,11 @@ class _Worker:
         # The pipe closes shortly before the exit code is available.
         self._process.join(CLOSE_S)
         text = f"the process of {self.name} died (exit code {self._process.exitcode})"
-        mend = "run it with --vectorize sync to see why"
+        fix = "run it with --vectorize sync to see why"
         if not self.is_up:
             # Each process imports the user's script again, which must not start training there.
-            mend += ", put a script's own code under if __name__ == '__main__'"
-        return _Loss("env_process", text, mend)
+            fix += ", put a script's own code under if __name__ == '__main__'"
+        return _Loss("env_process", text, fix)
 
     def end(self, grace_s: float) -> None:
         """Wait for the process to end, and kill it if it does not; kill a lost one at once."""
@@ -144,34 +146,27 @@ class _Worker:
         self._process = None
 
 
-class ProcessEnvs:
+class ProcessEnvs(BaseEnvs):
     """A ``core.VectorEnv`` of N environments in worker processes.
 
     All arrays stay valid for one more call than the protocol requires.
     """
 
-    spec: EnvSpec
-    num_envs: int
-    seeds: list[int]
     in_background = True
 
     def __init__(self, config: Config, num_envs: int, seed: int, on_fault: OnFault) -> None:
         probe = make_single(config)
-        self.spec = single_spec(config, probe)
+        super().__init__(single_spec(config, probe), env_seeds(seed, num_envs), num_envs)
         probe.close()
-        self.num_envs = num_envs
-        self.seeds = env_seeds(seed, num_envs)
         self._on_fault = on_fault
         self._max_restarts = config.max_env_restarts
         self._timeout_s = _timeout_s(config)
         self._restarts = [0] * num_envs
-        self._is_in_flight = False
         self._side = 0
         context = _context()
         raw = context.RawArray("b", Slab.size_bytes(self.spec, num_envs))
         self._slab = Slab(raw, self.spec, num_envs)
-        sides = zip(self._slab.obs, self._slab.reward, self._slab.flags, strict=True)
-        self._steps = [Step(obs, reward, *flags) for obs, reward, flags in sides]
+        self._steps = self._slab.steps(slice(None))
         count = min(num_envs, os.cpu_count() or 1)
         cuts = [num_envs * i // count for i in range(count + 1)]
         self._workers = [
@@ -180,28 +175,19 @@ class ProcessEnvs:
         ]
 
     def reset(self) -> NDArray[Any]:
-        """Reset all envs to their seeds: two resets give the same episodes."""
         self._side ^= 1
         self._restarts = [0] * self.num_envs
         self._start(self._workers)
         self._replace_lost()
         return self._steps[self._side].obs
 
-    def step(self, actions: NDArray[np.int64]) -> Step:
-        self.send(actions)
-        return self.recv()
-
-    def send(self, actions: NDArray[np.int64]) -> None:
-        assert not self._is_in_flight, "send() before the recv() of the step before"
-        self._is_in_flight = True
+    def _send(self, actions: NDArray[np.int64]) -> None:
         self._side ^= 1
         self._slab.action[:] = actions
         for worker in self._workers:
-            worker.tell(Command.STEP + bytes([self._side]))
+            worker.send(Command.STEP + bytes([self._side]))
 
-    def recv(self) -> Step:
-        assert self._is_in_flight, "recv() without a send() before it"
-        self._is_in_flight = False
+    def _recv(self) -> Step:
         replies = self._gather(self._workers, self._timeout_s)
         self._end_on_error(replies)
         for worker, _ in replies:
@@ -216,7 +202,7 @@ class ProcessEnvs:
         self._wait_until_up(workers)
         for worker in workers:
             message = {"side": self._side, "seeds": self._worker_seeds(worker)}
-            worker.tell(Command.START + pack(message))
+            worker.send(Command.START + pack(message))
         self._end_on_error(self._gather(workers, self._timeout_s))
 
     def _wait_until_up(self, workers: list[_Worker]) -> None:
@@ -239,7 +225,7 @@ class ProcessEnvs:
         deadline_s = time.monotonic() + timeout_s
         replies: list[tuple[_Worker, dict[str, Any]]] = []
         for worker in workers:
-            data = worker.hear(deadline_s)
+            data = worker.receive(deadline_s)
             if data is not None:
                 replies.append((worker, unpack(data) if data else {}))
         for _, reply in replies:
@@ -270,14 +256,14 @@ class ProcessEnvs:
 
     def _count_failure(self, worker: _Worker) -> None:
         assert worker.loss is not None
-        kind, text, mend = worker.loss
+        kind, text, fix = worker.loss
         worker.failures += 1
         if worker.failures > self._max_restarts:
             self._on_fault(kind, text)
             self.close()
             raise EnvironmentFault(
                 f"{text} (failure {worker.failures} in a row, more than max_env_restarts "
-                f"{self._max_restarts}); {mend} or raise max_env_restarts"
+                f"{self._max_restarts}); {fix} or raise max_env_restarts"
             )
         remedy = "killed and restarted" if kind == "env_timeout" else "restarted"
         self._on_fault(kind, f"{text}, {remedy}")
@@ -291,7 +277,7 @@ class ProcessEnvs:
         """
         self._wait_until_up(self._workers)
         for worker in self._workers:
-            worker.tell(Command.SAVE)
+            worker.send(Command.SAVE)
         replies = self._gather(self._workers, self._timeout_s)
         if error := _first_error(replies):
             raise CheckpointError(error)
@@ -303,17 +289,13 @@ class ProcessEnvs:
         return as_dict([{**state, _RESTARTS: restarts} for state, restarts in numbered])
 
     def load_state_dict(self, state: StateDict) -> None:
-        if len(state) != self.num_envs:
-            raise CheckpointError(
-                f"{len(state)} envs were saved, this run has {self.num_envs}; "
-                f"resume with --envs {len(state)}"
-            )
+        check_env_count(state, self.num_envs)
         states = list(state.values())
         self._restarts = [entry.get(_RESTARTS, 0) for entry in states]
         self._wait_until_up(self._workers)
         for worker in self._workers:
             share = states[worker.envs.start : worker.envs.stop]
-            worker.tell(Command.LOAD + pack({"seeds": self._worker_seeds(worker), "states": share}))
+            worker.send(Command.LOAD + pack({"seeds": self._worker_seeds(worker), "states": share}))
         error = _first_error(self._gather(self._workers, self._timeout_s))
         losses = [worker.loss.text for worker in self._workers if worker.loss is not None]
         if error or losses:
@@ -323,7 +305,7 @@ class ProcessEnvs:
         """Tell the workers to close their environments, and kill workers that take too long."""
         for worker in self._workers:
             if worker.pid is not None:
-                worker.tell(Command.CLOSE)
+                worker.send(Command.CLOSE)
         deadline_s = time.monotonic() + CLOSE_S
         for worker in self._workers:
             worker.end(max(0.0, deadline_s - time.monotonic()))

@@ -11,9 +11,8 @@ import difflib
 import functools
 import importlib
 import json
-import os
 import re
-import sys
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -21,10 +20,9 @@ from gymnasium.spaces import Discrete
 from gymnasium.wrappers import FrameStackObservation, TimeLimit
 
 from qfleet.config.config import Config
-from qfleet.core.errors import ConfigError, EnvironmentFault, UnknownNameError
-from qfleet.core.plugins import load_object
+from qfleet.core.errors import ConfigError, EnvironmentFault, UnknownNameError, one_line
+from qfleet.core.plugins import add_current_folder, load_object
 from qfleet.core.types import EnvSpec
-from qfleet.envs.guard import one_line
 from qfleet.envs.spaces import AnyEnv, Canonical, canonical, describe
 
 _LEGACY_ATARI = re.compile(r"(?P<game>[A-Za-z0-9]+?)(?P<suffix>NoFrameskip|Deterministic)?-v[04]")
@@ -32,10 +30,8 @@ _LEGACY_ATARI = re.compile(r"(?P<game>[A-Za-z0-9]+?)(?P<suffix>NoFrameskip|Deter
 
 def import_modules(config: Config) -> None:
     """Import the modules of ``config.imports``, which may register environments."""
-    if config.imports and os.getcwd() not in sys.path and "" not in sys.path:
-        # The import path of a console script lacks the current folder. It is appended last, so that
-        # it shadows no other module.
-        sys.path.append(os.getcwd())
+    if config.imports:
+        add_current_folder()
     for name in config.imports:
         try:
             importlib.import_module(name)
@@ -43,9 +39,20 @@ def import_modules(config: Config) -> None:
             raise ConfigError(f"imports: cannot import '{name}': {one_line(error)}") from error
 
 
-def env_kwargs(config: Config) -> dict[str, Any]:
+def env_kwargs(config: Config, kind: str = "", known: Sequence[str] = ()) -> dict[str, Any]:
+    """Return ``config.env_kwargs``; raise UnknownNameError for names not in ``known``, if given."""
     kwargs: dict[str, Any] = json.loads(config.env_kwargs)
+    for name in kwargs:
+        if known and name not in known:
+            raise UnknownNameError(f"{kind} env_kwargs entry", name, known)
     return kwargs
+
+
+def refused_kwargs(config: Config, error: Exception) -> ConfigError:
+    """Return the error of an environment that was created with wrong ``env_kwargs``."""
+    return ConfigError(
+        f"environment '{config.env}' cannot take env_kwargs {config.env_kwargs}: {one_line(error)}"
+    )
 
 
 @functools.cache
@@ -162,10 +169,7 @@ def _make_raw(config: Config, render_mode: str | None) -> AnyEnv:
                 f"environment '{config.env}' takes no render_mode, so no video can be recorded"
             ) from error
         if "argument" in str(error):
-            raise ConfigError(
-                f"environment '{config.env}' cannot take env_kwargs {json.dumps(kwargs)}: "
-                f"{one_line(error)}"
-            ) from error
+            raise refused_kwargs(config, error) from error
         raise _start_fault(config, error) from error
     except (ConfigError, UnknownNameError):
         raise

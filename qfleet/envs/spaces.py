@@ -58,7 +58,7 @@ def _unsupported(env_id: str, what: str) -> UnsupportedEnvError:
     )
 
 
-def check_array(who: str, obs: NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+def check_array(name: str, obs: NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Raise EnvironmentFault unless ``obs`` has this shape and a dtype of the same kind.
 
     Other widths of floats and integers are accepted, but only uint8 for uint8, because a cast would
@@ -70,8 +70,8 @@ def check_array(who: str, obs: NDArray[Any], shape: tuple[int, ...], dtype: np.d
         alike = _KIND.get(obs.dtype.kind) == _KIND[dtype.kind]
     if obs.shape != shape or not alike:
         raise EnvironmentFault(
-            f"{who} changed its observation: expected {shape} {dtype}, got {obs.shape} {obs.dtype};"
-            " fix the environment or its observation_space"
+            f"{name} changed its observation: expected {shape} {dtype}, got {obs.shape} {obs.dtype}"
+            "; fix the environment or its observation_space"
         )
 
 
@@ -90,7 +90,7 @@ class Canonical(gymnasium.Wrapper[Any, Any, Any, Any]):
         assert isinstance(actions, Discrete)
         self.first_action = int(actions.start)
         self.action_space = Discrete(spec.num_actions)
-        self._who = f"environment '{spec.env_id}'"
+        self._name = f"environment '{spec.env_id}'"
         self._shape = spec.obs_shape
         self._dtype = np.dtype(spec.obs_dtype)
         self._declared_dtype = np.dtype(observations.dtype)
@@ -118,7 +118,7 @@ class Canonical(gymnasium.Wrapper[Any, Any, Any, Any]):
         raw = np.asarray(obs)
         # Checked here and not only by the guard: for a changed shape, a frame stack around this
         # wrapper would raise an error that does not name the environment.
-        check_array(self._who, raw, self._shape, self._declared_dtype)
+        check_array(self._name, raw, self._shape, self._declared_dtype)
         # A huge float64 may become infinite here; the guard detects it.
         with np.errstate(over="ignore"):
             return raw.astype(self._dtype)

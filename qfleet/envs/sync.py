@@ -1,4 +1,4 @@
-"""N environments stepped one after another in this process.
+"""N environments stepped one after another.
 
 This is not Gymnasium's SyncVectorEnv, because a fault must not affect the other environments, and
 because this loop is faster: no info dicts are merged, no observation is copied twice, and all
@@ -8,6 +8,7 @@ arrays are allocated once.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,108 +18,121 @@ from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
 from qfleet.core.seeding import env_seeds
 from qfleet.core.types import EnvSpec, StateDict, Step
+from qfleet.envs.base import BaseEnvs
 from qfleet.envs.guard import GuardedEnv, OnFault
 from qfleet.envs.registry import make_single, single_spec
+from qfleet.envs.spaces import AnyEnv
 from qfleet.envs.state import as_dict
 
 
-class SyncEnvs:
-    """A ``core.VectorEnv`` that steps N environments in this thread.
+class GuardedEnvs:
+    """Guarded environments that write their steps into one of several ``sides``.
 
-    Observations stay valid for one more call than the protocol requires.
+    Two sides are used in turn: an actor still reads its last observation while the next one is
+    written.
     """
 
-    spec: EnvSpec
-    num_envs: int
-    seeds: list[int]
-    in_background = False
-
-    def __init__(self, config: Config, num_envs: int, seed: int, on_fault: OnFault) -> None:
-        make = functools.partial(make_single, config)
-        first = make()
-        self.spec = single_spec(config, first)
-        self.num_envs = num_envs
-        self.seeds = env_seeds(seed, num_envs)
-        self._guards = [
+    def __init__(
+        self,
+        config: Config,
+        spec: EnvSpec,
+        seeds: dict[int, int],
+        sides: Sequence[Step],
+        on_fault: OnFault,
+        first: AnyEnv | None = None,
+    ) -> None:
+        """Create the guards. ``seeds``: number in the pool → seed. ``first``: an existing env."""
+        self.guards = [
             GuardedEnv(
-                make,
-                self.spec,
+                functools.partial(make_single, config),
+                spec,
                 index=index,
-                seed=env_seed,
+                seed=seed,
                 max_restarts=config.max_env_restarts,
                 on_fault=on_fault,
-                env=first if index == 0 else None,
+                env=first if i == 0 else None,
             )
-            for index, env_seed in enumerate(self.seeds)
+            for i, (index, seed) in enumerate(seeds.items())
         ]
-        shape = (num_envs, *self.spec.obs_shape)
-        # Two buffers, used in turn: an actor still reads its last observation while the next one is
-        # written.
-        self._obs = [np.zeros(shape, dtype=self.spec.obs_dtype) for _ in range(2)]
+        self._sides = sides
         self._rows: list[list[NDArray[Any]]] = [
-            [obs[index, ...] for index in range(num_envs)] for obs in self._obs
+            [side.obs[i, ...] for i in range(len(seeds))] for side in sides
+        ]
+
+    def start(self, side: int) -> None:
+        for guard, row in zip(self.guards, self._rows[side], strict=True):
+            guard.start(row)
+
+    def step(self, actions: list[int], side: int) -> None:
+        rows = self._rows[side]
+        _, reward, terminated, truncated, invalid, fresh, _ = self._sides[side]
+        for i, action in enumerate(actions):
+            reward[i], terminated[i], truncated[i], invalid[i], fresh[i] = self.guards[i].step(
+                action, rows[i]
+            )
+
+    def states(self) -> list[StateDict] | None:
+        """Return the state of each environment, or None if one of them has none."""
+        states = [guard.state_dict() for guard in self.guards]
+        return None if None in states else [state for state in states if state is not None]
+
+    def load_states(self, states: Iterable[StateDict]) -> None:
+        for guard, state in zip(self.guards, states, strict=True):
+            guard.load_state_dict(state)
+
+    def close(self) -> None:
+        for guard in self.guards:
+            guard.close()
+
+
+class SyncEnvs(BaseEnvs):
+    """A ``core.VectorEnv`` that steps N environments in this thread.
+
+    All arrays stay valid for one more call than the protocol requires.
+    """
+
+    def __init__(self, config: Config, num_envs: int, seed: int, on_fault: OnFault) -> None:
+        first = make_single(config)
+        super().__init__(single_spec(config, first), env_seeds(seed, num_envs), num_envs)
+        shape = (num_envs, *self.spec.obs_shape)
+        self._steps = [
+            Step(
+                np.zeros(shape, dtype=self.spec.obs_dtype),
+                np.zeros(num_envs, dtype=np.float64),
+                *(np.zeros(num_envs, dtype=np.bool_) for _ in range(4)),
+            )
+            for _ in range(2)
         ]
         self._side = 0
-        self._sent: list[int] | None = None
-        self._reward = np.zeros(num_envs, dtype=np.float64)
-        self._terminated = np.zeros(num_envs, dtype=np.bool_)
-        self._truncated = np.zeros(num_envs, dtype=np.bool_)
-        self._invalid = np.zeros(num_envs, dtype=np.bool_)
-        self._fresh = np.zeros(num_envs, dtype=np.bool_)
-        self._steps = [
-            Step(obs, self._reward, self._terminated, self._truncated, self._invalid, self._fresh)
-            for obs in self._obs
-        ]
+        seeds = dict(enumerate(self.seeds))
+        self._envs = GuardedEnvs(config, self.spec, seeds, self._steps, on_fault, first)
 
     def reset(self) -> NDArray[Any]:
-        """Reset all envs to their seeds: two resets give the same episodes."""
         self._side ^= 1
-        for guard, row in zip(self._guards, self._rows[self._side], strict=True):
-            guard.start(row)
-        return self._obs[self._side]
+        self._envs.start(self._side)
+        return self._steps[self._side].obs
 
-    def step(self, actions: NDArray[np.int64]) -> Step:
-        self.send(actions)
-        return self.recv()
-
-    def send(self, actions: NDArray[np.int64]) -> None:
-        """Store the actions; ``recv`` does the work, in this thread."""
-        assert self._sent is None, "send() before the recv() of the step before"
-        self._sent = actions.tolist()
-
-    def recv(self) -> Step:
-        actions, self._sent = self._sent, None
-        assert actions is not None, "recv() without a send() before it"
+    def _recv(self) -> Step:
         self._side ^= 1
-        rows = self._rows[self._side]
-        for index, action in enumerate(actions):
-            (
-                self._reward[index],
-                self._terminated[index],
-                self._truncated[index],
-                self._invalid[index],
-                self._fresh[index],
-            ) = self._guards[index].step(action, rows[index])
+        self._envs.step(self._actions.tolist(), self._side)
         return self._steps[self._side]
 
     def state_dict(self) -> StateDict | None:
-        states = []
-        for guard in self._guards:
-            state = guard.state_dict()
-            if state is None:
-                return None
-            states.append(state)
-        return as_dict(states)
+        states = self._envs.states()
+        return None if states is None else as_dict(states)
 
     def load_state_dict(self, state: StateDict) -> None:
-        if len(state) != self.num_envs:
-            raise CheckpointError(
-                f"{len(state)} envs were saved, this run has {self.num_envs}; "
-                f"resume with --envs {len(state)}"
-            )
-        for guard, env_state in zip(self._guards, state.values(), strict=True):
-            guard.load_state_dict(env_state)
+        check_env_count(state, self.num_envs)
+        self._envs.load_states(state.values())
 
     def close(self) -> None:
-        for guard in self._guards:
-            guard.close()
+        self._envs.close()
+
+
+def check_env_count(state: StateDict, num_envs: int) -> None:
+    """Raise CheckpointError unless the state is that of ``num_envs`` environments."""
+    if len(state) != num_envs:
+        raise CheckpointError(
+            f"{len(state)} envs were saved, this run has {num_envs}; "
+            f"resume with --envs {len(state)}"
+        )

@@ -1,4 +1,4 @@
-"""The number of threads of a C++ pool of Atari games."""
+"""The time limit and the number of threads of a C++ pool of Atari games."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 
 from qfleet.config.config import Config
 
+MAX_FRAMES = 108_000
+"""Time limit in emulator frames: half an hour of play, as in the published results."""
 SHARE = 1.5
 """Threads per core over all groups: enough that no core is idle while one group waits for its
 actions, few enough that inference does not wait for a core. With 128 envs in 4 groups on 16 cores,

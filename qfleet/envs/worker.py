@@ -22,7 +22,6 @@ that the process is up.
 from __future__ import annotations
 
 import base64
-import functools
 import json
 import multiprocessing
 import os
@@ -38,10 +37,9 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.config.config import Config
-from qfleet.core.errors import CheckpointError, QfleetError
-from qfleet.core.types import EnvSpec
-from qfleet.envs.guard import GuardedEnv, one_line
-from qfleet.envs.registry import make_single
+from qfleet.core.errors import CheckpointError, QfleetError, one_line
+from qfleet.core.types import EnvSpec, Step
+from qfleet.envs.sync import GuardedEnvs
 
 
 class Command:
@@ -50,7 +48,7 @@ class Command:
     START, STEP, SAVE, LOAD, CLOSE = b"r", b"s", b"g", b"l", b"c"
 
 
-NOTHING_TO_SAY = b""
+EMPTY_REPLY = b""
 CLOSE_S = 5.0
 """Seconds that environments may take to close before their process is killed."""
 _TENSOR = "tensor of"
@@ -70,7 +68,12 @@ class Slab:
         for shape, dtype in _columns(spec, num_envs):
             arrays.append(np.ndarray(shape, dtype, raw, offset_bytes))
             offset_bytes += arrays[-1].nbytes
-        self.reward, self.action, self.obs, self.flags = arrays
+        self._reward, self.action, self._obs, self._flags = arrays
+
+    def steps(self, envs: slice) -> list[Step]:
+        """Return the rows of these envs on each side."""
+        sides = zip(self._obs, self._reward, self._flags, strict=True)
+        return [Step(obs[envs], reward[envs], *flags[:, envs]) for obs, reward, flags in sides]
 
     @staticmethod
     def size_bytes(spec: EnvSpec, num_envs: int) -> int:
@@ -111,7 +114,7 @@ def serve(share: Share, pipe: Connection) -> None:
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     worker = Worker(share)
-    reply = NOTHING_TO_SAY
+    reply = EMPTY_REPLY
     while True:
         try:
             pipe.send_bytes(reply)
@@ -142,15 +145,9 @@ class Worker:
         slab = Slab(share.raw, share.spec, share.num_envs)
         mine = slice(share.envs.start, share.envs.stop)
         self._action: NDArray[np.int64] = slab.action[mine]
-        self._rows: list[list[NDArray[Any]]] = [
-            [obs[index, ...] for index in share.envs] for obs in slab.obs
-        ]
-        self._outcomes = [
-            (reward[mine], *flags[:, mine])
-            for reward, flags in zip(slab.reward, slab.flags, strict=True)
-        ]
-        self._guards: list[GuardedEnv] = []
-        self._seeds: list[int] = []
+        self._sides = slab.steps(mine)
+        self._envs: GuardedEnvs | None = None
+        self._seeds: dict[int, int] = {}
         self._faults: list[tuple[str, str]] = []
 
     def answer(self, command: bytes) -> bytes:
@@ -158,20 +155,19 @@ class Worker:
         reply: dict[str, Any] = {}
         try:
             if command[:1] == Command.STEP:
-                self._step(command[1])
+                assert self._envs is not None
+                self._envs.step(self._action.tolist(), command[1])
             elif command[:1] == Command.SAVE:
-                reply["state"] = self._states()
+                reply["state"] = None if self._envs is None else self._envs.states()
             else:
                 payload = unpack(command[1:])
-                self._build(payload["seeds"])
+                envs = self._build(payload["seeds"])
                 if command[:1] == Command.START:
-                    for guard, row in zip(self._guards, self._rows[payload["side"]], strict=True):
-                        guard.start(row)
+                    envs.start(payload["side"])
                 else:
-                    for guard, state in zip(self._guards, payload["states"], strict=True):
-                        guard.load_state_dict(state)
+                    envs.load_states(payload["states"])
             if not reply and not self._faults:
-                return NOTHING_TO_SAY
+                return EMPTY_REPLY
             return pack({**reply, "faults": self._take_faults()})
         except QfleetError as error:
             text = str(error)
@@ -179,48 +175,31 @@ class Worker:
             text = f"environment '{self._share.spec.env_id}' failed: {one_line(error)}"
         return pack({"error": text, "faults": self._take_faults()})
 
-    def _step(self, side: int) -> None:
-        rows = self._rows[side]
-        reward, terminated, truncated, invalid, fresh = self._outcomes[side]
-        for i, action in enumerate(self._action.tolist()):
-            reward[i], terminated[i], truncated[i], invalid[i], fresh[i] = self._guards[i].step(
-                action, rows[i]
-            )
-
-    def _states(self) -> list[Any] | None:
-        states = [guard.state_dict() for guard in self._guards]
-        is_whole = bool(states) and all(state is not None for state in states)
-        return states if is_whole else None
-
-    def _build(self, seeds: list[int]) -> None:
-        """Create guards with these seeds; keep existing ones if the seeds are equal.
+    def _build(self, env_seeds: list[int]) -> GuardedEnvs:
+        """Create environments with these seeds; keep existing ones if the seeds are equal.
 
         Creating an environment may be slow.
         """
-        if seeds == self._seeds:
-            return
-        self.close()
-        self._seeds = seeds
-        config, spec = self._share.config, self._share.spec
-        self._guards = [
-            GuardedEnv(
-                functools.partial(make_single, config),
-                spec,
-                index=index,
-                seed=seed,
-                max_restarts=config.max_env_restarts,
-                on_fault=lambda kind, message: self._faults.append((kind, message)),
+        seeds = dict(zip(self._share.envs, env_seeds, strict=True))
+        if self._envs is None or seeds != self._seeds:
+            self.close()
+            self._seeds = seeds
+            self._envs = GuardedEnvs(
+                self._share.config,
+                self._share.spec,
+                seeds,
+                self._sides,
+                lambda kind, message: self._faults.append((kind, message)),
             )
-            for index, seed in zip(self._share.envs, seeds, strict=True)
-        ]
+        return self._envs
 
     def _take_faults(self) -> list[tuple[str, str]]:
         faults, self._faults = self._faults, []
         return faults
 
     def close(self) -> None:
-        for guard in self._guards:
-            guard.close()
+        if self._envs is not None:
+            self._envs.close()
 
 
 def pack(message: Any) -> bytes:

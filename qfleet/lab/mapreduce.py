@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import ConfigError, require
 
 Floats = NDArray[np.float64]
 FLOAT_BYTES = np.dtype(np.float64).itemsize
@@ -79,28 +79,26 @@ def check_size(samples: int, dimensions: int, available_bytes: int) -> None:
     """Raise ConfigError if the problem does not fit into ``available_bytes``."""
     _check_counts(samples, dimensions)
     most = available_bytes // (COPIES * (dimensions + 1) * FLOAT_BYTES)
-    mend = f"use --samples {most} or fewer" if most >= dimensions else "use fewer --features"
-    needed_gib = COPIES * samples * (dimensions + 1) * FLOAT_BYTES / 2**30
-    _require(
-        samples <= most,
-        "samples",
-        samples,
-        f"of {dimensions} features need {needed_gib:.1f} GiB but {available_bytes / 2**30:.1f} GiB "
-        f"of memory is available; {mend}",
-    )
+    if samples > most:
+        fix = f"use --samples {most} or fewer" if most >= dimensions else "use fewer --features"
+        needed_gib = COPIES * samples * (dimensions + 1) * FLOAT_BYTES / 2**30
+        raise ConfigError(
+            f"samples {samples} of {dimensions} features need {needed_gib:.1f} GiB but "
+            f"{available_bytes / 2**30:.1f} GiB of memory is available; {fix}"
+        )
 
 
 def check_descent(steps: int, rate: float) -> None:
     """Raise ConfigError unless ``steps`` is at least 1 and ``rate`` is positive and finite."""
-    _require(steps >= 1, "steps", steps, "must be at least 1")
-    _require(rate > 0 and math.isfinite(rate), "learning_rate", rate, "must be positive and finite")
+    require(steps >= 1, "steps", steps, "at least 1")
+    require(rate > 0 and math.isfinite(rate), "learning_rate", rate, "positive and finite")
 
 
 def make_problem(samples: int, dimensions: int, noise: float, seed: int) -> Problem:
     """Return a problem with normal features, true weights and noise on the targets."""
     _check_counts(samples, dimensions)
-    _require(noise >= 0 and math.isfinite(noise), "noise", noise, "must be finite and at least 0")
-    _require(seed >= 0, "seed", seed, "must not be negative")
+    require(noise >= 0 and math.isfinite(noise), "noise", noise, "finite and at least 0")
+    require(seed >= 0, "seed", seed, "at least 0")
     rng = np.random.default_rng(seed)
     features = rng.standard_normal((samples, dimensions))
     truth = rng.standard_normal(dimensions)
@@ -109,8 +107,8 @@ def make_problem(samples: int, dimensions: int, noise: float, seed: int) -> Prob
 
 def check_shares(samples: int, workers: int) -> None:
     """Raise ConfigError unless there is at least one sample per worker."""
-    _require(workers >= 1, "workers", workers, "must be at least 1")
-    _require(workers <= samples, "workers", workers, f"must not exceed samples {samples}")
+    require(workers >= 1, "workers", workers, "at least 1")
+    require(workers <= samples, "workers", workers, f"at most samples ({samples})")
 
 
 def shares(samples: int, workers: int) -> list[slice]:
@@ -209,10 +207,5 @@ class Slowness:
 
 
 def _check_counts(samples: int, dimensions: int) -> None:
-    _require(dimensions >= 1, "features", dimensions, "must be at least 1")
-    _require(samples >= dimensions, "samples", samples, f"must be at least features {dimensions}")
-
-
-def _require(ok: bool, name: str, value: float, why: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name} {value} {why}")
+    require(dimensions >= 1, "features", dimensions, "at least 1")
+    require(samples >= dimensions, "samples", samples, f"at least features ({dimensions})")

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.algorithms.tabular import QTable
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import require
 from qfleet.envs.grid import ACTIONS, GOAL_REWARD, MOVES, STEP_REWARD, Maze
 from qfleet.telemetry.figures import saved_figure
 
@@ -58,11 +58,11 @@ def learn_maze(
     maze: Maze, episodes: int, alpha: float, gamma: float, epsilon: float, seed: int
 ) -> MazeResult:
     """Train a Q-table with ε-greedy actions, updating it after every step."""
-    _require(episodes >= 1, "episodes", episodes, "must be at least 1")
-    _require(0 < alpha <= 1, "alpha", alpha, "must lie in (0, 1]")
-    _require(0 <= gamma <= 1, "gamma", gamma, "must lie in [0, 1]")
-    _require(0 <= epsilon <= 1, "epsilon", epsilon, "must lie in [0, 1]")
-    _require(seed >= 0, "seed", seed, "must not be negative")
+    require(episodes >= 1, "episodes", episodes, "at least 1")
+    require(0 < alpha <= 1, "alpha", alpha, "in (0, 1]")
+    require(0 <= gamma <= 1, "gamma", gamma, "in [0, 1]")
+    require(0 <= epsilon <= 1, "epsilon", epsilon, "in [0, 1]")
+    require(seed >= 0, "seed", seed, "at least 0")
     rng = np.random.default_rng(seed)
     table = QTable(maze.num_states, len(ACTIONS), alpha, gamma)
     returns = [_walk(maze, table, epsilon, rng) for _ in range(episodes)]
@@ -243,8 +243,3 @@ def _draw_returns(axes: Any, result: MazeResult) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
     axes.set_title("Learning curve", size=11.5, weight="normal")
     axes.set(xlabel="episode", ylabel="return per episode", xlim=(1, max(2, len(returns))))
-
-
-def _require(ok: bool, name: str, value: float, why: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name} {value} {why}")

@@ -19,7 +19,7 @@ from torch import Tensor
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds, env_seeds
 from qfleet.core.types import EnvSpec
-from qfleet.lab.reference_pqn import Row
+from qfleet.lab.reference_dqn import Row
 from qfleet.networks.factory import build_network
 
 

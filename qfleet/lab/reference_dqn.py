@@ -75,7 +75,7 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
         chance = draws.random((count, 1))
         random_actions = draws.integers(num_actions, size=(count, 1))
         for step in range(count):
-            if chance[step, 0] < _epsilon(config, env_steps):
+            if chance[step, 0] < epsilon(config, env_steps):
                 action = int(random_actions[step, 0])
             else:
                 action = int(greedy(obs[None])[0])
@@ -131,7 +131,7 @@ def _network(spec: EnvSpec, config: Config, seeds: Seeds) -> Any:
     return build_network(spec, config)
 
 
-def _epsilon(config: Config, env_steps: int) -> float:
+def epsilon(config: Config, env_steps: int) -> float:
     done = env_steps / config.steps
     if done >= config.exploration_fraction:
         return config.exploration_final_eps

@@ -1,39 +1,26 @@
 """PQN in one file: no engine, no interfaces, a list of environments, lists for a rollout.
 
 Tests compare the ``serial`` engine with it (tests/equivalence); read it after ``reference_dqn.py``.
-It shares with the rest of qfleet only the configuration's field names, the random numbers and the
-network module; returns are computed by recursion from their definition, and the optimiser is
-torch's own RAdam.
+It shares with that file ``Row`` and ε, and with the rest of qfleet only the configuration's field
+names, the random numbers and the network module. Returns are computed by recursion from their
+definition, and the optimiser is torch's own RAdam.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from qfleet.config.config import Config
 from qfleet.core.counter_rng import draw_bits, first_counters, next_counters
 from qfleet.core.seeding import Seeds, env_seeds
 from qfleet.core.types import EnvSpec
+from qfleet.lab.reference_dqn import Row, epsilon
 from qfleet.networks.factory import build_network
-
-
-@dataclass
-class Row:
-    """One call of an environment. ``is_reset`` marks the call after an episode's end, which only
-    returns the first observation of the next episode; ``obs`` is the final one of the old."""
-
-    obs: NDArray[np.float32]
-    action: int
-    reward: float
-    terminated: bool
-    is_reset: bool
 
 
 def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
@@ -64,7 +51,7 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
         for step in range(length):
             with torch.no_grad():
                 greedy = network(torch.from_numpy(np.stack(obs))).argmax(1).tolist()
-            explore = chance[step] < _epsilon(config, env_steps + step * count)
+            explore = chance[step] < epsilon(config, env_steps + step * count)
             for i, env in enumerate(envs):
                 action = int(random_actions[step, i]) if explore[i] else greedy[i]
                 if is_over[i]:
@@ -105,14 +92,6 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
     for env in envs:
         env.close()
     return [weight.detach() for weight in weights], returns
-
-
-def _epsilon(config: Config, env_steps: int) -> float:
-    done = env_steps / config.steps
-    if done >= config.exploration_fraction:
-        return config.exploration_final_eps
-    fall = config.exploration_final_eps - config.exploration_initial_eps
-    return config.exploration_initial_eps + done * fall / config.exploration_fraction
 
 
 def _lambda_returns(rows: list[Row], network: Any, config: Config) -> list[float]:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import ConfigError, require
 from qfleet.telemetry.formatting import finite
 from qfleet.telemetry.timers import KINDS
 
@@ -111,8 +111,7 @@ def make_cases(updates: Sequence[str], workers: Sequence[int], straggler: float)
     With a straggler, every number of workers is run without and with it. A single worker is never
     a straggler, because no other worker waits for it.
     """
-    if straggler < 1:
-        raise ConfigError(f"straggler {straggler:g} must be at least 1")
+    require(straggler >= 1, "straggler", straggler, "at least 1")
     return [
         Case(update, slowness, count)
         for update in updates
@@ -124,9 +123,8 @@ def make_cases(updates: Sequence[str], workers: Sequence[int], straggler: float)
 
 def check_sweep(steps_per_worker: int, repeats: int) -> None:
     """Raise ConfigError unless both numbers are at least 1."""
-    for name, value in (("steps_per_worker", steps_per_worker), ("repeats", repeats)):
-        if value < 1:
-            raise ConfigError(f"{name} {value} must be at least 1")
+    require(steps_per_worker >= 1, "steps_per_worker", steps_per_worker, "at least 1")
+    require(repeats >= 1, "repeats", repeats, "at least 1")
 
 
 def sweep(
@@ -136,8 +134,10 @@ def sweep(
     check_sweep(steps_per_worker, repeats)
     baselines: dict[str, float] = {}
     for case in cases:
-        told = case.fields(steps_per_worker)
-        runs = sorted((_rated(train(told), case) for _ in range(repeats)), key=lambda run: run[0])
+        changes = case.fields(steps_per_worker)
+        runs = sorted(
+            (_rated(train(changes), case) for _ in range(repeats)), key=lambda run: run[0]
+        )
         rate, fleet = runs[(len(runs) - 1) // 2]
         yield _point(case, rate, baselines.setdefault(case.update, rate), fleet)
 

@@ -8,7 +8,7 @@ truncations and frame stacks that share their frames all follow from this rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class Ring:
             self.close()
             raise
         self.device = device
-        self._unasked = capturable
+        self._capturable = capturable
         if capturable:
             # Bursts are recorded while the ring is empty; the values they read must be valid
             # indices.
@@ -119,13 +119,7 @@ class Ring:
     def extend(self, block: Block) -> None:
         """Append rows; once the ring is full they overwrite the oldest ones."""
         count = block.rows
-        if count > self.rows:
-            raise ValueError(f"a block of {count} rows is longer than the ring of {self.rows}")
-        per_row = (count, self.num_envs)
-        check_shape("obs", block.obs, (*per_row, *self._frame_shape))
-        check_shape("action", block.action, per_row)
-        check_shape("reward", block.reward, per_row)
-        check_shape("flags", block.flags, per_row)
+        check_block("ring", block, self.rows, self.num_envs, self._frame_shape)
         start = self._total_rows % self.rows
         head = min(count, self.rows - start)
         self._write(start, block, 0, head)
@@ -153,8 +147,7 @@ class Ring:
         they see the new flag without further action.
         """
         if self._total_rows:
-            newest = self._flag_rows[(self._total_rows - 1) % self.rows]
-            newest.bitwise_or_(torch.where(newest & TERMINATED != 0, 0, SKIP).to(torch.uint8))
+            end_episodes(self._flag_rows[(self._total_rows - 1) % self.rows])
 
     def frame_bytes(self) -> int:
         """Return the current bytes of the frames; compressed frames vary with their contents."""
@@ -197,7 +190,7 @@ class Ring:
         return -1
 
     def sample(self, count: int, beta: float | Tensor) -> Batch:
-        if not self._unasked and not self.can_sample():
+        if not self._capturable and not self.can_sample():
             raise ValueError(f"nothing to sample among {len(self)} transitions; check can_sample()")
         index, weight = self._sampler.draw(count, beta)
         return self._gather(index, weight)
@@ -279,11 +272,7 @@ class Ring:
         if self._stack == 1:
             return self._frames.index_select(index)
         at = (index.unsqueeze(1) + self._stack_offsets).remainder_(self._slots)
-        later = at[:, 1:].reshape(-1)
-        opens = (self._flags.index_select(0, later) & FIRST).view(-1, self._stack - 1)
-        # A frame is from before the episode if any later row of the stack starts an episode.
-        before = opens.flip(1).cumsum(1).flip(1) != 0
-        at[:, :-1].masked_fill_(before, self._slots)
+        blank_earlier_episodes(at, self._flags, self._slots)
         frames = self._frames.index_select(at.view(-1))
         return frames.view(-1, self._stack, *self._frame_shape)
 
@@ -340,11 +329,7 @@ class Ring:
         self._frames.write(row, frames)
 
     def load_state_dict(self, state: StateDict) -> None:
-        theirs, ours = state["shape"], self._shape()
-        differing = [name for name in ours if ours[name] != theirs.get(name)]
-        if differing:
-            told = ", ".join(f"{name} {theirs.get(name)} (now {ours[name]})" for name in differing)
-            raise CheckpointError(f"the stored replay memory has {told}; resume with equal values")
+        check_equal(state["shape"], self._shape(), "replay memory")
         self._total_rows = state["total_rows"]
         filled = len(self)
         start = 0
@@ -359,7 +344,43 @@ class Ring:
         self._sampler.move(self._window(), self._flag_rows)
 
 
-def check_shape(name: str, column: Tensor, expected: tuple[int, ...]) -> None:
-    """Raise ValueError if a block's column has another shape: ``copy_`` would broadcast it."""
-    if column.shape != expected:
-        raise ValueError(f"block.{name} has shape {tuple(column.shape)}, not {expected}")
+def check_block(
+    memory: str, block: Block, most_rows: int, num_envs: int, frame_shape: tuple[int, ...]
+) -> None:
+    """Raise ValueError if a block is too long or a column has another shape.
+
+    ``copy_`` would broadcast a column of another shape.
+    """
+    if block.rows > most_rows:
+        raise ValueError(f"a block of {block.rows} rows is longer than the {memory} of {most_rows}")
+    per_row = (block.rows, num_envs)
+    for name in ("obs", "action", "reward", "flags"):
+        shape = tuple(getattr(block, name).shape)
+        expected = (*per_row, *frame_shape) if name == "obs" else per_row
+        if shape != expected:
+            raise ValueError(f"block.{name} has shape {shape}, not {expected}")
+
+
+def end_episodes(newest: Tensor) -> None:
+    """Set SKIP in the flags ``[N]`` of the newest row, except where they are TERMINATED."""
+    newest.bitwise_or_(torch.where(newest & TERMINATED != 0, 0, SKIP).to(torch.uint8))
+
+
+def blank_earlier_episodes(stacks: Tensor, flags: Tensor, blank: int) -> None:
+    """Replace the slots of frames from before the episode's start by ``blank``, in place.
+
+    ``stacks`` ``[B, stack]`` are slots, oldest first; ``flags`` is the flat column.
+    """
+    later = stacks[:, 1:]
+    opens = (flags.index_select(0, later.reshape(-1)) & FIRST).view(later.shape)
+    # A frame is from before the episode if any later row of the stack starts an episode.
+    before = opens.flip(1).cumsum(1).flip(1) != 0
+    stacks[:, :-1].masked_fill_(before, blank)
+
+
+def check_equal(stored: Mapping[str, int], ours: Mapping[str, int], what: str) -> None:
+    """Raise CheckpointError if a stored memory has other properties than this one."""
+    differing = [name for name in ours if ours[name] != stored.get(name)]
+    if differing:
+        named = ", ".join(f"{name} {stored.get(name)} (now {ours[name]})" for name in differing)
+        raise CheckpointError(f"the stored {what} has {named}; resume with equal values")

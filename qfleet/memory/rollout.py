@@ -19,9 +19,8 @@ from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
 from qfleet.core.counter_rng import draw_bits, first_counters, next_counters
-from qfleet.core.errors import CheckpointError
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, StateDict
-from qfleet.memory.ring import check_shape
+from qfleet.memory.ring import blank_earlier_episodes, check_block, check_equal, end_episodes
 
 VALUED_BYTES = 64 * 2**20
 """Bytes of observations, as float32, in one forward pass of the value network on the CPU; the
@@ -105,34 +104,26 @@ class Rollout:
 
     def extend(self, block: Block) -> None:
         """Append rows and drop equally many of the oldest."""
-        count = block.rows
-        if count > self.rows:
-            raise ValueError(f"a block of {count} rows is longer than a rollout of {self.rows}")
+        check_block("rollout", block, self.rows, self.num_envs, self._frame_shape)
         if self._drawn:
             raise ValueError(
                 f"{self._drawn} of {len(self._order)} samples drawn; draw all before extending"
             )
-        per_row = (count, self.num_envs)
-        check_shape("obs", block.obs, (*per_row, *self._frame_shape))
-        check_shape("action", block.action, per_row)
-        check_shape("reward", block.reward, per_row)
-        check_shape("flags", block.flags, per_row)
         _append(self._frame_rows, block.obs)
         _append(self._action, block.action)
         _append(self._reward, block.reward)
         _append(self._flags, block.flags)
         if self._written == 0:
             # No row precedes the first one, whatever its flags say.
-            self._flags[-count].bitwise_or_(FIRST)
-        self._written += count
+            self._flags[-block.rows].bitwise_or_(FIRST)
+        self._written += block.rows
 
     def end_open_episodes(self) -> None:
         """Mark the newest row SKIP: its observation ends the episode, its action has no result.
 
         A row that is TERMINATED is left as it is, because it needs no next observation.
         """
-        newest = self._flags[-1]
-        newest.bitwise_or_(torch.where(newest & TERMINATED != 0, 0, SKIP).to(torch.uint8))
+        end_episodes(self._flags[-1])
 
     def close(self) -> None:
         """Do nothing: a rollout holds no files or processes."""
@@ -239,11 +230,7 @@ class Rollout:
         if self._stack == 1:
             return self._frames.index_select(0, slot)
         at = slot.unsqueeze(1) + self._stack_offsets
-        later = at[:, 1:].reshape(-1)
-        opens = (self._flags.view(-1).index_select(0, later) & FIRST).view(-1, self._stack - 1)
-        # A frame is from before the episode if any later row of the stack starts an episode.
-        before = opens.flip(1).cumsum(1).flip(1) != 0
-        at[:, :-1].masked_fill_(before, self._slots)
+        blank_earlier_episodes(at, self._flags.view(-1), self._slots)
         frames = self._frames.index_select(0, at.view(-1))
         return frames.view(-1, self._stack, *self._frame_shape)
 
@@ -275,11 +262,7 @@ class Rollout:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        theirs, ours = state["shape"], self._shape()
-        differing = [name for name in ours if ours[name] != theirs.get(name)]
-        if differing:
-            told = ", ".join(f"{name} {theirs.get(name)} (now {ours[name]})" for name in differing)
-            raise CheckpointError(f"the stored rollout has {told}; resume with equal values")
+        check_equal(state["shape"], self._shape(), "rollout")
         self._written, self._drawn = state["written"], state["drawn"]
         self._frame_rows.copy_(state["frames"])
         for name in ("action", "reward", "flags", "returns", "order", "shuffles"):

@@ -90,7 +90,7 @@ class UniformSampler:
 
     def __init__(self, generator: torch.Generator, capturable: bool = False) -> None:
         """Create a sampler; ``generator`` must be on the device of the ring."""
-        self._generator, self._unasked = generator, capturable
+        self._generator, self._capturable = generator, capturable
         # As a tensor: wrapping a Python number costs more than the operation on it.
         self._skip = torch.tensor(SKIP, dtype=torch.uint8, device=generator.device)
         self._window = Window(0, 0)
@@ -101,14 +101,14 @@ class UniformSampler:
 
     def move(self, window: Window, flags: Tensor, /) -> None:
         self._window, self._flags = window, flags
-        if self._unasked:
+        if self._capturable:
             rows, num_envs = flags.shape
             self._start.fill_(window.first % rows * num_envs)
             self._size.fill_(max(1, (window.stop - window.first) * num_envs))
 
     def draw(self, count: int, _beta: float | Tensor, /) -> tuple[Tensor, Tensor]:
-        if self._unasked:
-            index = self._draw_unasked(count)
+        if self._capturable:
+            index = self._draw_capturable(count)
         else:
             index = self._draw_from_window(count)
             flags = self._flags.view(-1)
@@ -128,7 +128,7 @@ class UniformSampler:
         )
         return index.add_(first % rows * num_envs).remainder_(rows * num_envs)
 
-    def _draw_unasked(self, count: int) -> Tensor:
+    def _draw_capturable(self, count: int) -> Tensor:
         # float64 has 53 bits, so that all slots of the largest ring are equally likely.
         uniform = torch.rand(
             (max(CANDIDATES, -(-LEAST_CANDIDATES // count)), count),
@@ -206,7 +206,7 @@ class PrioritizedSampler:
         capturable: bool = False,
     ) -> None:
         """Create a sampler; ``generator`` must be on ``device``."""
-        self._unasked = capturable
+        self._capturable = capturable
         self._find = Compilable(self._find_leaves, is_sized=True)
         self._reweigh = Compilable(self._set_leaves)
         self._rows, self._num_envs = capacity_rows, num_envs
@@ -227,7 +227,7 @@ class PrioritizedSampler:
         # first, so a row gets the same priority as if it were entered now, and entering many rows
         # at once costs little more than entering one.
         self._window, self._flags = window, flags
-        if self._unasked:
+        if self._capturable:
             self._settle()
 
     def draw(self, count: int, beta: float | Tensor, /) -> tuple[Tensor, Tensor]:
@@ -261,7 +261,7 @@ class PrioritizedSampler:
 
     def _stratified_mass(self, count: int) -> Tensor:
         device = self.leaves.device
-        if self._unasked:
+        if self._capturable:
             # Not randperm, which synchronises with the host on some devices.
             slices = torch.rand(count, generator=self._generator, device=device).argsort()
         else:

@@ -6,6 +6,7 @@ names the largest capacity that would fit.
 
 from __future__ import annotations
 
+import bisect
 import os
 import shutil
 import sys
@@ -61,14 +62,14 @@ def check_fits(
     needed = replay_bytes(spec, num_envs, capacity, prioritized, compression)
     if needed <= usable:
         return
-    largest = _largest_below(spec, num_envs, capacity, prioritized, usable, compression)
+    largest = largest_capacity(spec, num_envs, prioritized, available, compression)
     where = "of memory is available" if on_disk is None else f"is free for '{on_disk}'"
-    mend = f"use --buffer-size {largest} or less" if largest else "no --buffer-size fits"
+    fix = f"use --buffer-size {largest} or less" if largest else "no --buffer-size fits"
     if on_disk is None and compression == "none":
-        mend += ", or keep it in files with --replay-dir"
+        fix += ", or keep it in files with --replay-dir"
     raise MemoryRefusedError(
         f"replay of {capacity} transitions needs {_human(needed)} but {_human(available)} {where} "
-        f"({USABLE_PERCENT} % usable); {mend}"
+        f"({USABLE_PERCENT} % usable); {fix}"
     )
 
 
@@ -80,29 +81,12 @@ def largest_capacity(
     compression: Compression = "none",
 ) -> int:
     """Return the largest capacity that ``check_fits`` accepts with ``available`` bytes."""
-    too_large = num_envs
-    usable = available * USABLE_PERCENT // 100
-    while replay_bytes(spec, num_envs, too_large, prioritized, compression) <= usable:
-        too_large *= 2
-    return _largest_below(spec, num_envs, too_large, prioritized, usable, compression)
-
-
-def _largest_below(
-    spec: EnvSpec,
-    num_envs: int,
-    too_large: int,
-    prioritized: bool,
-    usable_bytes: int,
-    compression: Compression,
-) -> int:
-    fits, refused = 0, too_large // num_envs
-    while refused - fits > 1:
-        rows = (fits + refused) // 2
-        if replay_bytes(spec, num_envs, rows * num_envs, prioritized, compression) <= usable_bytes:
-            fits = rows
-        else:
-            refused = rows
-    return fits * num_envs
+    fitting_rows = bisect.bisect_right(
+        range(1, sys.maxsize),
+        available * USABLE_PERCENT // 100,
+        key=lambda rows: replay_bytes(spec, num_envs, rows * num_envs, prioritized, compression),
+    )
+    return fitting_rows * num_envs
 
 
 def _human(size_bytes: int) -> str:

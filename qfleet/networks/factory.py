@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qfleet.accelerator.streams import has_streams
 from qfleet.config.config import Config
-from qfleet.core.errors import ConfigError, UnknownNameError
+from qfleet.core.errors import ConfigError, UnknownNameError, one_line
 from qfleet.core.plugins import load_object
 from qfleet.core.types import EnvSpec
 from qfleet.networks.qnetwork import QNetwork
@@ -70,7 +70,7 @@ def _user_torso(path: str, spec: EnvSpec) -> nn.Module:
         torso = kind(spec.obs_shape)
     except Exception as error:
         raise ConfigError(
-            f"network '{path}' cannot be built: {_line(error)}; it is called with the "
+            f"network '{path}' cannot be built: {one_line(error)}; it is called with the "
             f"observation's shape {spec.obs_shape}"
         ) from error
     if not isinstance(torso, nn.Module):
@@ -93,7 +93,7 @@ def _features(torso: nn.Module, path: str, spec: EnvSpec) -> int:
     except Exception as error:
         raise ConfigError(
             f"network '{path}' fails on a {spec.obs_dtype} observation of shape "
-            f"{(1, *spec.obs_shape)}: {_line(error)}; it must map raw batches to features [B, F]"
+            f"{(1, *spec.obs_shape)}: {one_line(error)}; it must map raw batches to features [B, F]"
         ) from error
     finally:
         torso.train(training)
@@ -101,10 +101,6 @@ def _features(torso: nn.Module, path: str, spec: EnvSpec) -> int:
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ConfigError(f"network '{path}' gave {got}; it must give features of shape [B, F]")
     return output.shape[1]
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 ModelTransform = Callable[[QNetwork], QNetwork]

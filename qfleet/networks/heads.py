@@ -116,18 +116,15 @@ class ActorCriticHead(_Streams):
         super().__init__(features, num_actions + 1, None, style)
 
 
-class CategoricalHead(_Streams):
-    """A head of logits ``[B, A, K]`` over K atoms of fixed value (C51, 1707.06887)."""
+class DistributionHead(_Streams):
+    """A head of K numbers per action, ``[B, A, K]``.
 
-    def __init__(self, features: int, num_actions: int, num_atoms: int, style: Style) -> None:
-        super().__init__(features, num_actions, num_atoms, style)
+    They are the logits of K atoms of fixed value (C51, 1707.06887), or the values of K fixed
+    quantiles (QR-DQN, 1710.10044).
+    """
 
-
-class QuantileHead(_Streams):
-    """A head of the values ``[B, A, K]`` of K fixed quantiles (QR-DQN, 1710.10044)."""
-
-    def __init__(self, features: int, num_actions: int, num_quantiles: int, style: Style) -> None:
-        super().__init__(features, num_actions, num_quantiles, style)
+    def __init__(self, features: int, num_actions: int, width: int, style: Style) -> None:
+        super().__init__(features, num_actions, width, style)
 
 
 class ImplicitQuantileHead(nn.Module):

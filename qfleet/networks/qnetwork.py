@@ -9,10 +9,9 @@ from qfleet.config.config import Config, Head
 from qfleet.networks.fused import Dense
 from qfleet.networks.heads import (
     ActorCriticHead,
-    CategoricalHead,
+    DistributionHead,
     ImplicitQuantileHead,
     QHead,
-    QuantileHead,
     Style,
 )
 from qfleet.networks.noisy import NoisyLinear, draw_noise, resample_noise, store_noise
@@ -58,10 +57,10 @@ class QNetwork(nn.Module):
             case "actor-critic":
                 self.head = ActorCriticHead(features, num_actions, style)
             case "c51":
-                self.head = CategoricalHead(features, num_actions, config.n_atoms, style)
+                self.head = DistributionHead(features, num_actions, config.n_atoms, style)
                 support = torch.linspace(config.v_min, config.v_max, config.n_atoms)
             case "qr":
-                self.head = QuantileHead(features, num_actions, config.n_quantiles, style)
+                self.head = DistributionHead(features, num_actions, config.n_quantiles, style)
                 fractions = _midpoints(config.n_quantiles)
             case "iqn":
                 self.head = ImplicitQuantileHead(features, num_actions, config.iqn_embedding, style)

@@ -54,6 +54,17 @@ def is_nature_image(obs_shape: tuple[int, ...]) -> bool:
     return layout is not None and min(layout.height, layout.width) >= NATURE_MIN_PIXELS
 
 
+def _require_image(spec: EnvSpec, network: str, least_pixels: int) -> ImageLayout:
+    """Return the layout of the observations, or raise ConfigError if they are too small."""
+    layout = image_layout(spec.obs_shape)
+    if layout is None or min(layout.height, layout.width) < least_pixels:
+        raise ConfigError(
+            f"network '{network}' needs an image of at least {least_pixels}×{least_pixels} pixels, "
+            f"not an observation of shape {spec.obs_shape}; try --network mlp"
+        )
+    return layout
+
+
 def _as_image(obs: Tensor, layout: ImageLayout) -> Tensor:
     """Return the observation as ``[B, channels, height, width]``; pixels are scaled to [0, 1]."""
     image = obs.movedim(-1, -3) if layout.channels_last else obs
@@ -153,14 +164,7 @@ class NatureCNN(nn.Module):
 
     def __init__(self, spec: EnvSpec, dense: int = 512, layer_norm: bool = False) -> None:
         super().__init__()
-        layout = image_layout(spec.obs_shape)
-        if layout is None or not is_nature_image(spec.obs_shape):
-            raise ConfigError(
-                f"network 'nature' needs an image of at least {NATURE_MIN_PIXELS}×"
-                f"{NATURE_MIN_PIXELS} pixels, not an observation of shape {spec.obs_shape}; "
-                "try --network mlp"
-            )
-        self.layout = layout
+        self.layout = layout = _require_image(spec, "nature", NATURE_MIN_PIXELS)
         modules: list[nn.Module] = []
         for convolution in (
             nn.Conv2d(layout.channels, 32, 8, stride=4),
@@ -213,13 +217,7 @@ class MinAtarCNN(nn.Module):
 
     def __init__(self, spec: EnvSpec, dense: int = 128, layer_norm: bool = False) -> None:
         super().__init__()
-        layout = image_layout(spec.obs_shape)
-        if layout is None or min(layout.height, layout.width) < 3:
-            raise ConfigError(
-                f"network 'minatar' needs an image of at least 3×3 pixels, not an observation of "
-                f"shape {spec.obs_shape}; try --network mlp"
-            )
-        self.layout = layout
+        self.layout = layout = _require_image(spec, "minatar", 3)
         convolution = nn.Conv2d(layout.channels, 16, 3)
         self.convolution = nn.Sequential(*_normalised(convolution)) if layer_norm else convolution
         self.by_position = layer_norm
@@ -256,13 +254,7 @@ class ImpalaResNet(nn.Module):
 
     def __init__(self, spec: EnvSpec, dense: int = 256) -> None:
         super().__init__()
-        layout = image_layout(spec.obs_shape)
-        if layout is None:
-            raise ConfigError(
-                f"network 'impala' needs an image, not an observation of shape {spec.obs_shape}; "
-                "try --network mlp"
-            )
-        self.layout = layout
+        self.layout = layout = _require_image(spec, "impala", 1)
         channels, height, width = layout.channels, layout.height, layout.width
         stages: list[nn.Module] = []
         for wider in (16, 32, 32):
@@ -275,7 +267,7 @@ class ImpalaResNet(nn.Module):
             channels, height, width = wider, (height + 1) // 2, (width + 1) // 2
         self.stages = nn.Sequential(*stages, nn.ReLU(), nn.Flatten())
         flat = channels * height * width
-        self.dense = Dense((flat, dense), relu_last=True) if dense else None
+        self.dense = _dense(flat, dense, layer_norm=False)
         self.features = dense or flat
 
     def forward(self, obs: Tensor) -> Tensor:

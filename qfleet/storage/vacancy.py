@@ -24,10 +24,10 @@ def check_vacant(path: Path) -> None:
     if not (path / CONFIG).exists() or has_no_progress(path):
         return
     if has_checkpoint(path / "checkpoints"):
-        mend = f"continue it with: qfleet resume {path}"
+        fix = f"continue it with: qfleet resume {path}"
     else:
-        mend = "it has no checkpoint to resume from, so choose another folder or remove this one"
-    raise ConfigError(f"run folder '{path}' holds a run already; {mend}")
+        fix = "it has no checkpoint to resume from, so choose another folder or remove this one"
+    raise ConfigError(f"run folder '{path}' holds a run already; {fix}")
 
 
 def has_no_progress(path: Path) -> bool:

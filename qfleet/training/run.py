@@ -16,7 +16,7 @@ from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, EnvironmentFault, QfleetError
 from qfleet.core.files import atomic_write_text
-from qfleet.core.signals import Signals
+from qfleet.core.signals import signals_request_stop
 from qfleet.engines import registry
 from qfleet.engines.auto import settle
 from qfleet.engines.parameter_server import resize_request
@@ -105,7 +105,7 @@ class Run(RunState):
     def go(self) -> Result:
         """Train until something stops the run; write a result, and a checkpoint if it can."""
         try:
-            with Signals(self._interrupt), self.progress:
+            with signals_request_stop(self._interrupt), self.progress:
                 self._open()
                 try:
                     self._start()

@@ -115,7 +115,7 @@ def test_crash_rebuilds_the_env_and_only_that_env() -> None:
     faults = Faults()
     envs = SyncEnvs(scripted(env_kwargs=kwargs), 2, 0, faults)
     envs.reset()
-    envs._guards[1]._env.fault = ""  # type: ignore[union-attr]
+    envs._envs.guards[1]._env.fault = ""  # type: ignore[union-attr]
     both = np.zeros(2, dtype=np.int64)
     for _ in range(2):
         envs.step(both)
@@ -185,7 +185,7 @@ def test_changed_observation_names_both(fault: str, got: str, frame_stack: int) 
 def test_discrete_observation_out_of_range_names_both() -> None:
     envs = SyncEnvs(Config(env="FrozenLake-v1"), 1, 0, Faults())
     envs.reset()
-    envs._guards[0]._env.unwrapped.P = {0: {0: [(1.0, 16, 0.0, False)]}}  # type: ignore[union-attr]
+    envs._envs.guards[0]._env.unwrapped.P = {0: {0: [(1.0, 16, 0.0, False)]}}  # type: ignore[union-attr]
     with pytest.raises(EnvironmentFault, match=says("15", "16")):
         envs.step(GO)
 
@@ -200,7 +200,7 @@ def test_keyboard_interrupt_passes() -> None:
 def test_large_finite_observations_are_no_fault() -> None:
     envs, faults = faulty("")
     envs.reset()
-    envs._guards[0]._env.episode = 1e30  # type: ignore[union-attr]
+    envs._envs.guards[0]._env.episode = 1e30  # type: ignore[union-attr]
     assert not envs.step(GO).invalid[0]
     assert not faults
 

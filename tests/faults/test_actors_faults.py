@@ -1,4 +1,4 @@
-"""Rows 15, 16, 34 and 40 of the fault list for actors and replay shards, on real processes."""
+"""Faults 15, 16, 34 and 40 of docs/faults.md for actors and replay shards, on real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows 1, 2, 6, 7 and 10 to 14 of the fault list, at the level of a whole run."""
+"""Faults 1, 2, 6, 7 and 10 to 14 of docs/faults.md, at the level of a whole run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows 15, 17, 21, 30 and 40 of the fault list, for workers and servers as real processes."""
+"""Faults 15, 17, 21, 30 and 40 of docs/faults.md, for workers and servers as real processes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def few_more_steps(steps: int) -> Callable[[Run], bool]:
 
 @pytest.mark.slow
 def test_one_worker_is_serial_and_a_run_resumes_with_two(tmp_path: Path) -> None:
-    """Across processes too; and what is resumed may have other workers and servers (row 30)."""
+    """Across processes too; and what is resumed may have other workers and servers (fault 30)."""
     told = {**SMALL, "algo": "double-dqn", "steps": 600}
     serial = qfleet.train("CartPole-v1", run_dir=tmp_path / "a", **{**told, "engine": "serial"})
     sync = {"workers": 1, "servers": 2, "update": "sync"}

@@ -1,4 +1,4 @@
-"""Rows 3 and 4 of the fault list, at the level of a whole run: bad batches, exploding values."""
+"""Faults 3 and 4 of docs/faults.md, at the level of a whole run: bad batches, exploding values."""
 
 from __future__ import annotations
 

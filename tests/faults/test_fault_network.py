@@ -1,4 +1,4 @@
-"""Row 22 of the fault list: two hosts, as network namespaces, and the link between them goes down.
+"""Fault 22 of docs/faults.md: two hosts as network namespaces; the link between them goes down.
 
 Whoever is on the other host is given up, or is heard again; when the link is up, or the host back,
 somebody is there. The run takes all its steps, and nobody is heard twice.

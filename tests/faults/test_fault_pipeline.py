@@ -1,4 +1,4 @@
-"""Rows 1, 8, 9, 10, 15 and 40 of the fault list on the pipeline engine, as whole runs.
+"""Faults 1, 8, 9, 10, 15 and 40 of docs/faults.md on the pipeline engine, as whole runs.
 
 There the envs are stepped in a thread of their own, a block ahead of the learner: what goes wrong
 goes wrong beside the loop, and must still reach it.

@@ -1,4 +1,4 @@
-"""Rows 8 and 9 of the fault list, at the level of a whole run: env processes that die or hang."""
+"""Faults 8 and 9 of docs/faults.md, at the level of a whole run: env processes that die or hang."""
 
 from __future__ import annotations
 

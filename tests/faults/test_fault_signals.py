@@ -1,4 +1,4 @@
-"""Row 40 of the fault list: Ctrl-C and SIGTERM leave a checkpoint and no process behind."""
+"""Fault 40 of docs/faults.md: Ctrl-C and SIGTERM leave a checkpoint and no process behind."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_a_cluster_runs_does_not_hear_sigterm_but_what_environments_start_d
 def test_the_first_signal_is_a_request_and_the_second_is_not(number: signal.Signals) -> None:
     came: list[int] = []
     now_s = 100.0
-    with signals.Signals(came.append, lambda: now_s):
+    with signals.signals_request_stop(came.append, lambda: now_s):
         signal.raise_signal(number)
         signal.raise_signal(number)  # to the program, and to its group
         assert came == [number]

@@ -1,4 +1,4 @@
-"""Rows 25 to 29, 31 and 39 of the fault list, at the level of a whole run."""
+"""Faults 25 to 29, 31 and 39 of docs/faults.md, at the level of a whole run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row 34 of the fault list, for workers and servers: the object store is too small, or full.
+"""Fault 34 of docs/faults.md, for workers and servers: the object store is too small, or full.
 
 A run that is started sizes its store, so that nothing is written to the disk; a store that is too
 small is refused before anybody works; one that is full, with the disk full too, ends the run. Each

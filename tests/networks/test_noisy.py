@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import tensor
 
-from qfleet.networks.heads import CategoricalHead, Style, _two_noisy
+from qfleet.networks.heads import DistributionHead, Style, _two_noisy
 from qfleet.networks.noisy import NoisyLinear, resample_noise
 
 
@@ -79,7 +79,7 @@ def test_the_state_holds_the_noise() -> None:
 def test_two_streams_in_one_product_are_the_two_streams(hidden: tuple[int, ...]) -> None:
     """What an accelerator does instead of two products each."""
     torch.manual_seed(3)
-    head = CategoricalHead(12, 4, 5, Style(dueling=True, noisy=True, hidden=hidden))
+    head = DistributionHead(12, 4, 5, Style(dueling=True, noisy=True, hidden=hidden))
     resample_noise([m for m in head.modules() if isinstance(m, NoisyLinear)], torch.Generator())
     features = torch.randn(7, 12)
     for module in (head.train(), head.eval()):

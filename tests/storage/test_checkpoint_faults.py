@@ -1,4 +1,4 @@
-"""Full disks, kills at every write point, damage and forgery (FAULTS rows 25 to 28)."""
+"""Full disks, kills at every write point, damage and forgery (faults 25 to 28)."""
 
 from __future__ import annotations
 

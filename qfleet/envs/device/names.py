@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from qfleet.envs.device.minatar.seaquest import Seaquest
 from qfleet.envs.device.minatar.space_invaders import SpaceInvaders
 from qfleet.envs.device.mountaincar import MountainCar
 from qfleet.envs.device.protocol import TensorEnv
-from qfleet.envs.guard import one_line
+from qfleet.envs.registry import env_kwargs, refused_kwargs
 
 _RAMPING: dict[str, Callable[[bool], Game]] = {
     "Asterix": Asterix,
@@ -71,7 +70,7 @@ def make_tensor_env(config: Config) -> TensorEnv:
 
 
 def _make_classic(config: Config) -> TensorEnv:
-    if json.loads(config.env_kwargs):
+    if env_kwargs(config):
         raise ConfigError(f"'{config.env}' takes no env_kwargs as tensors; leave them out")
     make, limit = _CLASSICS[config.env]
     env = make()
@@ -81,13 +80,10 @@ def _make_classic(config: Config) -> TensorEnv:
 
 
 def _make_own(config: Config) -> TensorEnv:
-    kwargs = json.loads(config.env_kwargs)
     try:
-        env: TensorEnv = load_object(config.env, "environment")(**kwargs)
+        env: TensorEnv = load_object(config.env, "environment")(**env_kwargs(config))
     except Exception as error:
-        raise ConfigError(
-            f"environment '{config.env}' does not accept env_kwargs {kwargs}: {one_line(error)}"
-        ) from error
+        raise refused_kwargs(config, error) from error
     return env
 
 
@@ -107,17 +103,14 @@ def _make_minatar(config: Config) -> MinAtar:
 
 def _options(config: Config) -> dict[str, Any]:
     """Return ``env_kwargs``, with the names of the minatar package's arguments."""
-    options: dict[str, Any] = json.loads(config.env_kwargs)
+    options = env_kwargs(config, "MinAtar", ("sticky_action_prob", "difficulty_ramping"))
     for name, value in options.items():
         if name == "sticky_action_prob":
             good = type(value) in (int, float) and 0 <= value <= 1
-        elif name == "difficulty_ramping":
+        else:
             good = isinstance(value, bool)
             if re.fullmatch(rf"MinAtar/({'|'.join(_STEADY)})-v.", config.env):
                 raise ConfigError(f"'{config.env}' has no difficulty_ramping; leave it out")
-        else:
-            known = ("sticky_action_prob", "difficulty_ramping")
-            raise UnknownNameError("MinAtar env_kwargs entry", name, known)
         if not good:
             raise ConfigError(
                 f"MinAtar game '{config.env}' cannot take {name} = {value!r}; sticky_action_prob "

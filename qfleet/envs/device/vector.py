@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qfleet.core.errors import ConfigError, EnvironmentFault
+from qfleet.core.errors import ConfigError, EnvironmentFault, one_line
 from qfleet.core.seeding import env_seeds
 from qfleet.core.types import StateDict, Step
+from qfleet.envs.base import BaseEnvs
 from qfleet.envs.device.protocol import Episodes, TensorEnv, begin_episodes, step_episodes
-from qfleet.envs.guard import all_finite, one_line
+from qfleet.envs.guard import all_finite
 
 
 def check_tensor_env(env: TensorEnv, device: torch.device | None = None) -> None:
@@ -25,8 +25,7 @@ def check_tensor_env(env: TensorEnv, device: torch.device | None = None) -> None
         episodes, step = step_episodes(env, begun, nothing)
     except Exception as error:
         raise ConfigError(
-            f"tensor environment {name} cannot take a step: {type(error).__name__}: "
-            f"{one_line(error)}"
+            f"tensor environment {name} cannot take a step: {one_line(error)}"
         ) from error
     expected = {
         "obs": ((2, *spec.obs_shape), spec.torch_dtype),
@@ -54,41 +53,26 @@ def check_tensor_env(env: TensorEnv, device: torch.device | None = None) -> None
             )
 
 
-class TensorEnvs:
+class TensorEnvs(BaseEnvs):
     """A ``core.VectorEnv`` of N environments as tensors on the CPU; resumes are exact."""
-
-    in_background = False
 
     def __init__(self, env: TensorEnv, num_envs: int, seed: int) -> None:
         check_tensor_env(env)
+        super().__init__(env.spec, env_seeds(seed, num_envs), num_envs)
         self._env = env
-        self.spec, self.num_envs = env.spec, num_envs
-        self.seeds = env_seeds(seed, num_envs)
         self._episodes = self._begun()
-        self._sent: torch.Tensor | None = None
 
     def _begun(self) -> Episodes:
         return begin_episodes(self._env, torch.tensor(self.seeds))
 
     def reset(self) -> NDArray[Any]:
-        """Reset all envs to their seeds: two resets give the same episodes."""
         self._episodes = self._begun()
         obs: NDArray[Any] = self._env.observe(self._episodes.inner).numpy()
         return obs
 
-    def step(self, actions: NDArray[np.int64]) -> Step:
-        self.send(actions)
-        return self.recv()
-
-    def send(self, actions: NDArray[np.int64]) -> None:
-        """Store the actions; ``recv`` does the work, in this thread."""
-        assert self._sent is None, "send() before the recv() of the step before"
-        self._sent = torch.tensor(actions)
-
     @torch.no_grad()
-    def recv(self) -> Step:
-        actions, self._sent = self._sent, None
-        assert actions is not None, "recv() without a send() before it"
+    def _recv(self) -> Step:
+        actions = torch.from_numpy(self._actions)
         try:
             self._episodes, step = step_episodes(self._env, self._episodes, actions)
         except Exception as error:
@@ -110,4 +94,4 @@ class TensorEnvs:
         self._episodes = Episodes(**{name: state[name] for name in Episodes._fields})
 
     def close(self) -> None:
-        """Do nothing: there are no resources to release."""
+        """Do nothing: there are no threads or processes to end."""

@@ -128,7 +128,7 @@ def test_a_server_goes_on_from_a_snapshot_and_its_workers_come_again() -> None:
 
 
 def test_repeating_a_message_changes_nothing() -> None:
-    """Row 18 of the fault list: the answer was lost after the push was applied."""
+    """Fault 18 of docs/faults.md: the answer was lost after the push was applied."""
     server = make_server(update="async")
     server.join(Join(0))
     message = Push(0, 0, 0, 0, np.ones(3, dtype=np.float32), learning_rate=1.0)
