@@ -50,7 +50,7 @@ def parse(
             return parsed
     except SystemExit as exit_:
         if exit_.code == 0:
-            print(f"Examples:{examples}")
+            print(f"Examples:{examples}", end="")
         if not exit_.code:
             raise
         raise UserError(_one_line(complaint.getvalue(), verb)) from None

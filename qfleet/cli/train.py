@@ -93,8 +93,9 @@ class Start(NamedTuple):
         target = make_dataclass(
             "Options", [("own", Annotated[own, tyro.conf.arg(name="")]), *nested]
         )
-        shown = f"Defaults below: preset {self.preset or 'none'}.\n\nExamples:"
-        description = description.replace("Examples:", shown)
+        if self.preset:
+            note = f"The defaults below are those of preset {self.preset}.\n\nExamples:"
+            description = description.replace("Examples:", note)
         parsed = parse(target, argv, verb, description, config=(tyro.conf.OmitArgPrefixes,))
         if not self.names_task:
             raise UserError(f"{verb} needs an environment: qfleet {verb} CartPole-v1")

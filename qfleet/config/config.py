@@ -391,9 +391,9 @@ def read_docstrings() -> dict[str, str]:
     (tree,) = ast.parse(inspect.getsource(Config)).body
     assert isinstance(tree, ast.ClassDef)
     return {
-        ast.unparse(field.target): " ".join(ast.literal_eval(text.value).split())
-        for field, text in itertools.pairwise(tree.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+        ast.unparse(node.target): " ".join(ast.literal_eval(text.value).split())
+        for node, text in itertools.pairwise(tree.body)
+        if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr)
     }
 
 
