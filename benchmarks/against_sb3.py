@@ -144,20 +144,20 @@ def compare(name: str, config: Config, rounds: int) -> dict[str, Any]:
 
 
 def zoo(rounds: int) -> dict[str, Any]:
-    config = presets.PRESETS["cartpole-sb3-zoo"]().replace(steps=15_000, **UNTIMED)
+    config = presets.preset_config("cartpole-sb3-zoo").replace(steps=15_000, **UNTIMED)
     return compare("CartPole, SB3-zoo settings", config, rounds)
 
 
 def cleanrl(rounds: int) -> dict[str, Any]:
     # Learning starts at once here: the 10,000 free steps of the recipe would flatter both.
-    config = presets.PRESETS["cartpole-cleanrl"]().replace(
+    config = presets.preset_config("cartpole-cleanrl").replace(
         steps=20_000, learning_starts=500, **UNTIMED
     )
     return compare("CartPole, CleanRL settings", config, rounds)
 
 
 def pong(rounds: int) -> dict[str, Any]:
-    config = presets.PRESETS["atari-dqn"]().replace(
+    config = presets.preset_config("atari-dqn").replace(
         steps=2000, learning_starts=200, buffer_size=10_000, device="cpu", log_interval=500,
         **UNTIMED,
     )  # fmt: skip
@@ -169,7 +169,7 @@ def solve(seeds: int, preset: str) -> dict[str, Any]:
 
     Against SB3's DQN, whatever the preset's algorithm.
     """
-    zoo_config = presets.PRESETS["cartpole-sb3-zoo"]()
+    zoo_config = presets.preset_config("cartpole-sb3-zoo")
     ours, theirs = [], []
     for seed in range(seeds):
         theirs.append(_timed(lambda seed=seed: _sb3_solves(zoo_config, seed)))
@@ -218,7 +218,7 @@ def _sb3_solves(config: Config, seed: int) -> bool:
 
 
 def _qfleet_solves(preset: str, seed: int) -> bool:
-    config = presets.PRESETS[preset]().replace(
+    config = presets.preset_config(preset).replace(
         seed=seed, eval_freq=EVAL_EVERY, n_eval_episodes=10, target_return=475.0, tensorboard=False
     )
     with tempfile.TemporaryDirectory() as folder:

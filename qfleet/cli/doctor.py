@@ -42,7 +42,7 @@ class DoctorOptions:
 
 
 def run(argv: list[str]) -> int:
-    options = parse(DoctorOptions, argv, "doctor", description=DESCRIPTION)
+    options = parse(DoctorOptions, argv, "doctor", DESCRIPTION)
     from qfleet.core.errors import ConfigError
 
     if options.seconds <= 0 or not options.envs or min(options.envs) < 1:

@@ -41,30 +41,20 @@ class EvaluateOptions:
 
 
 def run(argv: list[str]) -> int:
-    options = parse(EvaluateOptions, argv, "evaluate", description=DESCRIPTION)
+    options = parse(EvaluateOptions, argv, "evaluate", DESCRIPTION)
     from qfleet.training import api
 
-    evaluation = api.evaluate(
-        options.run,
-        episodes=options.episodes,
-        seed=options.seed,
-        epsilon=options.epsilon,
-        which=options.which,
-        trust=options.trust,
-        device=options.device,
-    )
+    policy = api.load(options.run, options.which, options.trust, options.device)
+    evaluation = policy.evaluate(options.episodes, options.seed, options.epsilon)
     if options.json:
-        print(
-            json_module.dumps(
-                {
-                    "episodes": len(evaluation.returns),
-                    "return_mean": evaluation.mean,
-                    "return_std": evaluation.std,
-                    "length_mean": evaluation.mean_length,
-                    "returns": evaluation.returns,
-                }
-            )
-        )
+        report = {
+            "episodes": len(evaluation.returns),
+            "return_mean": evaluation.mean,
+            "return_std": evaluation.std,
+            "length_mean": evaluation.mean_length,
+            "returns": evaluation.returns,
+        }
+        print(json_module.dumps(report))
     else:
         print(
             f"return {evaluation.mean:.1f} ± {evaluation.std:.1f} over {len(evaluation.returns)} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,17 +63,10 @@ def run(argv: list[str]) -> int:
         return 0
     if argv[0] not in EXPERIMENTS:
         raise UnknownNameError("experiment", argv[0], EXPERIMENTS)
-    if argv[0] == "mapreduce":
-        from qfleet.cli import lab_mapreduce
-
-        lab_mapreduce.run(argv[1:])
-        return 0
-    if argv[0] == "speedup":
-        from qfleet.cli import lab_speedup
-
-        lab_speedup.run(argv[1:])
-        return 0
-    _maze(parse(MazeOptions, argv[1:], "lab maze", description=_MAZE_DESCRIPTION))
+    if argv[0] == "maze":
+        _maze(parse(MazeOptions, argv[1:], "lab maze", _MAZE_DESCRIPTION))
+    else:
+        importlib.import_module(f"qfleet.cli.lab_{argv[0]}").run(argv[1:])
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,13 +81,13 @@ class MapReduceOptions:
 
 
 def run(argv: list[str]) -> None:
-    options = parse(MapReduceOptions, argv, "lab mapreduce", description=DESCRIPTION)
+    options = parse(MapReduceOptions, argv, "lab mapreduce", DESCRIPTION)
     from qfleet.memory.sizing import available_bytes  # imports torch; --help need not wait for it
 
     straggler = None if options.straggler is None else Slowness.parse(options.straggler)
     for name in ("tolerance", "timeout_s"):
         if not getattr(options, name) > 0:
-            raise ConfigError(f"{name} {getattr(options, name)} must be positive")
+            raise ConfigError(f"{name} must be > 0, got {getattr(options, name)}")
     if options.address is not None:
         check_address(options.address)
     check_descent(options.steps, options.learning_rate)
@@ -100,26 +101,17 @@ def run(argv: list[str]) -> None:
     with open_cluster(
         options.workers, options.address, store_bytes=store_bytes, timeout_s=options.timeout_s
     ) as cluster:
-        descent = descend_on(
+        descend = functools.partial(
+            descend_on,
             cluster,
             problem,
-            options.workers,
-            options.steps,
-            options.learning_rate,
-            options.mode,
+            steps=options.steps,
+            rate=options.learning_rate,
             local_reduction=options.local_reduction,
-            straggler=straggler,
         )
+        descent = descend(options.workers, mode=options.mode, straggler=straggler)
         if options.compare:
-            alone = descend_on(
-                cluster,
-                problem,
-                1,
-                options.steps,
-                options.learning_rate,
-                "sync",
-                local_reduction=options.local_reduction,
-            )
+            alone = descend(1, mode="sync")
     report = make_report(options, problem, descent, alone)
     descents = {f"{options.mode}, {options.workers} workers": descent}
     if alone is not None:

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from qfleet.cli.parsing import parse
-from qfleet.config.config import FIELDS, check_fields
+from qfleet.config.config import OPTIONS, Update, check_fields, parse_json_object
 from qfleet.config.presets import resolve
-from qfleet.config.validation import means_nothing, validate
+from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
 from qfleet.lab.speedup import (
     HEADER,
@@ -96,8 +96,8 @@ class SpeedupOptions:
 
 def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
     """Run the command; tests pass ``train`` to replace ``qfleet.train``."""
-    options = parse(SpeedupOptions, argv, "lab speedup", description=DESCRIPTION)
-    updates = parse_updates(options.updates, typing.get_args(FIELDS["update"]))
+    options = parse(SpeedupOptions, argv, "lab speedup", DESCRIPTION)
+    updates = parse_updates(options.updates, typing.get_args(Update))
     cases = make_cases(updates, parse_workers(options.workers), options.straggler)
     if options.straggler > 1 and options.step_latency_s <= 0:
         raise ConfigError("--straggler needs a step latency above 0; set --step-latency-s too")
@@ -125,18 +125,13 @@ def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
 
 def _fields(options: SpeedupOptions, updates: Sequence[str]) -> dict[str, Any]:
     """Return the fields that are the same in all runs."""
-    try:
-        asked = json.loads(options.fields)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"fields {options.fields!r} is not JSON: {error}") from None
-    if not isinstance(asked, dict):
-        raise ConfigError(f"fields {options.fields!r} must be a JSON object")
+    asked = parse_json_object("--fields", options.fields)
+    check_fields(asked)
     for name in asked:
         if name in SWEPT:
             raise ConfigError(f"fields must not contain {name}; set it with {SWEPT[name]}")
-        if all(means_nothing(name, update) for update in updates):
+        if not any(OPTIONS[name].used_with(update) for update in updates):
             raise ConfigError(f"fields must not contain {name}; {options.updates} ignores it")
-    check_fields(asked)
     own = {name: getattr(options, name) for name in OWN if name != "straggler"}
     return {**UNMEASURED, **asked, **own}
 
@@ -144,8 +139,8 @@ def _fields(options: SpeedupOptions, updates: Sequence[str]) -> dict[str, Any]:
 def _check_runs(options: SpeedupOptions, fields: Mapping[str, Any], cases: Sequence[Case]) -> None:
     """Validate all runs before the first one starts, so that none is refused after hours."""
     for case in cases:
-        own = _fields_for(fields, case.fields(options.steps_per_worker))
-        validate(resolve(options.env, options.algo, options.preset, fields=own)[0])
+        of_run = _fields_for(fields, case.fields(options.steps_per_worker))
+        validate(resolve(options.env, options.algo, options.preset, fields=of_run)[0])
 
 
 def _trainer(
@@ -160,7 +155,7 @@ def _trainer(
     assert train is not None
     number = 0
 
-    def run_once(told: dict[str, Any]) -> Mapping[str, Any] | None:
+    def run_once(own: dict[str, Any]) -> Mapping[str, Any] | None:
         nonlocal number
         number += 1
         trained = train(
@@ -168,7 +163,7 @@ def _trainer(
             algo=options.algo,
             preset=options.preset,
             run_dir=folder / str(number),
-            **_fields_for(fields, told),
+            **_fields_for(fields, own),
         )
         if trained.interrupted_by is not None:
             raise KeyboardInterrupt
@@ -178,16 +173,16 @@ def _trainer(
     return run_once
 
 
-def _fields_for(fields: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+def _fields_for(fields: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return all fields of one run, without those that its update does not use.
 
     ``backup_workers`` and ``hybrid_workers`` are limited to what the number of workers allows,
     because the baseline has a single worker.
     """
-    own = {name: v for name, v in fields.items() if not means_nothing(name, told["update"])}
-    most = {"backup_workers": told["workers"] - 1, "hybrid_workers": told["workers"]}
-    own |= {name: min(own[name], most[name]) for name in most if name in own}
-    return {**own, **told, "log_interval": told["steps"]}
+    used = {name: v for name, v in fields.items() if OPTIONS[name].used_with(own["update"])}
+    most = {"backup_workers": own["workers"] - 1, "hybrid_workers": own["workers"]}
+    used |= {name: min(used[name], most[name]) for name in most if name in used}
+    return {**used, **own, "log_interval": own["steps"]}
 
 
 def _write(

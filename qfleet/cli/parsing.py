@@ -1,10 +1,11 @@
-"""Parsing shared by the verbs: tyro with one-line errors, durations, aliases of options."""
+"""Parsing shared by the verbs: tyro with one-line errors, aliases of options, durations."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import re
+import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -31,15 +32,26 @@ ALIASES = {
 }
 
 
-def parse(target: Callable[..., T], argv: list[str], verb: str, **options: Any) -> T:
-    """Call tyro.cli; raise its errors as a UserError of one line instead of printing a box."""
+def parse(
+    target: Callable[..., T], argv: list[str], verb: str, description: str, **options: Any
+) -> T:
+    """Call tyro.cli; examples end the help, and an error is a UserError of one line, not a box."""
+    description, _, examples = description.partition("Examples:")
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            parsed: T = tyro.cli(target, args=spell(argv), prog=f"qfleet {verb}", **options)
+            parsed: T = tyro.cli(
+                target,
+                args=spell(argv),
+                prog=f"qfleet {verb}",
+                description=textwrap.indent(description.strip(), " "),  # tyro joins other lines
+                **options,
+            )
             return parsed
     except SystemExit as exit_:
-        if exit_.code in (0, None):
+        if exit_.code == 0:
+            print(f"Examples:{examples}", end="")
+        if not exit_.code:
             raise
         raise UserError(_one_line(complaint.getvalue(), verb)) from None
 
@@ -57,24 +69,18 @@ def spell(argv: list[str]) -> list[str]:
 
 
 def _one_line(text: str, verb: str) -> str:
-    """Return the error inside tyro's box, and the option that tyro suggests.
+    """Return the error that tyro prints, and the option that it suggests, without the box.
 
     The box is a title, a rule, the error, a rule, suggestions …; on a UTF-8 terminal the title is
     part of the upper border.
     """
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    sections: list[list[str]] = [[]]
-    for line in (line.strip("│╭╰╮╯ ") for line in plain.splitlines()):
-        if line.startswith(("─", "---")):
-            sections.append([])
-        elif line:
-            sections[-1].append(line)
-    complaint, *advice = [section for section in sections[1:] if section] or [["cannot parse"]]
-    sentence = " ".join(complaint)
-    meant = [word for section in advice for word in section if word.startswith("--")]
-    if meant and meant[0].split()[0] not in sentence:
-        sentence += f"; did you mean {meant[0].split()[0]}?"
-    return f"{sentence} (qfleet {verb} --help lists every option)"
+    plain = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯]", " ", text)
+    sections = [" ".join(part.split()) for part in re.split(r"(?m)^ *(?:─|---).*$", plain)]
+    error, advice, *_ = *sections[1:], "cannot parse", ""
+    suggested = re.match(r"Perhaps you meant: (--[\w-]+)", advice)
+    if suggested and suggested[1] not in error:
+        error += f"; did you mean {suggested[1]}?"
+    return f"{error} (see qfleet {verb} --help)"
 
 
 def parse_duration(text: str) -> float:

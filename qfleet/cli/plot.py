@@ -67,4 +67,4 @@ def plot(
 
 
 def run(argv: list[str]) -> int:
-    return parse(plot, argv, "plot", description=_DESCRIPTION)
+    return parse(plot, argv, "plot", _DESCRIPTION)

@@ -12,13 +12,10 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from qfleet.cli.parsing import parse
 from qfleet.cli.run_options import quiet_stdout, timeline_path, trace_path
-from qfleet.cli.train import read_start
+from qfleet.cli.train import ExperimentOptions, read_start
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.telemetry.formatting import format_duration
@@ -47,35 +44,19 @@ ENDLESS = 10**9
 
 
 @dataclass(frozen=True)
-class ProfileOptions:
-    experiment: Annotated[Config, tyro.conf.arg(name="")]
+class ProfileOptions(ExperimentOptions):
     seconds: float = 20.0
     """Seconds of training, in addition to building, tuning and measuring the stages."""
-    preset: str | None = None
-    """Published recipe to start from; 'none' for plain defaults."""
-    config: Path | None = None
-    """JSON file with fields of the configuration, e.g. the config.json of a run."""
-    run_dir: Path | None = None
-    """Folder of the profiled run; default runs/profile-NAME."""
-    trust: bool = False
-    """Accept what the file of --config names: code to import (module:Class, imports), and address,
-    replay_dir and track where they are not given here."""
     json: bool = False
     """Print one JSON object and nothing else."""
 
 
 def run(argv: list[str]) -> int:
     start = read_start(argv)
-    options = parse(
-        ProfileOptions,
-        start.argv,
-        "profile",
-        default=ProfileOptions(_learning_phase(start.base)),
-        description=DESCRIPTION,
-    )
-    config = start.config(options.experiment, "profile", options.trust)
+    start = start._replace(base=_learning_phase(start.base))
+    options, config = start.parse(ProfileOptions, "profile", DESCRIPTION)
     if not 0 < options.seconds < math.inf:
-        raise ConfigError(f"--seconds {options.seconds:g} must be positive")
+        raise ConfigError(f"--seconds must be > 0, got {options.seconds:g}")
     return _profile(config, options)
 
 
@@ -174,14 +155,9 @@ def stages_from_timers(
 
 
 def _as_dict(result: Result, stages: Stages, folder: Path, from_timers: bool) -> dict[str, Any]:
+    shown = ("env_id", "algo", "engine", "env_steps", "updates", "wall_s", "stopped_by")
     return {
-        "env_id": result.env_id,
-        "algo": result.algo,
-        "engine": result.engine,
-        "env_steps": result.env_steps,
-        "updates": result.updates,
-        "wall_s": result.wall_s,
-        "stopped_by": result.stopped_by,
+        **{name: getattr(result, name) for name in shown},
         **asdict(stages.rates),
         **asdict(stages.diagnosis),
         "from_timers": from_timers,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from qfleet.cli.parsing import parse
-from qfleet.cli.run_options import RunArguments, finish
+from qfleet.cli.run_options import RunArguments, finish, quiet_stdout
 
 HELP = "continue an interrupted run, bit for bit"
 
@@ -43,25 +43,15 @@ class ResumeOptions:
     track: Literal["none", "wandb", "mlflow"] | None = None
     """Experiment tracker to report to, instead of the run's own."""
     trust: bool = False
-    """Accept what the run's configuration names: code to import (module:Class, --import), and
-    address, replay_dir and track where they are not given here."""
+    """Accept code, address, replay_dir and track that the run's configuration names."""
 
 
 def run(argv: list[str]) -> int:
-    options = parse(ResumeOptions, argv, "resume", description=DESCRIPTION)
+    options = parse(ResumeOptions, argv, "resume", DESCRIPTION)
     from qfleet.training import api
 
-    with options.run_arguments.quiet_stdout():
-        trained = api.resume(
-            options.run,
-            steps=options.steps,
-            device=options.device,
-            workers=options.workers,
-            servers=options.servers,
-            address=options.address,
-            replay_dir=options.replay_dir,
-            track=options.track,
-            options=options.run_arguments.resolve(),
-            trust=options.trust,
-        )
-    return finish(trained, options.run_arguments)
+    arguments = options.run_arguments
+    changes = {name: v for name, v in vars(options).items() if name not in ("run", "run_arguments")}
+    with quiet_stdout(arguments.json):
+        trained = api.resume(options.run, options=arguments.resolve(), **changes)
+    return finish(trained, arguments)

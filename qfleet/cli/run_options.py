@@ -25,8 +25,7 @@ class RunArguments:
     max_wall: str | None = None
     """Stop after this time (90s, 30m, 1h30m). Changes no schedule; qfleet resume continues."""
     trace: bool = False
-    """Record what every thread does: trace.json (chrome://tracing, ui.perfetto.dev) and
-    plots/timeline.png in the run's folder."""
+    """Record every thread: trace.json (chrome://tracing, ui.perfetto.dev), plots/timeline.png."""
     quiet: bool = False
     """Show no progress, only the final report."""
     json: bool = False
@@ -38,18 +37,15 @@ class RunArguments:
 
         max_wall_s = parse_duration(self.max_wall) if self.max_wall else None
         if self.stop_after is not None and self.stop_after <= 0:
-            raise UserError(f"--stop-after {self.stop_after} must be positive")
+            raise UserError(f"--stop-after must be > 0, got {self.stop_after}")
         if max_wall_s is not None and max_wall_s <= 0:
-            raise UserError(f"--max-wall {self.max_wall} must be positive")
+            raise UserError(f"--max-wall must be > 0, got {self.max_wall}")
         return RunOptions(
             stop_after=self.stop_after,
             max_wall_s=max_wall_s,
             display=choose_mode(self.quiet or self.json, sys.stdout),
             trace=self.trace,
         )
-
-    def quiet_stdout(self) -> contextlib.AbstractContextManager[object]:
-        return quiet_stdout(self.json)
 
 
 def quiet_stdout(json: bool) -> contextlib.AbstractContextManager[object]:

@@ -49,7 +49,7 @@ def runs(
 
 
 def run(argv: list[str]) -> int:
-    return parse(runs, argv, "runs", description=_DESCRIPTION)
+    return parse(runs, argv, "runs", _DESCRIPTION)
 
 
 def _changed_s(path: Path) -> float:
@@ -81,9 +81,7 @@ def _describe(data: RunData) -> dict[str, Any]:
     return {
         "name": data.name,
         "path": str(data.path),
-        "env": data.config.get("env"),
-        "algo": data.config.get("algo"),
-        "engine": data.config.get("engine"),
+        **{name: data.config.get(name) for name in ("env", "algo", "engine")},
         "seed": finite(data.config.get("seed")),
         "env_steps": known("env_steps", last_metric),
         "total_env_steps": finite(data.config.get("steps")),
@@ -118,10 +116,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     table.add_column("state")
     for row in rows:
         cells = (
-            row["name"],
-            row["env"] or "–",
-            row["algo"] or "–",
-            row["engine"] or "–",
+            *(row[key] or "–" for key in ("name", "env", "algo", "engine")),
             _cell(row["seed"], str),
             "/".join(_cell(row[key], "{:,}".format) for key in ("env_steps", "total_env_steps")),
             _cell(row["eval_return_mean"], format_score),

@@ -34,7 +34,7 @@ class ScaleOptions:
 
 
 def run(argv: list[str]) -> int:
-    options = parse(ScaleOptions, argv, "scale", description=DESCRIPTION)
+    options = parse(ScaleOptions, argv, "scale", DESCRIPTION)
     from qfleet.engines.parameter_server.limits import several
     from qfleet.training import api
 

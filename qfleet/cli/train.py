@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json as json_module
-from dataclasses import dataclass
+import typing
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import tyro
 
 from qfleet.cli.parsing import parse, spell
-from qfleet.cli.run_options import RunArguments, finish, show
-from qfleet.config.config import Config, read_fields
-from qfleet.config.presets import PRESETS, resolve
+from qfleet.cli.run_options import RunArguments, finish, quiet_stdout, show
+from qfleet.config.config import FIELDS, OPTIONS, Config, Group, read_docstrings, read_fields
+from qfleet.config.presets import resolve
+from qfleet.config.recipes import PRESETS
 from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError, UserError
@@ -36,22 +39,31 @@ Examples:
 
 
 @dataclass(frozen=True)
-class TrainOptions:
-    experiment: Annotated[Config, tyro.conf.arg(name="")]
-    run_arguments: Annotated[RunArguments, tyro.conf.arg(name="")]
+class ExperimentOptions:
+    """Options of train and profile that are not fields of the configuration."""
+
+    help_all: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Show all options, not only the common ones, and exit."""
     preset: str | None = None
-    """Published recipe to start from; 'none' for plain defaults, 'list' to list them."""
+    """Published recipe to start from; 'none': plain defaults; `qfleet train --preset list`."""
     config: Path | None = None
     """JSON file with fields of the configuration, e.g. the config.json of a run."""
-    seeds: int = 1
-    """Number of seeds to train, starting at --seed, and to aggregate."""
     run_dir: Path | None = None
-    """Folder of this run; default runs/NAME."""
+    """Folder of the run; default: a new one below runs/."""
+    trust: bool = False
+    """Accept code, address, replay_dir and track that the file of --config names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(ExperimentOptions):
     name: str | None = None
     """Name of the run below runs/; default from env, algorithm, seed and time."""
-    trust: bool = False
-    """Accept what the file of --config names: code to import (module:Class, imports), and address,
-    replay_dir and track where they are not given here."""
+    seeds: int = 1
+    """Number of seeds to train, starting at --seed, and to aggregate."""
+    run_arguments: Annotated[RunArguments, tyro.conf.arg(name="")]
+
+
+Options = TypeVar("Options", bound=ExperimentOptions)
 
 
 class Start(NamedTuple):
@@ -66,13 +78,33 @@ class Start(NamedTuple):
     stored: Config
     """The fields that come from the file of ``--config``; the others have their defaults."""
 
-    def config(self, parsed: Config, verb: str, trust: bool) -> Config:
-        """Return the parsed configuration after validation."""
+    def parse(self, own: type[Options], verb: str, description: str) -> tuple[Options, Config]:
+        """Return the verb's own options, and the configuration after validation."""
+        shows_all = "--help-all" in self.argv
+        argv = ["--help"] if shows_all else self.argv
+        hides = not shows_all and ("-h" in argv or "--help" in argv)
+        groups: dict[str, list[Any]] = {group: [] for group in typing.get_args(Group)}
+        for name, text in read_docstrings().items():
+            marks = (tyro.conf.Suppress,) if hides and not OPTIONS[name].common else ()
+            kind = Annotated[(FIELDS[name], tyro.conf.arg(help=text), *marks)]  # type: ignore
+            groups[OPTIONS[name].group].append((name, kind, getattr(self.base, name)))
+        # tyro shows each nested dataclass as a group; without prefixes the options' names are flat.
+        nested = [(group, make_dataclass(group, fields)) for group, fields in groups.items()]
+        target = make_dataclass(
+            "Options", [("own", Annotated[own, tyro.conf.arg(name="")]), *nested]
+        )
+        if self.preset:
+            note = f"The defaults below are those of preset {self.preset}.\n\nExamples:"
+            description = description.replace("Examples:", note)
+        parsed = parse(target, argv, verb, description, config=(tyro.conf.OmitArgPrefixes,))
         if not self.names_task:
             raise UserError(f"{verb} needs an environment: qfleet {verb} CartPole-v1")
-        check_trust(self.stored, trust)
-        # ``base.algo`` is the algorithm's own name; ``parsed.algo`` may be an alias.
-        return validate(parsed.replace(algo=self.base.algo))
+        check_trust(self.stored, parsed.own.trust)
+        fields = {
+            name: value for group in groups for name, value in vars(getattr(parsed, group)).items()
+        }
+        # ``base.algo`` is the algorithm's own name; the parsed one may be an alias.
+        return parsed.own, validate(Config(**fields).replace(algo=self.base.algo))
 
 
 def read_start(argv: list[str]) -> Start:
@@ -101,44 +133,31 @@ def read_start(argv: list[str]) -> Start:
 def run(argv: list[str]) -> int:
     if _peek(_with_env_named(argv), ("--preset",))["--preset"] == "list":
         width = max(map(len, PRESETS))
-        for name, recipe in PRESETS.items():
-            print(f"{name:<{width}} {' '.join((recipe.__doc__ or '').split())}")
+        for name, preset in PRESETS.items():
+            print(f"{name:<{width}} {preset.source}")
         return 0
     start = read_start(argv)
-    options = parse(
-        TrainOptions,
-        start.argv,
-        "train",
-        default=TrainOptions(start.base, RunArguments()),
-        description=DESCRIPTION,
-    )
-    config = start.config(options.experiment, "train", options.trust)
+    options, config = start.parse(TrainOptions, "train", DESCRIPTION)
     if options.seeds < 1:
-        raise ConfigError(f"seeds {options.seeds} must be at least 1")
+        raise ConfigError(f"seeds must be ≥ 1, got {options.seeds}")
     return _train(config, options, start.preset)
 
 
 def _train(config: Config, options: TrainOptions, preset: str | None) -> int:
     from qfleet.training import api
 
-    run_options = options.run_arguments.resolve()
+    arguments = options.run_arguments
+    run_options = arguments.resolve()
     if preset and run_options.display != "silent":
         print(f"preset {preset}; --preset none for plain defaults")
-    if options.seeds == 1:
-        with options.run_arguments.quiet_stdout():
-            one = api.train(
-                config=config, run_dir=options.run_dir, name=options.name, options=run_options
-            )
-        return finish(one, options.run_arguments)
-    with options.run_arguments.quiet_stdout():
-        trained = api.train_seeds(
-            options.seeds,
-            config=config,
-            run_dir=options.run_dir,
-            name=options.name,
-            options=run_options,
+    train = api.train if options.seeds == 1 else functools.partial(api.train_seeds, options.seeds)
+    with quiet_stdout(arguments.json):
+        trained = train(
+            config=config, run_dir=options.run_dir, name=options.name, options=run_options
         )
-    if options.run_arguments.json:
+    if isinstance(trained, api.Trained):
+        return finish(trained, arguments)
+    if arguments.json:
         extra = {"run_dir": str(trained.folder), "curve": trained.curve and str(trained.curve)}
         print(json_module.dumps({**trained.aggregate, **extra}))
     else:

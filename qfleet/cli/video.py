@@ -44,7 +44,7 @@ class VideoOptions:
 
 
 def run(argv: list[str]) -> int:
-    options = parse(VideoOptions, argv, "video", description=DESCRIPTION)
+    options = parse(VideoOptions, argv, "video", DESCRIPTION)
     from qfleet.core.errors import ConfigError
     from qfleet.telemetry.runs import resolve_run
     from qfleet.training import api

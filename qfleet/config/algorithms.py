@@ -10,6 +10,17 @@ from typing import Any
 
 from qfleet.core.errors import UnknownNameError
 
+_ROLLOUTS: dict[str, Any] = {
+    "replay": False,
+    "td_lambda": 1.0,
+    "lr_schedule": "linear",
+    "learning_starts": 0,
+    # One update on 5 steps of 16 envs.
+    "envs": 16,
+    "train_freq": 80,
+    "gradient_steps": 1,
+    "batch_size": 80,
+}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "dqn": {},
     "double-dqn": {"double": True},
@@ -45,30 +56,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "gradient_steps": 16,
         "batch_size": 128,
     },
-    "n-step-q": {
-        "replay": False,
-        "td_lambda": 1.0,
-        "target_network": True,
-        "lr_schedule": "linear",
-        "learning_starts": 0,
-        # One update on 5 steps of 16 envs.
-        "envs": 16,
-        "train_freq": 80,
-        "gradient_steps": 1,
-        "batch_size": 80,
-    },
-    "a3c": {
-        "replay": False,
-        "head": "actor-critic",
-        "td_lambda": 1.0,
-        "lr_schedule": "linear",
-        "max_grad_norm": 0.5,
-        "learning_starts": 0,
-        "envs": 16,
-        "train_freq": 80,
-        "gradient_steps": 1,
-        "batch_size": 80,
-    },
+    "n-step-q": {**_ROLLOUTS, "target_network": True},
+    "a3c": {**_ROLLOUTS, "head": "actor-critic", "max_grad_norm": 0.5},
 }
 
 ALIASES = {

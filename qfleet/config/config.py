@@ -1,299 +1,347 @@
 """The configuration of an experiment: a frozen dataclass with a line of documentation per field.
 
 Names follow Stable-Baselines3. The command line, presets, ``config.json`` and ``qfleet.train`` all
-use these fields. This module does not import torch, so that ``--help`` is fast.
+use these fields. A field's metadata holds its range, the engines that use it, and its group in
+``--help``. This module does not import torch, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import json
 import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from qfleet.core.errors import ConfigError, UnknownNameError
 
+T = TypeVar("T")
 Head = Literal["q", "c51", "qr", "iqn", "actor-critic"]
+Engine = Literal["auto", "serial", "pipeline", "device", "parameter-server", "actors"]
+Update = Literal["sync", "async", "ssp", "hybrid", "easgd", "local-sgd", "admm"]
+Group = Literal[
+    "environment", "algorithm", "exploration", "replay", "optimisation", "evaluation", "engine",
+    "cluster", "output",
+]  # fmt: skip
+"""Groups of fields, in the order in which ``--help`` and docs/options.md show them."""
+
+SERVERS: tuple[Engine, ...] = ("parameter-server",)
+PROCESSES: tuple[Engine, ...] = ("parameter-server", "actors")
+# easgd has no admission policy and no compression.
+ALL_BUT_EASGD: tuple[Update, ...] = ("sync", "async", "ssp", "hybrid", "local-sgd", "admm")
+
+
+class Option(NamedTuple):
+    """What validation, ``--help`` and docs/options.md need to know about a field."""
+
+    group: Group
+    common: bool
+    """Whether ``--help`` shows the field; ``--help-all`` shows all fields."""
+    bounds: dict[str, float]
+    """"≥", ">", "≤" or "<" → bound of the value; of a tuple, of each entry."""
+    engines: tuple[Engine, ...]
+    """Engines that use the field; with others it must have its default. Empty: all engines."""
+    updates: tuple[Update, ...]
+    """Values of ``update`` with which a parameter server uses the field. Empty: all values."""
+
+    def used_with(self, update: str) -> bool:
+        return not self.updates or update in self.updates
+
+
+def field(
+    default: T,
+    group: Group,
+    *,
+    common: bool = False,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    below: float | None = None,
+    engines: tuple[Engine, ...] = (),
+    updates: tuple[Update, ...] = (),
+) -> T:
+    """Declare a field of Config: low ≤ value ≤ high, above < value < below."""
+    given = {"≥": low, ">": above, "≤": high, "<": below}
+    bounds = {sign: bound for sign, bound in given.items() if bound is not None}
+    option = Option(group, common, bounds, SERVERS if updates else engines, updates)
+    return dataclasses.field(default=default, metadata={"option": option})
 
 
 @dataclass(frozen=True)
 class Config:
     """All settings that determine what a run computes."""
 
-    # --- task -------------------------------------------------------------------------------
-    env: str = "CartPole-v1"
+    env: str = field("CartPole-v1", "environment", common=True)
     """Gymnasium id, ALE/<Game>-v5, <Game>NoFrameskip-v4, or package.module:EnvClass."""
-    imports: tuple[str, ...] = ()
+    imports: tuple[str, ...] = field((), "environment")
     """Modules to import before the environment is made, e.g. to register environments."""
-    env_kwargs: str = "{}"
+    env_kwargs: str = field("{}", "environment", common=True)
     """Keyword arguments of the environment, as JSON."""
-    envs: int = 1
+    envs: int = field(1, "environment", common=True, low=0)
     """Number of environments stepped together; 0: chosen by engine and machine."""
-    vectorize: Literal["auto", "native", "sync", "async", "envpool"] = "auto"
+    vectorize: Literal["auto", "native", "sync", "async", "envpool"] = field("auto", "environment")
     """How envs are stepped: by their own vector entry point, one after another, in processes, or by
     EnvPool (for Atari, if installed)."""
-    max_episode_steps: int = 0
+    max_episode_steps: int = field(0, "environment", low=0)
     """Truncate episodes after this many env steps; 0 keeps the environment's own limit."""
-    frame_stack: int = 0
+    frame_stack: int = field(0, "environment", low=0)
     """Frames stacked into an observation; 0 means 4 on Atari and none elsewhere."""
-    frame_skip: int = 4
+    frame_skip: int = field(4, "environment", low=1)
     """Atari: emulator frames per env step."""
-    sticky_actions: float = 0.0
+    sticky_actions: float = field(0.0, "environment", low=0, high=1)
     """Atari: probability that the emulator repeats the previous action."""
-    noop_max: int = 30
+    noop_max: int = field(30, "environment", low=0)
     """Atari: at most this many no-op frames at an episode's start."""
-    episodic_life: bool = False
+    episodic_life: bool = field(False, "environment")
     """Atari: losing a life ends the task for learning (reports still count whole games)."""
-    full_action_space: bool = False
+    full_action_space: bool = field(False, "environment")
     """Atari: use all 18 actions."""
-    clip_rewards: bool = False
+    clip_rewards: bool = field(False, "environment")
     """Learn from the sign of rewards; reported returns stay unclipped."""
 
-    # --- algorithm --------------------------------------------------------------------------
-    algo: str = "dqn"
-    """Row of the algorithm table; it sets the fields below, which can still be combined freely."""
-    double: bool = False
+    algo: str = field("dqn", "algorithm", common=True)
+    """Row of the algorithm table (docs/algorithms); it sets fields such as head and n_steps, which
+    can still be combined freely."""
+    double: bool = field(False, "algorithm")
     """Choose the next action with the online network, evaluate it with the target network."""
-    dueling: bool = False
+    dueling: bool = field(False, "algorithm")
     """Split the head into a state value and advantages."""
-    noisy: bool = False
+    noisy: bool = field(False, "exploration", common=True)
     """Explore with factorised noise in the head's weights instead of ε."""
-    prioritized_replay: bool = False
+    prioritized_replay: bool = field(False, "replay", common=True)
     """Sample transitions in proportion to a power of their last TD error."""
-    replay: bool = True
+    replay: bool = field(True, "replay")
     """Learn from a replay memory; off: learn from each rollout once collected, then discard it."""
-    munchausen: bool = False
+    munchausen: bool = field(False, "algorithm")
     """Add the scaled log-policy to the reward and bootstrap softly."""
-    head: Head = "q"
+    head: Head = field("q", "algorithm")
     """What the network predicts: values, 51 atoms, fixed quantiles or sampled quantiles; or a
     policy, from which actions are drawn, and the state's value."""
-    n_steps: int = 1
+    n_steps: int = field(1, "algorithm", common=True, low=1)
     """Length of n-step returns."""
-    td_lambda: float = 0.65
+    td_lambda: float = field(0.65, "algorithm", low=0, high=1)
     """Without replay: λ of the returns; 0 looks one step ahead, 1 to the end of the rollout."""
-    target_network: bool = False
+    target_network: bool = field(False, "algorithm")
     """Without replay: returns bootstrap from a target network instead of the newest weights. (With
     replay there is always a target network.)"""
-    gamma: float = 0.99
+    gamma: float = field(0.99, "algorithm", common=True, low=0, high=1)
     """Discount per env step."""
-    loss: Literal["huber", "mse"] = "huber"
+    loss: Literal["huber", "mse"] = field("huber", "algorithm")
     """Loss on TD errors of head q; the other heads have their own (docs/algorithms)."""
-    value_weight: float = 0.5
+    value_weight: float = field(0.5, "algorithm", low=0)
     """Actor-critic: weight of the squared error of the state's value."""
-    entropy_weight: float = 0.01
+    entropy_weight: float = field(0.01, "algorithm", low=0)
     """Actor-critic: weight of the policy's entropy, which prevents premature convergence."""
-    n_atoms: int = 51
+    n_atoms: int = field(51, "algorithm", low=2)
     """C51: number of atoms."""
-    v_min: float = -10.0
+    v_min: float = field(-10.0, "algorithm")
     """C51: lowest atom."""
-    v_max: float = 10.0
+    v_max: float = field(10.0, "algorithm")
     """C51: highest atom."""
-    n_quantiles: int = 200
+    n_quantiles: int = field(200, "algorithm", low=1)
     """QR-DQN: number of quantiles."""
-    iqn_samples: int = 64
+    iqn_samples: int = field(64, "algorithm", low=1)
     """IQN: quantile fractions drawn for predictions and for targets."""
-    iqn_act_samples: int = 32
+    iqn_act_samples: int = field(32, "algorithm", low=1)
     """IQN: quantile fractions used to choose an action."""
-    iqn_embedding: int = 64
+    iqn_embedding: int = field(64, "algorithm", low=1)
     """IQN: cosine features of a quantile fraction."""
-    munchausen_alpha: float = 0.9
+    munchausen_alpha: float = field(0.9, "algorithm", low=0, high=1)
     """Munchausen: weight of the log-policy term."""
-    munchausen_tau: float = 0.03
+    munchausen_tau: float = field(0.03, "algorithm", above=0)
     """Munchausen: temperature of the softmax policy."""
-    munchausen_clip: float = -1.0
+    munchausen_clip: float = field(-1.0, "algorithm", high=0)
     """Munchausen: lower bound of the scaled log-policy."""
-    noisy_sigma: float = 0.5
+    noisy_sigma: float = field(0.5, "exploration", low=0)
     """Noisy nets: initial noise scale σ₀."""
-    prioritized_replay_alpha: float = 0.6
+    prioritized_replay_alpha: float = field(0.6, "replay", low=0)
     """Prioritised replay: exponent of priorities."""
-    prioritized_replay_beta0: float = 0.4
+    prioritized_replay_beta0: float = field(0.4, "replay", low=0, high=1)
     """Prioritised replay: initial exponent of importance weights, raised to 1 over the run."""
-    prioritized_replay_eps: float = 1e-6
+    prioritized_replay_eps: float = field(1e-6, "replay", above=0)
     """Prioritised replay: constant added to every absolute TD error."""
 
-    # --- network ----------------------------------------------------------------------------
-    network: str = "auto"
+    network: str = field("auto", "algorithm", common=True)
     """mlp, nature, impala, minatar, or package.module:Class; auto chooses by the observations."""
-    net_arch: tuple[int, ...] = (64, 64)
+    net_arch: tuple[int, ...] = field((64, 64), "algorithm", common=True, low=1)
     """Hidden layers of the MLP."""
-    layer_norm: bool = False
+    layer_norm: bool = field(False, "algorithm")
     """Layer normalisation after every hidden layer of mlp, nature and minatar."""
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Literal["auto", "on", "off"] = field("auto", "engine")
     """torch.compile: auto measures it on accelerators and uses it where it is faster."""
-    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = field("auto", "engine")
     """Precision of matrix products and convolutions; auto is fp32 on a CPU, tf32 for qfleet's own
     kernels, and measured otherwise."""
 
-    # --- learning ---------------------------------------------------------------------------
-    learning_rate: float = 1e-4
+    learning_rate: float = field(1e-4, "optimisation", common=True, above=0)
     """Learning rate at the start."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine"] = field("constant", "optimisation")
     """How the learning rate falls towards the end of the run."""
-    lr_plateau_patience: int = 0
+    lr_plateau_patience: int = field(0, "optimisation", low=0)
     """Lower the learning rate after this many evaluations without a new best; 0: never."""
-    lr_plateau_factor: float = 0.5
+    lr_plateau_factor: float = field(0.5, "optimisation", above=0, high=1)
     """Factor applied to the learning rate on a plateau."""
-    optimizer: Literal["adam", "radam", "rmsprop", "sgd"] = "adam"
+    optimizer: Literal["adam", "radam", "rmsprop", "sgd"] = field("adam", "optimisation")
     """Optimiser."""
-    optimizer_eps: float = 1e-8
+    optimizer_eps: float = field(1e-8, "optimisation", low=0)
     """Added to the optimiser's denominator (adam, radam, rmsprop)."""
-    max_grad_norm: float = 10.0
+    max_grad_norm: float = field(10.0, "optimisation", low=0)
     """Maximum norm of the gradient, which is clipped above it; 0: no clipping."""
-    batch_size: int = 32
+    batch_size: int = field(32, "optimisation", common=True, low=1)
     """Transitions per update."""
-    buffer_size: int = 1_000_000
+    buffer_size: int = field(1_000_000, "replay", common=True, low=1)
     """Transitions kept for replay, over all envs."""
-    learning_starts: int = 100
+    learning_starts: int = field(100, "optimisation", common=True, low=0)
     """Env steps collected before the first update."""
-    train_freq: int = 4
+    train_freq: int = field(4, "optimisation", common=True, low=1)
     """Env steps between bursts of updates, counted over all envs, so that the replay ratio does not
     depend on --envs; without replay, env steps of a rollout."""
-    gradient_steps: int = 1
+    gradient_steps: int = field(1, "optimisation", common=True, low=1)
     """Updates per burst."""
-    target_update_interval: int = 10_000
+    target_update_interval: int = field(10_000, "optimisation", common=True, low=1)
     """Env steps between updates of the target network."""
-    tau: float = 1.0
+    tau: float = field(1.0, "optimisation", above=0, high=1)
     """Polyak factor of target network updates: share of the online weights; 1 copies them."""
 
-    # --- exploration ------------------------------------------------------------------------
-    exploration_fraction: float = 0.1
+    exploration_fraction: float = field(0.1, "exploration", common=True, low=0, high=1)
     """Fraction of the run over which ε falls."""
-    exploration_initial_eps: float = 1.0
+    exploration_initial_eps: float = field(1.0, "exploration", low=0, high=1)
     """ε at the start."""
-    exploration_final_eps: float = 0.05
+    exploration_final_eps: float = field(0.05, "exploration", common=True, low=0, high=1)
     """ε at the end."""
-    exploration_ladder: bool = False
+    exploration_ladder: bool = field(False, "exploration")
     """Give env i of N its own ε, final_eps^(1 + 7i/(N−1)), constant over the run (Ape-X)."""
 
-    # --- replay storage ---------------------------------------------------------------------
-    replay_dir: str = ""
+    replay_dir: str = field("", "replay")
     """Keep the replay memory in memory-mapped files in this folder instead of RAM."""
-    replay_device: str = "auto"
+    replay_device: str = field("auto", "replay")
     """Device of the replay memory: cpu, cuda …; auto: the learner's device if it fits there."""
-    replay_compression: Literal["none", "lz4"] = "none"
+    replay_compression: Literal["none", "lz4"] = field("none", "replay")
     """Lossless compression of frames in a replay memory in RAM."""
 
-    # --- evaluation and stopping ------------------------------------------------------------
-    steps: int = 100_000
+    steps: int = field(100_000, "optimisation", common=True, low=1)
     """Env steps of the whole run; every schedule refers to it."""
-    eval_freq: int = 10_000
+    eval_freq: int = field(10_000, "evaluation", common=True, low=0)
     """Env steps between evaluations; 0: only at the end."""
-    n_eval_episodes: int = 10
+    n_eval_episodes: int = field(10, "evaluation", common=True, low=1)
     """Episodes per evaluation."""
-    eval_eps: float = 0.0
+    eval_eps: float = field(0.0, "evaluation", low=0, high=1)
     """ε during evaluation."""
-    target_return: float | None = None
+    target_return: float | None = field(None, "evaluation", common=True)
     """Stop when an evaluation's mean return reaches this."""
-    patience: int = 0
+    patience: int = field(0, "evaluation", common=True, low=0)
     """Stop after this many evaluations without a new best; 0: never."""
 
-    # --- run --------------------------------------------------------------------------------
-    engine: Literal["auto", "serial", "pipeline", "device", "parameter-server", "actors"] = "auto"
+    engine: Engine = field("auto", "engine", common=True)
     """How collecting and learning are divided among threads, processes and devices; auto measures
     and reports its choice."""
-    env_groups: int = 0
+    env_groups: int = field(0, "engine", low=0)
     """Pipeline: groups of envs; one steps while actions of another are computed; 0: automatic."""
-    block_rows: int = 0
+    block_rows: int = field(0, "engine", low=0)
     """Steps of every env per block; 0: automatic (one train_freq on serial)."""
-    replay_slack: int = 0
+    replay_slack: int = field(0, "engine", low=0)
     """Number of updates by which collecting may be ahead of the exact replay ratio; 0: exact."""
-    inference_device: str = "auto"
+    inference_device: str = field("auto", "engine", engines=("auto", "serial", "pipeline"))
     """Pipeline: device that computes actions: cpu, cuda …; auto measures both."""
-    population: int = 1
+    population: int = field(1, "engine", low=1, engines=("auto", "device"))
     """Device: number of agents, each with its own seed, trained together as one batch."""
-    vary: str = "{}"
+    vary: str = field("{}", "engine")
     """Population: field values of its agents, as JSON: {"learning_rate": [1e-4, 1e-3]} gives each
     value to the same number of agents; {"gamma": {"from": 0.9, "to": 0.99}} draws values
     uniformly, with "log": true log-uniformly."""
-    pbt_interval: int = 0
+    pbt_interval: int = field(0, "engine", low=0)
     """Population: env steps between exploitations (population-based training); 0: never."""
-    pbt_share: float = 0.25
+    pbt_share: float = field(0.25, "engine", above=0, high=0.5)
     """Population-based training: share of worst agents that copy weights and values of the best."""
-    pbt_factor: float = 1.25
+    pbt_factor: float = field(1.25, "engine", above=1)
     """Factor that multiplies or divides copied values (for gamma and td_lambda: 1 − value)."""
-    halving_interval: int = 0
+    halving_interval: int = field(0, "engine", low=0)
     """Population: env steps between halvings, where the worse half of agents stops; 0: never."""
-    graphs: bool = True
+    graphs: bool = field(True, "engine")
     """Pipeline, device: capture updates (device: also env steps) as CUDA graphs where possible."""
-    lockstep: bool = False
+    lockstep: bool = field(False, "engine", engines=("auto", "serial", "pipeline"))
     """Pipeline: collect and learn in turn, which on a CPU gives the same numbers as serial."""
-    seed: int = 0
+    seed: int = field(0, "optimisation", common=True, low=0)
     """Seed of all random number generators."""
-    device: str = "auto"
+    device: str = field("auto", "engine", common=True)
     """auto, cpu, cuda, cuda:1, mps …"""
-    threads: int = 0
+    threads: int = field(0, "engine", low=0)
     """CPU threads for tensor work; 0: chosen by the network's size."""
-    log_interval: int = 1000
+    log_interval: int = field(1000, "output", low=1)
     """Env steps between log lines."""
-    checkpoint_freq: int = 50_000
+    checkpoint_freq: int = field(50_000, "output", common=True, low=1)
     """Env steps between checkpoints; one is always written at the end."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = field(2, "output", low=1)
     """Number of newest checkpoints to keep."""
-    tensorboard: bool = True
+    tensorboard: bool = field(True, "output")
     """Write TensorBoard files."""
-    track: Literal["none", "wandb", "mlflow"] = "none"
+    track: Literal["none", "wandb", "mlflow"] = field("none", "output", common=True)
     """Experiment tracker to report to; it must be installed."""
 
-    # --- many processes ---------------------------------------------------------------------
-    workers: int = 4
+    workers: int = field(4, "cluster", common=True, low=1, engines=PROCESSES)
     """Parameter server, actors: number of processes that step environments, --envs each."""
-    servers: int = 1
+    servers: int = field(1, "cluster", low=1, engines=PROCESSES)
     """Processes that hold the weights (parameter server) or the replay memory (actors)."""
-    address: str = ""
+    address: str = field("", "cluster", common=True, engines=PROCESSES)
     """Ray cluster to join, as host:port; empty: start one on this machine for this run."""
-    update: Literal["sync", "async", "ssp", "hybrid", "easgd", "local-sgd", "admm"] = "async"
+    update: Update = field("async", "cluster", common=True, engines=SERVERS)
     """Parameter server: how workers' gradients become weights (docs/parameter-server.md)."""
-    backup_workers: int = 0
+    backup_workers: int = field(0, "cluster", low=0, updates=("sync",))
     """Sync: number of slowest workers that each round does not wait for."""
-    balance: bool = False
+    balance: bool = field(False, "cluster", updates=("sync",))
     """Sync: give slower workers a smaller share of each round's env steps and samples."""
-    staleness: int = 4
+    staleness: int = field(4, "cluster", low=0, updates=("ssp",))
     """Ssp: number of gradients by which a worker may be ahead of the slowest."""
-    hybrid_workers: int = 0
+    hybrid_workers: int = field(0, "cluster", low=0, updates=("hybrid",))
     """Hybrid: number of gradients per update; 0: half the number of workers."""
-    hybrid_window_s: float = 0.5
+    hybrid_window_s: float = field(0.5, "cluster", above=0, updates=("hybrid",))
     """Hybrid: longest time from the first gradient of an update to the update, in seconds."""
-    local_steps: int = 10
+    local_steps: int = field(10, "cluster", low=1, updates=("easgd", "local-sgd", "admm"))
     """Easgd, local-sgd, admm: local updates of a worker between two exchanges."""
-    easgd_alpha: float = 0.0
+    easgd_alpha: float = field(0.0, "cluster", low=0, high=1, updates=("easgd",))
     """Easgd: fraction of their distance by which worker and centre move; 0: 0.9 / workers."""
-    outer_learning_rate: float = 0.7
+    outer_learning_rate: float = field(0.7, "cluster", above=0, updates=("local-sgd",))
     """Local-sgd: learning rate of the servers."""
-    outer_momentum: float = 0.9
+    outer_momentum: float = field(0.9, "cluster", low=0, below=1, updates=("local-sgd",))
     """Local-sgd: Nesterov momentum of the servers."""
-    admm_rho: float = 0.1
+    admm_rho: float = field(0.1, "cluster", above=0, updates=("admm",))
     """Admm: how strongly workers are pulled towards their consensus."""
-    max_gradient_age: int = 0
+    max_gradient_age: int = field(0, "cluster", low=0, updates=("async", "ssp", "hybrid"))
     """Servers drop gradients computed with weights older than this many updates; 0: none."""
-    outlier_sigmas: float = 0.0
+    outlier_sigmas: float = field(0.0, "cluster", low=0, updates=ALL_BUT_EASGD)
     """Servers drop gradients whose loss or norm is this many σ above recent ones; 0: none."""
-    gradient_compression: Literal["none", "fp16", "bf16", "top-k"] = "none"
+    gradient_compression: Literal["none", "fp16", "bf16", "top-k"] = field(
+        "none", "cluster", updates=ALL_BUT_EASGD
+    )
     """Compression of gradients sent to servers; top-k sends the largest entries and adds the rest
     to later gradients."""
-    top_k_share: float = 0.01
+    top_k_share: float = field(0.01, "cluster", above=0, high=1, engines=SERVERS)
     """Top-k: fraction of a gradient's entries that is sent."""
-    weight_compression: Literal["none", "fp16", "bf16"] = "none"
+    weight_compression: Literal["none", "fp16", "bf16"] = field(
+        "none", "cluster", updates=ALL_BUT_EASGD
+    )
     """Compression of weights sent from servers to workers."""
-    snapshot_s: float = 10.0
+    snapshot_s: float = field(10.0, "cluster", above=0, engines=SERVERS)
     """Seconds between snapshots of the servers; a server that dies is restored from its last."""
-    worker_timeout_s: float = 60.0
+    worker_timeout_s: float = field(60.0, "cluster", above=0, engines=PROCESSES)
     """Seconds without a report after which a worker is replaced."""
-    step_latency_s: float = 0.0
+    step_latency_s: float = field(0.0, "cluster", low=0)
     """Seconds added to every step of the environments, for measurements and teaching."""
-    straggler: float = 1.0
+    straggler: float = field(1.0, "cluster", low=1, engines=PROCESSES)
     """Parameter server, actors: factor on step_latency_s of worker 0."""
 
-    # --- tolerance --------------------------------------------------------------------------
-    max_fault_rate: float = 0.01
+    max_fault_rate: float = field(0.01, "optimisation", low=0, high=1)
     """Stop when more than this fraction of all transitions or updates was NaN or Inf."""
-    max_env_restarts: int = 10
+    max_env_restarts: int = field(10, "environment", low=1)
     """Number of consecutive failures of one environment that a run survives."""
-    env_timeout_s: float = 60.0
+    env_timeout_s: float = field(60.0, "environment", above=0)
     """Timeout of a step of an environment in its own process, in seconds."""
-    max_abs_q: float = 1e7
+    max_abs_q: float = field(1e7, "optimisation", above=0)
     """Warn when absolute Q-values or targets exceed this, and stop when they stay above it."""
 
     def __post_init__(self) -> None:
@@ -319,19 +367,34 @@ class Config:
 
     def json_object(self, name: str) -> dict[str, Any]:
         """Return the value of a field that holds a JSON object as text."""
-        text = getattr(self, name)
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{name} {text!r} is not JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise ConfigError(f"{name} {text!r} must be a JSON object")
-        fields: dict[str, Any] = value
-        return fields
+        return parse_json_object(name, getattr(self, name))
+
+
+def parse_json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name} must be a JSON object, got {text!r}: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a JSON object, got {text!r}")
+    return value
 
 
 FIELDS: dict[str, Any] = typing.get_type_hints(Config)
 """Field name → type."""
+OPTIONS: dict[str, Option] = {f.name: f.metadata["option"] for f in dataclasses.fields(Config)}
+"""Field name → range, group …"""
+
+
+def read_docstrings() -> dict[str, str]:
+    """Return field name → docstring in one line; a field's docstring only exists in the source."""
+    (tree,) = ast.parse(inspect.getsource(Config)).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        ast.unparse(node.target): " ".join(ast.literal_eval(text.value).split())
+        for node, text in itertools.pairwise(tree.body)
+        if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
 
 
 def check_fields(values: dict[str, Any]) -> None:
@@ -339,9 +402,12 @@ def check_fields(values: dict[str, Any]) -> None:
     for name, value in values.items():
         if name not in FIELDS:
             raise UnknownNameError("configuration field", name, FIELDS)
-        if not _matches(value, FIELDS[name]):
-            expected = getattr(FIELDS[name], "__name__", str(FIELDS[name])).replace("typing.", "")
-            raise ConfigError(f"{name} {value!r} is not of type {expected}")
+        kind = FIELDS[name]
+        if not _matches(value, kind):
+            expected = kind.__name__ if isinstance(kind, type) else str(kind)
+            if typing.get_origin(kind) is Literal:
+                expected = "one of " + ", ".join(typing.get_args(kind))
+            raise ConfigError(f"{name} must be {expected}, got {value!r}")
 
 
 def _matches(value: object, kind: Any) -> bool:
@@ -363,12 +429,11 @@ def _matches(value: object, kind: Any) -> bool:
 def read_fields(path: Path) -> dict[str, Any]:
     """Read fields from a JSON file such as a run's ``config.json``; it need not hold all fields."""
     try:
-        values = json.loads(path.read_text())
+        text = path.read_text()
     except OSError as error:
         raise ConfigError(f"cannot read configuration '{path}': {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"configuration '{path}' is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"configuration '{path}' must hold a JSON object")
+    values = parse_json_object(f"configuration '{path}'", text)
     check_fields(values)
     return values

@@ -7,81 +7,53 @@ configuration file, the algorithm given by name, single fields.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from qfleet.config import recipes
 from qfleet.config.algorithms import ALIASES, algorithm_switches
 from qfleet.config.config import Config, check_fields
+from qfleet.config.recipes import PRESETS
 from qfleet.core.errors import UnknownNameError
 
-PRESETS: dict[str, Callable[[], Config]] = {
-    "cartpole": recipes.cartpole,
-    "cartpole-pqn": recipes.cartpole_pqn,
-    "cartpole-apex": recipes.cartpole_apex,
-    "cartpole-parameter-server": recipes.cartpole_parameter_server,
-    "cartpole-easgd": recipes.cartpole_easgd,
-    "cartpole-n-step-q": recipes.cartpole_n_step_q,
-    "cartpole-a3c": recipes.cartpole_a3c,
-    "cartpole-sb3-zoo": recipes.cartpole_sb3_zoo,
-    "cartpole-cleanrl": recipes.cartpole_cleanrl,
-    "acrobot": recipes.acrobot,
-    "mountaincar": recipes.mountaincar,
-    "lunarlander": recipes.lunarlander,
-    "atari-dqn": recipes.atari_dqn,
-    "pong": recipes.pong,
-    "minatar-dqn": recipes.minatar_dqn,
-    "minatar-pqn": recipes.minatar_pqn,
-    "atari-dqn-nature": recipes.atari_dqn_nature,
-    "atari-c51": recipes.atari_c51,
-    "atari-rainbow": recipes.atari_rainbow,
-    "atari-pqn": recipes.atari_pqn,
-    "atari-apex": recipes.atari_apex,
-}
+_SUITS = (
+    (r"CartPole-v\d pqn .*", "cartpole-pqn"),
+    (r"CartPole-v\d n-step-q .*", "cartpole-n-step-q"),
+    (r"CartPole-v\d a3c .*", "cartpole-a3c"),
+    (r"CartPole-v\d \S+ parameter-server easgd", "cartpole-easgd"),
+    (r"CartPole-v\d \S+ parameter-server .*", "cartpole-parameter-server"),
+    (r"CartPole-v\d None actors .*", "cartpole-apex"),
+    (r"CartPole-v\d .*", "cartpole"),
+    (r"Acrobot-v\d .*", "acrobot"),
+    (r"MountainCar-v\d .*", "mountaincar"),
+    (r"LunarLander-v\d .*", "lunarlander"),
+    (r"(ALE/\S+|\w+NoFrameskip-v4) pqn .*", "atari-pqn"),
+    (r"(ALE/\S+|\w+NoFrameskip-v4) rainbow .*", "atari-rainbow"),
+    (r"(ALE/\S+|\w+NoFrameskip-v4) None actors .*", "atari-apex"),
+    (r"(ALE/\S+|\w+NoFrameskip-v4) .*", "atari-dqn"),
+    (r"MinAtar/\S+ pqn .*", "minatar-pqn"),
+    (r"MinAtar/\S+ .*", "minatar-dqn"),
+)
+"""Pattern of "ENV ALGO ENGINE UPDATE" → preset; the first match wins. What is not given is None.
 
-_SUITS = [
-    (r"CartPole-v\d", "cartpole"),
-    (r"Acrobot-v\d", "acrobot"),
-    (r"MountainCar-v\d", "mountaincar"),
-    (r"LunarLander-v\d", "lunarlander"),
-    (r"ALE/.+|\w+NoFrameskip-v4", "atari-dqn"),
-    (r"MinAtar/.+", "minatar-dqn"),
-]
-_SUITS_ROW = {
-    ("cartpole", "pqn"): "cartpole-pqn",
-    ("cartpole", "n-step-q"): "cartpole-n-step-q",
-    ("cartpole", "a3c"): "cartpole-a3c",
-    ("minatar-dqn", "pqn"): "minatar-pqn",
-    ("atari-dqn", "pqn"): "atari-pqn",
-    ("atari-dqn", "rainbow"): "atari-rainbow",
-}
-"""(Usual preset, algorithm) → preset, for algorithms that need other settings."""
-
-_SUITS_ENGINE = {
-    ("cartpole", "actors"): "cartpole-apex",
-    ("cartpole", "parameter-server"): "cartpole-parameter-server",
-    ("atari-dqn", "actors"): "atari-apex",
-}
-"""(Usual preset, engine) → preset, where no algorithm was given."""
-_SUITS_UPDATE = {("cartpole-parameter-server", "easgd"): "cartpole-easgd"}
-"""(Engine's preset, update) → preset."""
-_ENGINES_OF_ROWS = ("parameter-server",)
-"""Engines whose presets set no field of an algorithm: they suit other algorithms too."""
+The preset of an engine is used with other algorithms only if it sets no field of an algorithm.
+"""
 
 
 def preset_for(
     env: str, algo: str | None, engine: str | None = None, update: str | None = None
 ) -> str | None:
     """Return the name of the preset that suits an environment, or None."""
-    for pattern, name in _SUITS:
-        if re.fullmatch(pattern, env):
-            row = (algo or "").lower()
-            if (own := _SUITS_ROW.get((name, ALIASES.get(row, row)))) is not None:
-                return own
-            if engine is not None and (algo is None or engine in _ENGINES_OF_ROWS):
-                name = _SUITS_ENGINE.get((name, engine), name)
-            return _SUITS_UPDATE.get((name, update or ""), name)
-    return None
+    row = algo and ALIASES.get(algo.lower(), algo.lower())
+    given = f"{env} {row} {engine} {update}"
+    return next((name for pattern, name in _SUITS if re.fullmatch(pattern, given)), None)
+
+
+def preset_config(name: str) -> Config:
+    """Return the configuration of a preset."""
+    if name not in PRESETS:
+        raise UnknownNameError("preset", name, PRESETS)
+    _, base, fields = PRESETS[name]
+    return _with_fields(preset_config(base) if base else Config(), fields)
 
 
 def resolve(
@@ -100,22 +72,20 @@ def resolve(
     file_fields, fields = dict(file_fields or {}), dict(fields or {})
     check_fields({**file_fields, **fields})
     env = env or file_fields.get("env")
-    asked = algo or file_fields.get("algo")
     if preset is None and env is not None and not file_fields:
-        engine, update = fields.get("engine", engine), fields.get("update", update)
-        preset = preset_for(env, asked, engine, update)
-    if preset in (None, "none"):
-        config = Config()
-    elif preset in PRESETS:
-        config = PRESETS[preset]()
-    else:
-        raise UnknownNameError("preset", preset, PRESETS)
-    if "algo" in file_fields:
-        config = with_algorithm(config, file_fields.pop("algo"))
-    config = config.replace(**file_fields)
+        preset = preset_for(env, algo, fields.get("engine", engine), fields.get("update", update))
+    config = Config() if preset is None or preset == "none" else preset_config(preset)
+    config = _with_fields(config, file_fields)
     if algo is not None:
         config = with_algorithm(config, algo)
     return config.replace(**fields, **({} if env is None else {"env": env})), preset
+
+
+def _with_fields(config: Config, fields: Mapping[str, Any]) -> Config:
+    """Return the configuration with other fields; an algorithm also sets the fields of its row."""
+    if "algo" in fields:
+        config = with_algorithm(config, fields["algo"])
+    return config.replace(**{**fields, "algo": config.algo})
 
 
 def with_algorithm(config: Config, name: str) -> Config:

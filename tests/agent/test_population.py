@@ -73,7 +73,7 @@ def test_a_range_is_drawn_from_the_runs_seed_within_its_bounds() -> None:
         ({"vary": '{"gamma": 0.9}'}, "0.9 list"),
         ({"vary": '{"gamma": [true]}'}, "list"),
         ({"vary": '{"gamma": [1.5]}'}, "gamma 1.5"),
-        ({"vary": '{"learning_rate": [0]}'}, "learning_rate 0.0 must be positive"),
+        ({"vary": '{"learning_rate": [0]}'}, "learning_rate 0.0 > 0"),
         ({"vary": '{"gamma": {"from": 0, "to": 1, "log": true}}'}, "bounds 0"),
         ({"vary": '{"exploration_final_eps": [1.1]}'}, "exploration_final_eps 1.1"),
         ({"population": 0}, "population 0"),

@@ -180,20 +180,20 @@ def test_profile_takes_the_configuration_of_a_run(shell: Shell, asked: dict[str,
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("profile", "profile needs an environment: qfleet profile CartPole-v1"),
-        ("profile CartPole-v1 --seconds 0", "--seconds 0 must be positive"),
-        ("profile CartPole-v1 --seconds inf", "--seconds inf must be positive"),
-        ("profile CartPole-v1 --seconds nan", "--seconds nan must be positive"),
+        ("profile", "environment qfleet profile CartPole-v1"),
+        ("profile CartPole-v1 --seconds 0", "--seconds 0"),
+        ("profile CartPole-v1 --seconds inf", "--seconds inf"),
+        ("profile CartPole-v1 --seconds nan", "--seconds nan"),
         ("profile CartPole-v1 --max-wall 3s", "--max-wall"),
-        ("profile CartPol-v1", "did you mean"),
-        ("profile CartPole-v1 --algo dqnn", "did you mean dqn"),
+        ("profile CartPol-v1", "CartPol-v1 CartPole-v1"),
+        ("profile CartPole-v1 --algo dqnn", "dqnn dqn"),
     ],
 )
 def test_a_mistake_is_answered_by_one_line(line: str, words: str, shell: Shell) -> None:
     assert shell(*line.split()) == 2
     complaint = shell.err.splitlines()[-1]
     assert complaint.startswith("qfleet: ")
-    assert words in complaint
+    assert holds(complaint, *words.split())
     assert shell.out == ""
     assert not list(Path().glob("runs/*"))
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
+import typing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from qfleet.cli.main import VERBS, main
-from qfleet.config.config import Config
+from qfleet.config.config import OPTIONS, Group
 from qfleet.training.result import Result
 from support.messages import holds
 from support.waiting import PHASE_S, deadline
@@ -86,10 +88,57 @@ def test_help_lists_every_verb(argv: tuple[str, ...], shell: Shell) -> None:
         assert f"\n  {verb} " in shell.out
 
 
-def test_help_of_train_lists_every_field(shell: Shell) -> None:
-    shell("train", "--help")
-    for field in dataclasses.fields(Config):
-        assert f"--{field.name.replace('_', '-')}" in shell.out, field.name
+def listed(help_text: str) -> dict[str, str]:
+    """Option → the group that shows it; an option that is shown twice fails."""
+    found: dict[str, str] = {}
+    group = ""
+    for line in help_text.splitlines():  # in boxes, or without lines if the output is not UTF-8
+        if title := re.fullmatch(r"(\w+) options|options", line.strip("╭─╮ ")):
+            group = title[1] or ""
+        elif option := re.match(r"(?:│ |  )(?:-h, )?--([a-z][\w-]*)", line):
+            assert option[1] not in found
+            found[option[1]] = group
+    return found
+
+
+@pytest.mark.parametrize("verb", ["train", "profile"])
+def test_help_all_shows_every_field_in_its_group(verb: str, shell: Shell) -> None:
+    assert shell(verb, "--help-all") == 0
+    found = listed(shell.out)
+    fields = {name.replace("_", "-"): option.group for name, option in OPTIONS.items()}
+    assert fields.items() <= found.items()
+    assert set(fields.values()) <= set(typing.get_args(Group))
+
+
+@pytest.mark.parametrize("verb", ["train", "profile"])
+def test_help_shows_common_options_only(verb: str, shell: Shell) -> None:
+    assert shell(verb, "-h") == 0
+    found = listed(shell.out)
+    common = {name.replace("_", "-") for name, option in OPTIONS.items() if option.common}
+    assert {name for name, group in found.items() if group} == common
+    assert {"help", "help-all", "preset", "run-dir"} <= found.keys()
+    assert len(found) <= 45
+    assert max(map(len, shell.out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "learning_rate"),
+    [
+        ("--help", "100000", "0.0001"),
+        ("CartPole-v1 --help", "50000", "0.0023"),
+        ("--preset pong --help", "3000000", "0.0001"),
+        ("--preset pong --help-all", "3000000", "0.0001"),
+        ("CartPole-v1 --algo pqn -h", "80000", "0.004"),
+    ],
+)
+def test_help_shows_the_values_of_the_preset(
+    words: str, steps: str, learning_rate: str, shell: Shell
+) -> None:
+    assert shell("train", *words.split()) == 0
+    plain = " ".join(re.sub("[│\n]", " ", shell.out).split())
+    for name, value in (("steps", steps), ("learning-rate", learning_rate)):
+        assert re.search(rf" --{name} [A-Z]+ [^(]*\(default: {re.escape(value)}\)", plain)
+    assert "--algo" in plain.split("Examples:")[1]
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V", "version"])
@@ -98,10 +147,11 @@ def test_version(flag: str, shell: Shell) -> None:
     assert shell.out == f"qfleet {version('qfleet')}\n"
 
 
-@pytest.mark.parametrize("verb", ["--help", "runs"])
-def test_quick_verbs_answer_without_the_heavy_libraries(verb: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["--help", "runs", "train CartPole-v1 --help"])
+def test_quick_verbs_answer_without_the_heavy_libraries(words: str, tmp_path: Path) -> None:
     code = (
-        f"import sys; from qfleet.cli.main import main; code = main(['{verb}']); "
+        "import contextlib, sys; from qfleet.cli.main import main\n"
+        f"with contextlib.suppress(SystemExit): main({words.split()})\n"
         "print(sorted({'torch', 'gymnasium', 'matplotlib', 'ale_py'} & set(sys.modules)))"
     )
     done = subprocess.run(
@@ -275,7 +325,7 @@ def test_progress_goes_to_stderr_and_the_report_to_stdout(shell: Shell) -> None:
 
 
 def test_presets_are_listed(shell: Shell) -> None:
-    from qfleet.config.presets import PRESETS
+    from qfleet.config.recipes import PRESETS
 
     assert shell("train", "--preset", "list") == 0
     assert [line.split()[0] for line in shell.out.splitlines()] == list(PRESETS)

@@ -16,7 +16,8 @@ import pytest
 import qfleet.config.config
 from qfleet.config.algorithms import ALGORITHMS, ALIASES, algorithm_switches
 from qfleet.config.config import Config, read_fields
-from qfleet.config.presets import PRESETS, preset_for, resolve
+from qfleet.config.presets import preset_config, preset_for, resolve
+from qfleet.config.recipes import PRESETS
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError, UnknownNameError
 from support.messages import says
@@ -245,6 +246,26 @@ def test_an_unknown_field_names_the_nearest() -> None:
         resolve("CartPole-v1", fields={"gradient_step": 1})
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate": -0.001}, "learning_rate must be > 0, got -0.001"),
+        ({"gamma": 1.5}, "gamma must be ≥ 0 and ≤ 1, got 1.5"),
+        ({"net_arch": (64, 0)}, "net_arch must be ≥ 1, got (64, 0)"),
+        ({"max_abs_q": math.nan}, "max_abs_q must be finite, got nan"),
+        ({"loss": "l1"}, "loss must be one of huber, mse, got 'l1'"),
+    ],
+)
+def test_a_message_says_what_is_allowed(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(Config(**changes))
+    assert str(caught.value) == message
+
+
+def test_the_default_of_every_field_is_in_its_range() -> None:
+    assert validate(Config()) == Config()
+
+
 # --- JSON -------------------------------------------------------------------------------------
 
 
@@ -300,9 +321,9 @@ OWN_PRESET = [
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_valid_and_names_its_source(name: str) -> None:
-    config = PRESETS[name]()
+    config = preset_config(name)
     assert validate(config) is config
-    source = (PRESETS[name].__doc__ or "").lower()
+    source = PRESETS[name].source.lower()
     papers = ("1710.02298", "1803.00933", "1903.03176", "2407.04811")
     known = ("rl-baselines3-zoo", "cleanrl", "nature", "qfleet", *papers)
     assert any(word in source for word in known)
@@ -400,7 +421,7 @@ def test_the_preset_that_suits_an_env_is_used(
     if algo is not None:  # a row that was asked for counts more than an engine
         assert preset_for(env, algo, "actors") == preset
     assert config.env == env
-    start = PRESETS[preset]() if preset else Config()
+    start = preset_config(preset) if preset else Config()
     assert config.steps == start.steps
 
 
@@ -426,7 +447,7 @@ def test_later_wins() -> None:
     file_fields = {"n_steps": 4, "gamma": 0.5}
     from_file, _ = resolve("CartPole-v1", None, "cartpole", file_fields)
     assert (from_file.n_steps, from_file.gamma) == (4, 0.5)
-    assert from_file.steps == PRESETS["cartpole"]().steps
+    assert from_file.steps == preset_config("cartpole").steps
     # … the row of an algorithm that was asked for by name over both …
     row, _ = resolve("CartPole-v1", "rainbow", "cartpole", file_fields)
     assert (row.n_steps, row.gamma, row.head) == (3, 0.5, "c51")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from qfleet.config.presets import PRESETS
+from qfleet.config.presets import preset_config
 from qfleet.training.run import Run
 from qfleet.training.run_state import RunOptions
 
 
 def final_return(seed: int) -> float:
-    config = PRESETS["cartpole"]().replace(
+    config = preset_config("cartpole").replace(
         seed=seed, eval_freq=0, n_eval_episodes=20, tensorboard=False, threads=1
     )
     assert config.steps == 50_000
