@@ -42,7 +42,17 @@ def main(argv: list[str] | None = None) -> int:
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]
     try:
-        return dispatch(argv)
+        if not argv or argv[0] in ("-h", "--help", "help"):
+            print(usage())
+            return 0
+        if argv[0] in ("-V", "--version", "version"):
+            print(f"qfleet {version('qfleet')}")
+            return 0
+        verb, *rest = argv
+        if verb not in VERBS:
+            raise UnknownNameError("verb", verb, VERBS)
+        code: int = importlib.import_module(f"qfleet.cli.{verb}").run(rest)
+        return code
     except QfleetError as error:
         if debug:
             raise
@@ -57,21 +67,6 @@ def main(argv: list[str] | None = None) -> int:
         # The reader (head, less) has closed the pipe; prevents a second error from Python at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-
-
-def dispatch(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0
-    if argv[0] in ("-V", "--version", "version"):
-        print(f"qfleet {version('qfleet')}")
-        return 0
-    verb, *rest = argv
-    if verb not in VERBS:
-        raise UnknownNameError("verb", verb, VERBS)
-    module = importlib.import_module(f"qfleet.cli.{verb}")
-    result: int = module.run(rest)
-    return result
 
 
 if __name__ == "__main__":

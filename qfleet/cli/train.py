@@ -7,7 +7,7 @@ import json as json_module
 import typing
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import tyro
 
@@ -19,6 +19,9 @@ from qfleet.config.recipes import PRESETS
 from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from qfleet.training.api import TrainedSeeds
 
 HELP = "train an agent: qfleet train CartPole-v1"
 
@@ -140,16 +143,12 @@ def run(argv: list[str]) -> int:
     options, config = start.parse(TrainOptions, "train", DESCRIPTION)
     if options.seeds < 1:
         raise ConfigError(f"seeds must be ≥ 1, got {options.seeds}")
-    return _train(config, options, start.preset)
-
-
-def _train(config: Config, options: TrainOptions, preset: str | None) -> int:
     from qfleet.training import api
 
     arguments = options.run_arguments
     run_options = arguments.resolve()
-    if preset and run_options.display != "silent":
-        print(f"preset {preset}; --preset none for plain defaults")
+    if start.preset and run_options.display != "silent":
+        print(f"preset {start.preset}; --preset none for plain defaults")
     train = api.train if options.seeds == 1 else functools.partial(api.train_seeds, options.seeds)
     with quiet_stdout(arguments.json):
         trained = train(
@@ -157,6 +156,11 @@ def _train(config: Config, options: TrainOptions, preset: str | None) -> int:
         )
     if isinstance(trained, api.Trained):
         return finish(trained, arguments)
+    return _finish_seeds(trained, arguments)
+
+
+def _finish_seeds(trained: TrainedSeeds, arguments: RunArguments) -> int:
+    """Print what several seeds gave together; return the exit code."""
     if arguments.json:
         extra = {"run_dir": str(trained.folder), "curve": trained.curve and str(trained.curve)}
         print(json_module.dumps({**trained.aggregate, **extra}))

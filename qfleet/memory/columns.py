@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,58 +23,10 @@ from qfleet.memory.compression import CompressedFrames, Compression, compressed_
 from qfleet.storage.rundir import RunLock
 
 
-class FrameColumn(Protocol):
-    """A column of slots + 1 frames, of which the last is always blank.
-
-    A frame stack uses the blank frame for the positions before an episode's start.
-    """
-
-    def write(self, row: int, frames: Tensor) -> None:
-        """Write ``frames`` ``[rows, num_envs, *frame_shape]`` into the rows from ``row`` on."""
-        ...
-
-    def index_select(self, slot: Tensor) -> Tensor:
-        """Return a copy of the frames at these slots, ``[len(slot), *frame_shape]``."""
-        ...
-
-    def pieces(self, cuts: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
-        """Return rows start … stop − 1 of each cut, as ``[rows, num_envs, *frame_shape]``.
-
-        The pieces must be read before the next write.
-        """
-        ...
-
-    def nbytes(self) -> int:
-        """Return the bytes that the frames take at this moment."""
-        ...
-
-
-class PlainFrames:
-    """A ``FrameColumn`` of uncompressed frames in one tensor."""
-
-    def __init__(self, frames: Tensor, rows: int, num_envs: int) -> None:
-        """Use ``frames``, ``[rows * num_envs + 1, *frame_shape]`` with undefined contents."""
-        self._frames = frames
-        self._rows = frames[:-1].view(rows, num_envs, *frames.shape[1:])
-        frames[-1].zero_()
-
-    def write(self, row: int, frames: Tensor) -> None:
-        self._rows[row : row + frames.shape[0]].copy_(frames)
-
-    def index_select(self, slot: Tensor) -> Tensor:
-        return self._frames.index_select(0, slot)
-
-    def pieces(self, cuts: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
-        return [self._rows[start:stop] for start, stop in cuts]
-
-    def nbytes(self) -> int:
-        return self._frames.nbytes
-
-
 class Columns(NamedTuple):
     """The columns of a ring: one entry per slot, and one blank frame at the end of ``frames``."""
 
-    frames: FrameColumn
+    frames: Tensor | CompressedFrames
     action: Tensor
     reward: Tensor
     flags: Tensor
@@ -133,11 +85,7 @@ def allocate(
             name: _map_file(column_path(directory, name), shape, dtype)
             for name, (shape, dtype) in layout.items()
         }
-    frames: FrameColumn
-    if compression == "lz4":
-        frames = CompressedFrames(spec, rows, num_envs)
-    else:
-        frames = PlainFrames(columns["frames"], rows, num_envs)
+    frames = CompressedFrames(spec, rows, num_envs) if compression == "lz4" else columns["frames"]
     return Columns(frames, columns["action"], columns["reward"], columns["flags"])
 
 

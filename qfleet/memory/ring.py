@@ -8,9 +8,9 @@ truncations and frame stacks that share their frames all follow from this rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,54 @@ from qfleet.storage.segments import Segments
 
 SEGMENT_BYTES = 64 * 2**20
 """Size of the segments in which frames are checkpointed."""
+
+
+class FrameColumn(Protocol):
+    """A column of slots + 1 frames, of which the last is always blank.
+
+    A frame stack uses the blank frame for the positions before an episode's start.
+    """
+
+    def write(self, row: int, frames: Tensor) -> None:
+        """Write ``frames`` ``[rows, num_envs, *frame_shape]`` into the rows from ``row`` on."""
+        ...
+
+    def index_select(self, slot: Tensor) -> Tensor:
+        """Return a copy of the frames at these slots, ``[len(slot), *frame_shape]``."""
+        ...
+
+    def pieces(self, cuts: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+        """Return rows start … stop − 1 of each cut, as ``[rows, num_envs, *frame_shape]``.
+
+        The pieces must be read before the next write.
+        """
+        ...
+
+    def nbytes(self) -> int:
+        """Return the bytes that the frames take at this moment."""
+        ...
+
+
+class PlainFrames:
+    """A ``FrameColumn`` of uncompressed frames in one tensor."""
+
+    def __init__(self, frames: Tensor, rows: int, num_envs: int) -> None:
+        """Use ``frames``, ``[rows * num_envs + 1, *frame_shape]`` with undefined contents."""
+        self._frames = frames
+        self._rows = frames[:-1].view(rows, num_envs, *frames.shape[1:])
+        frames[-1].zero_()
+
+    def write(self, row: int, frames: Tensor) -> None:
+        self._rows[row : row + frames.shape[0]].copy_(frames)
+
+    def index_select(self, slot: Tensor) -> Tensor:
+        return self._frames.index_select(0, slot)
+
+    def pieces(self, cuts: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+        return [self._rows[start:stop] for start, stop in cuts]
+
+    def nbytes(self) -> int:
+        return self._frames.nbytes
 
 
 class Ring:
@@ -70,12 +118,15 @@ class Ring:
         self._sampler = sampler
         self._lock = None if directory is None else lock_directory(directory)
         try:
-            self._frames, self._action, self._reward, self._flags = allocate(
+            frames, self._action, self._reward, self._flags = allocate(
                 spec, self.rows, num_envs, device, directory, compression
             )
         except BaseException:
             self.close()
             raise
+        self._frames: FrameColumn = (
+            PlainFrames(frames, self.rows, num_envs) if isinstance(frames, Tensor) else frames
+        )
         self.device = device
         self._capturable = capturable
         if capturable:
