@@ -71,13 +71,11 @@ class ActorFleet:
         )
         self._done: deque[tuple[_Actor, Report]] = deque()
         self._episodes: list[Episode] = []
-        self._has_begun = False
 
     def collect(self, rows: int) -> FarBlock:
         """Return the block that was done first; an empty one if none is done for a while."""
-        if not self._has_begun:
-            self._has_begun = True
-            for actor in self._pool.members.values():
+        for actor in self._pool.members.values():
+            if not actor.ordered_s:  # the first call
                 self._order(actor, rows)
         if not self._done:
             with self._waiting:

@@ -15,7 +15,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from qfleet.core.errors import ClusterError, MemberLost
 from qfleet.engines.cluster.ray_cluster import IF_SLOW, RUN_AGAIN, TIMEOUT_S, Cluster
@@ -56,15 +56,6 @@ class Member:
 M = TypeVar("M", bound=Member)
 
 
-class CallResult(NamedTuple, Generic[M]):
-    """The outcome of a call: a report, or the loss of the member in one line."""
-
-    member: M
-    report: Any
-    """None if the member was lost."""
-    loss: str = ""
-
-
 class MemberPool(Generic[M]):
     """Members by number; each has at most one call under way that the pool watches."""
 
@@ -102,16 +93,21 @@ class MemberPool(Generic[M]):
         """Start a process for this number."""
         member.handle = self._spawn(member)
 
+    def replace(self, member: M) -> None:
+        """Start a new life. Other threads may use the handle: it is never None in between."""
+        self._end_life(member)
+        self.spawn(member)
+
     def end(self, member: M) -> None:
-        """End a life: stop the process, and expect no result of it."""
+        """Leave the number without a process."""
+        self._end_life(member)
+        member.handle = None
+
+    def _end_life(self, member: M) -> None:
         self.stop(member)
         self.drop_call(member)
-        member.handle, member.is_ready = None, False
+        member.is_ready = False
         member.life += 1
-
-    def replace(self, member: M) -> None:
-        self.end(member)
-        self.spawn(member)
 
     def stop(self, *members: M) -> None:
         """Stop the processes of these members, or of all; some may be dead already."""
@@ -161,23 +157,24 @@ class MemberPool(Generic[M]):
         self._called.pop(member.call, None)
         member.call = None
 
-    def results(self, wait_s: float) -> list[CallResult[M]]:
-        """Return the calls that ended, by a report or a loss; wait at most ``wait_s`` for one."""
-        results = []
+    def results(self, wait_s: float) -> list[tuple[M, Any, str]]:
+        """Return member, report and loss of each call that ended; wait ``wait_s`` for the first.
+
+        The report is None if the member was lost; the loss is one line about that, or empty.
+        """
+        results: list[tuple[M, Any, str]] = []
         for reference in self._cluster.ready(list(self._called), wait_s):
             member = self._called[reference]
             self.drop_call(member)
             try:
-                report = self.get(member, reference)
-            except MemberLost as error:
-                results.append(CallResult(member, None, str(error)))
-            else:
+                results.append((member, self.get(member, reference), ""))
                 member.is_ready = True
-                results.append(CallResult(member, report))
+            except MemberLost as error:
+                results.append((member, None, str(error)))
         for member in [m for m in self._called.values() if self._is_silent(m)]:
             self.drop_call(member)
             silence = f"{self._kind} {member.number} was not heard of for {self._timeout_s:g} s"
-            results.append(CallResult(member, None, silence))
+            results.append((member, None, silence))
         return results
 
     def get(self, member: M, reference: Any, wait_s: float | None = None) -> Any:

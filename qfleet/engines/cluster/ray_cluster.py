@@ -93,15 +93,6 @@ class Cluster:
         """Return the number of processors of all nodes that are alive."""
         return int(self.ray.cluster_resources().get("CPU", 0))
 
-    def require_room(self, workers: int) -> None:
-        """Refuse more workers than processors: they would never be placed."""
-        there = self.processors()
-        if there < workers:
-            raise ClusterError(
-                f"cluster {self.address} has {there} processors, too few for {workers} workers; "
-                "ask for fewer workers or add nodes"
-            )
-
     def spawn(
         self, kind: type, *args: Any, processors: int = 1, at_once: int = 1, is_here: bool = False
     ) -> Any:
@@ -354,7 +345,11 @@ def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
             with sigterm_unwinds(theirs):
                 with _silence():
                     cluster = _connect(ray, timeout_s, folder=None, address=address)
-                cluster.require_room(workers)
+                if (there := cluster.processors()) < workers:  # some would never be placed
+                    raise ClusterError(
+                        f"cluster {cluster.address} has {there} processors, too few for {workers} "
+                        "workers; ask for fewer workers or add nodes"
+                    )
                 # Again: while connecting, Ray installed a handler of its own.
                 with sigterm_unwinds(theirs):
                     yield cluster

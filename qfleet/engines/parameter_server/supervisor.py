@@ -204,7 +204,7 @@ class Supervisor:
             if worker.handle is not None:
                 self._set_to_work(worker)
             self.news.set()
-        if any(result.report is None for result in results):
+        if any(report is None for _, report, _ in results):
             self._set_idle_to_work()
 
     def _set_idle_to_work(self) -> None:

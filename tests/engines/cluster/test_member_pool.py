@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qfleet.core.errors import ClusterError, MemberLost, MemberSilent
-from qfleet.engines.cluster.member_pool import PING_S, CallResult, Member, MemberPool
+from qfleet.engines.cluster.member_pool import PING_S, Member, MemberPool
 from qfleet.engines.cluster.ray_cluster import IF_SLOW, RUN_AGAIN, TIMEOUT_S
 from support.messages import says
 
@@ -61,6 +61,8 @@ class Hands:
         self.members = self.pool.members
 
     def spawn(self, member: Member) -> Any:
+        assert (member.handle is None) == (member.life == 0), "others may use it at any time"
+
         def ping() -> str:
             self.pings += 1
             return f"ping {self.pings}"
@@ -79,8 +81,8 @@ def test_reports_and_deaths_come_by_member() -> None:
     first, second, third = (hands.call(number) for number in range(3))
     hands.cluster.values |= {"call 0": "report", "call 2": MemberLost}
     assert hands.pool.results(0.0) == [
-        CallResult(first, "report"),
-        CallResult(third, None, "worker 2 died"),
+        (first, "report", ""),
+        (third, None, "worker 2 died"),
     ]
     assert [member.call for member in (first, second, third)] == [None, "call 1", None]
     assert hands.pool.results(0.0) == []
@@ -91,7 +93,7 @@ def test_results_come_in_the_order_of_the_calls() -> None:
     for number in (2, 0, 1):
         hands.call(number)
         hands.cluster.values[f"call {number}"] = "report"
-    assert [result.member.number for result in hands.pool.results(0.0)] == [2, 0, 1]
+    assert [member.number for member, _, _ in hands.pool.results(0.0)] == [2, 0, 1]
 
 
 def test_one_call_at_a_time() -> None:
@@ -118,7 +120,7 @@ def test_a_member_that_waits_for_others_and_answers_pings_is_not_lost() -> None:
         assert hands.pool.results(0.0) == []
     assert hands.pings == 5
     hands.cluster.values["call 0"] = "at last"
-    assert hands.pool.results(0.0) == [CallResult(member, "at last")]
+    assert hands.pool.results(0.0) == [(member, "at last", "")]
 
 
 def test_a_member_that_does_not_answer_a_ping_is_lost() -> None:
@@ -134,7 +136,7 @@ def test_a_member_that_does_not_answer_a_ping_is_lost() -> None:
     assert hands.pool.results(0.0) == []
     hands.now_s += 0.1
     silence = "worker 0 was not heard of for 10 s"
-    assert hands.pool.results(0.0) == [CallResult(member, None, silence)]
+    assert hands.pool.results(0.0) == [(member, None, silence)]
     assert member.call is None
 
 
@@ -159,10 +161,10 @@ def test_a_member_that_has_yet_to_start_has_longer() -> None:
         hands.now_s = now_s
         assert hands.pool.results(0.0) == []
     hands.now_s += 0.1
-    assert [result.report for result in hands.pool.results(0.0)] == [None]
+    assert [report for _, report, _ in hands.pool.results(0.0)] == [None]
     hands.cluster.values["call 0"] = "started"
     hands.call(0, is_ready=False)
-    assert [result.report for result in hands.pool.results(0.0)] == ["started"]
+    assert [report for _, report, _ in hands.pool.results(0.0)] == ["started"]
     assert member.is_ready
 
 
