@@ -78,6 +78,7 @@ class Handle:
 class OneProcess:
     timeout_s: float = 60.0
     address: str = "here"
+    folder: None = None
     handles: list[Handle] = field(default_factory=list)
     store: int = 2**40
     room: int = 2**10
@@ -96,7 +97,7 @@ class OneProcess:
     def ready(self, pending: list[Reference], _wait_s: float) -> list[Reference]:
         return pending
 
-    def get(self, reference: Reference, who: str) -> Any:
+    def get(self, reference: Reference, who: str, _wait_s: float | None = None) -> Any:
         if reference.lost:
             raise MemberLost(f"{who} died")
         if isinstance(reference.value, ClusterError):

@@ -1,7 +1,7 @@
-"""First priorities of new transitions. In: blocks of rows; out: the error of each by one network.
+"""First priorities of new transitions. In: blocks of rows; out: TD errors of one network.
 
-Rows are kept just long enough to have n rows after them, in a small ring of the ordinary kind, so
-that n-step returns and stacks are the very ones that the memory will make of the same rows.
+Rows are kept until they have n rows after them, in a small ordinary ring, so that n-step returns
+and stacks are exactly those that the memory will make of the same rows.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from qfleet.memory.samplers import UniformSampler
 from qfleet.networks.qnetwork import QNetwork
 
 AT_ONCE = 1024
-"""Most transitions in one pass of the network."""
+"""Largest number of transitions in one pass of the network."""
 
 
 class FirstPriorities:
+    """A function of blocks that keeps the newest rows."""
+
     def __init__(
         self, config: Config, spec: EnvSpec, network: QNetwork, objective: Objective, rows: int
     ) -> None:
-        """``rows`` is the longest block that will come."""
-        # Where one network chooses and values, double makes no difference but for a third pass.
+        """``rows`` is the length of the longest block."""
+        # Where one network chooses and values, double DQN only costs a third pass.
         self._network = network
         self._objective = dataclasses.replace(objective, double=False)
         device = torch.device("cpu")
@@ -45,7 +47,7 @@ class FirstPriorities:
 
     @torch.no_grad()
     def __call__(self, block: Block) -> NDArray[np.float32]:
-        """``[P, N]``: of the newest P rows that have n rows after them, as many as have come."""
+        """Return priorities ``[P, N]`` of the P rows that now have n rows after them."""
         self._ring.extend(block)
         starts = self._ring.newest_starts(block.rows)
         errors = [self._errors(part) for part in torch.split(starts.view(-1), AT_ONCE)]

@@ -1,8 +1,8 @@
 """An actor in a process of its own. In: orders and weights; out: reports, and letters of rows.
 
 It is the ordinary ``Actor`` with a network of its own on the CPU. With prioritised replay it also
-finds how surprising each of its transitions is, by its own network, so that the memory need not
-treat all new ones alike. Every call is one slice of work: who supervises, calls again.
+computes the first priority of each transition, by its own network, so that the memory need not
+treat all new ones alike. Every call is one slice of work (``member_pool.py``).
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ HOST = torch.device("cpu")
 
 
 def actor_seed(seed: int, number: int, life: int, restarted_at: int) -> int:
-    """A seed of its own for every actor, and another one for each that takes its place."""
+    """Return a seed of its own for every actor and for each of its lives."""
     salts = (restarted_at, number, life)
     # All or none: mixing in only those that are not 0 would make life 1 of actor 0 actor 1.
     return functools.reduce(mix_seeds, salts, seed) if any(salts) else seed
 
 
 class RemoteActor:
+    """An ``Actor`` that collects one block per call."""
+
     def __init__(
         self,
         config: Config,
@@ -62,7 +64,7 @@ class RemoteActor:
         self._timers = Timers(self._lane)
         self._host = socket.gethostname()
         self._ended_s: float | None = None
-        """When it had done its last slice."""
+        """End of its last slice, by ``perf_counter``."""
         env_seed = actor_seed(seeds.envs, number, life, restarted_at)
         self._envs = make_envs(
             config.replace(step_latency_s=latency_of(config, number)),
@@ -72,7 +74,7 @@ class RemoteActor:
             on_fault=self._note_fault,
         )
         spec = self._spec = self._envs.spec
-        set_threads(1, spec)  # the other cores have actors of their own
+        set_threads(1, spec)  # other actors use the other cores
         self._network = make_network(config, spec, HOST, seeds.network)
         self._weights = FlatWeights(self._network)
         inference = HostInference(self._network, HOST, spec.obs_dtype, own_seed)
@@ -88,18 +90,18 @@ class RemoteActor:
         )
         self._rows_made = 0
         objective = make_objective(config, HOST, own_seed)
-        self._judge = (
+        self._priorities = (
             FirstPriorities(config, spec, self._network, objective, rows)
             if config.prioritized_replay
             else None
         )
         self._processor_s = time.process_time()
-        """What was spent by its last report; starting up is nobody's slice."""
+        """Processor time by its last report; starting up belongs to no slice."""
 
     def work(
         self, order: Order, weights: NDArray[np.float32] | None
     ) -> tuple[Report, BlockMessage]:
-        """Collect one block, with ``weights`` from now on if there are any."""
+        """Collect one block; use ``weights`` from now on unless they are None."""
         began_s = time.perf_counter()
         since_s = began_s if self._ended_s is None else self._ended_s
         before = dict(self._timers.seconds)
@@ -109,9 +111,9 @@ class RemoteActor:
                 np.copyto(self._weights.data.numpy(), weights)
         block = self._actor.collect(order.rows, order.version, order.progress)
         priority = None
-        if self._judge is not None:
+        if self._priorities is not None:
             with self._timers.span("learn"):
-                priority = self._judge(block)
+                priority = self._priorities(block)
         with self._timers.span("communicate"):
             letter = encode(
                 block,
@@ -147,7 +149,7 @@ class RemoteActor:
         )
 
     def ping(self) -> None:
-        """Answer: between two slices, so that one that hangs does not."""
+        """Answer between two slices; an actor whose slice hangs does not answer."""
 
     def _note_fault(self, kind: str, message: str) -> None:
         self._faults.append((kind, f"actor {self._number}: {message}"))

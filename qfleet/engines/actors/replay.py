@@ -1,4 +1,4 @@
-"""The shards of the replay memory as one ``Memory``. In: letters, wherever they are; out: batches.
+"""The shards of the replay memory as one ``Memory``. In: references of letters; out: batches.
 
 The next samples are drawn while the learner learns from the last ones, so their priorities are up
 to two bursts of updates old. A shard that dies is replaced by an empty one; the others are sampled
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from qfleet.core.types import Batch, Block, EnvSpec, StateDict
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.messages import COLUMNS, Drawn, News
 from qfleet.engines.actors.shares import Holding, allot, relative_rarity, ring_slots, shares_of
-from qfleet.engines.cluster.ray_cluster import RUN_AGAIN, TIMEOUT_S, Cluster
+from qfleet.engines.cluster.member_pool import Member, MemberPool
+from qfleet.engines.cluster.ray_cluster import Cluster
 from qfleet.engines.cluster.state_arrays import as_arrays, as_tensors
 from qfleet.storage.segments import Segments
 from qfleet.telemetry.faults import FaultLog
@@ -34,16 +35,19 @@ PREFETCHED = 2
 LETTERS_PER_ACTOR = 2
 """Letters of an actor on their way to its shard; with more, collecting waits for the shard."""
 ROWS_OF_A_LIFE = 2**40
-"""More than a ring ever takes: rows of different lives have different numbers."""
+"""More rows than a ring ever takes: rows of different lives have different numbers."""
+
+Samples = list[NDArray[Any]]
+"""Arrays of samples that have arrived: those of ``COLUMNS``, index and relative rarity."""
 
 
 class NothingToSample(QfleetError):
-    """All that could be sampled was lost with its shards: more has to be collected first."""
+    """All transitions were lost with their shards: more have to be collected first."""
 
 
 @dataclass
 class FarBlock(Block):
-    """A block whose contents are elsewhere: here they are shapes alone (``meta`` tensors)."""
+    """A block whose contents are in another process: here it has shapes alone."""
 
     actor: int = 0
     letter: Any = None
@@ -53,14 +57,14 @@ class FarBlock(Block):
     def of(
         cls, spec: EnvSpec, rows: int, envs: int, version: int, actor: int, letter: Any
     ) -> FarBlock:
-        nowhere = torch.device("meta")
+        def shaped(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty((rows, envs, *shape), dtype=dtype, device="meta")
+
         return cls(
-            obs=torch.empty(
-                (rows, envs, *spec.frame_shape), dtype=spec.torch_dtype, device=nowhere
-            ),
-            action=torch.empty((rows, envs), dtype=torch.int64, device=nowhere),
-            reward=torch.empty((rows, envs), device=nowhere),
-            flags=torch.empty((rows, envs), dtype=torch.uint8, device=nowhere),
+            obs=shaped(spec.torch_dtype, *spec.frame_shape),
+            action=shaped(torch.int64),
+            reward=shaped(torch.float32),
+            flags=shaped(torch.uint8),
             version=version,
             actor=actor,
             letter=letter,
@@ -69,58 +73,24 @@ class FarBlock(Block):
 
 @dataclass
 class _Request:
-    """Samples that were asked for, of several shards."""
+    """A request for samples of several shards."""
 
     shares: dict[int, float]
-    waiting: int = 0
-    """Shards that have not answered yet."""
     parts: list[Drawn] = field(default_factory=list)
+    """Answers of shards that hold samples."""
 
 
 @dataclass
-class _Call:
-    reference: Any
-    request: _Request | None = None
-
-
-@dataclass
-class _Shard:
-    number: int
-    actors: list[int]
-    handle: Any
-    life: int = 0
-    """How often it was replaced, since the run began."""
-    calls: deque[_Call] = field(default_factory=deque)
-    """In the order in which they were made, which is the order in which they are answered."""
+class _Shard(Member):
+    actors: list[int] = field(default_factory=list)
+    calls: deque[tuple[Any, _Request | None]] = field(default_factory=deque)
+    """References of calls, in the order of the calls, which is that of the answers."""
     holdings: dict[int, Holding] = field(default_factory=dict)
-    is_there: bool = False
-    """It has answered: a node had room for it, and it has started."""
-    failures: int = 0
-    """Times in a row that it was lost without having answered."""
-
-
-@dataclass
-class _Samples:
-    """Samples that are there and not yet taken."""
-
-    columns: tuple[NDArray[Any], ...]
-    index: NDArray[np.int64]
-    rarity: NDArray[np.float64]
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def cut(self, count: int) -> tuple[_Samples, _Samples]:
-        """The first ``count``, and the rest."""
-        first = tuple(column[:count] for column in self.columns)
-        rest = tuple(column[count:] for column in self.columns)
-        return (
-            _Samples(first, self.index[:count], self.rarity[:count]),
-            _Samples(rest, self.index[count:], self.rarity[count:]),
-        )
 
 
 class ShardedReplay:
+    """The replay memory of the actors engine, on the learner's side."""
+
     def __init__(
         self,
         cluster: Cluster,
@@ -131,36 +101,41 @@ class ShardedReplay:
         seed: int,
         spawn: Callable[[list[int], int], Any],
     ) -> None:
-        """``spawn`` starts the shard of these actors, with this life number."""
+        """``spawn`` starts the shard of some actors with a life, and returns its handle."""
         self.device = torch.device("cpu")
         self._cluster, self._config, self._spec = cluster, config, spec
         self._faults, self._account = faults, account
         self._random = np.random.default_rng(seed)
         self._slots = ring_slots(config)
         self._requests: deque[_Request] = deque()
-        self._samples: deque[_Samples] = deque()
+        self._samples: deque[Samples] = deque()
         self._news: list[News] = []
         # With less, after a loss, few transitions would be learnt from many times over.
         self._least = max(1, min(config.learning_starts, config.buffer_size) // 2)
         self._shards = [
-            _Shard(number, list(range(number, config.workers, config.servers)), None)
+            _Shard(number, actors=list(range(number, config.workers, config.servers)))
             for number in range(config.servers)
         ]
-        self._spawn = spawn
-        for shard in self._shards:
-            shard.handle = spawn(shard.actors, shard.life)
+        self._pool = MemberPool(
+            cluster,
+            "replay shard",
+            lambda shard: spawn(shard.actors, shard.life),
+            self._shards,
+            max_failures=config.max_env_restarts,
+            advice="is there memory for --buffer-size?",
+        )
 
     # --- in -----------------------------------------------------------------------------------
 
     def extend(self, block: Block) -> None:
-        """Send a block's letter to the shard of its actor, without waiting for it to arrive."""
+        """Send a block's letter to the shard of its actor; do not wait until it arrives."""
         assert isinstance(block, FarBlock), "actors send their blocks themselves"
         if block.rows:
             shard = self._shards[block.actor % len(self._shards)]
             self._call(shard, shard.handle.insert.remote(block.letter))
             while len(shard.calls) > LETTERS_PER_ACTOR * len(shard.actors) + PREFETCHED:
-                self._hear(shard)
-        self._hear_all()
+                self._take_answer(shard)
+        self._take_ready_answers()
 
     def end_open_episodes(self) -> None:
         for shard in self._shards:
@@ -169,30 +144,26 @@ class ShardedReplay:
     # --- out ----------------------------------------------------------------------------------
 
     def can_sample(self) -> bool:
-        """Whether there is enough to learn from: half of what a run begins to learn with."""
-        self._hear_all()
+        """Return whether half of the transitions are there that a run begins to learn with."""
+        self._take_ready_answers()
         return sum(held.starts for held in self.holdings().values()) >= self._least
 
     def holdings(self) -> dict[int, Holding]:
-        """What there was to sample of each actor when its shard was last heard of."""
+        """Return what there was to sample of each actor in the last answer of its shard."""
         return {ring: held for shard in self._shards for ring, held in shard.holdings.items()}
 
     def sample(self, count: int, beta: float | Tensor) -> Batch:
-        there = sum(map(len, self._samples))
-        while there < count:
+        while sum(len(samples[0]) for samples in self._samples) < count:
             if not self._requests:
                 self._request(count)
-            arrived = self._arrived(self._requests.popleft())
-            if arrived is not None:
-                self._samples.append(arrived)
-                there += len(arrived)
+            self._await(self._requests.popleft())
         batch = self._take(count, float(beta))
         while len(self._requests) < PREFETCHED:
             self._request(count)
         return batch
 
     def update_priorities(self, index: Tensor, priority: Tensor) -> None:
-        """Priorities travel with the next request for samples."""
+        """Keep new priorities; they travel with the next request for samples."""
         if not self._config.prioritized_replay:
             return
         flat = index.cpu().numpy()
@@ -203,7 +174,7 @@ class ShardedReplay:
             self._news.append(News(number, flat[of_it] % self._slots, found[of_it]))
 
     def _request(self, count: int) -> None:
-        """Ask the shards for ``count`` samples, each for its share, and tell them the news."""
+        """Request ``count`` samples, of each shard its share, and send new priorities along."""
         shares = shares_of(self.holdings())
         if not shares:
             raise NothingToSample("the replay memory was lost with its shards")
@@ -212,24 +183,22 @@ class ShardedReplay:
         news, self._news = self._news, []
         for shard in self._shards:
             own = {ring: wanted[ring] for ring in shard.actors if ring in wanted}
-            told = [entry for entry in news if entry.actor in shard.actors]
-            if own or told:
-                request.waiting += 1
-                self._account.sent(sum(entry.nbytes for entry in told))
-                self._call(shard, shard.handle.exchange.remote(told, own), request)
+            sent = [entry for entry in news if entry.actor in shard.actors]
+            if own or sent:
+                self._account.sent(sum(entry.nbytes for entry in sent))
+                self._call(shard, shard.handle.exchange.remote(sent, own), request)
         self._requests.append(request)
 
-    def _arrived(self, request: _Request) -> _Samples | None:
-        """What has come of a request, once all shards have answered or are lost."""
-        while request.waiting:
-            for shard in self._shards:
-                if any(call.request is request for call in shard.calls):
-                    self._hear(shard)
-        parts = [part for part in request.parts if len(part.index)]
-        return self._join(parts, request.shares) if parts else None
+    def _await(self, request: _Request) -> None:
+        """Wait until all shards have answered a request or are lost; keep its samples."""
+        while waiting := [s for s in self._shards if any(r is request for _, r in s.calls)]:
+            for shard in waiting:
+                self._take_answer(shard)
+        if request.parts:
+            self._samples.append(self._join(request.parts, request.shares))
 
-    def _join(self, parts: Sequence[Drawn], shares: dict[int, float]) -> _Samples:
-        """The shards' samples, shuffled: a burst is cut into batches, which must all be alike."""
+    def _join(self, parts: Sequence[Drawn], shares: dict[int, float]) -> Samples:
+        """Shuffle the shards' samples: a burst is cut into batches, which must all be alike."""
         total = sum(len(part.index) for part in parts)
         places = np.split(
             self._random.permutation(total), np.cumsum([len(part.index) for part in parts])[:-1]
@@ -247,100 +216,78 @@ class ShardedReplay:
         ring = gathered([part.actor for part in parts])
         index = gathered([part.index for part in parts])
         probability = gathered([part.probability for part in parts])
-        return _Samples(
-            columns=tuple(
-                gathered([part.columns[column] for part in parts]) for column in range(len(COLUMNS))
-            ),
-            index=ring * self._slots + index,
-            rarity=relative_rarity(probability, ring, shares, holdings)
-            if self._config.prioritized_replay
-            else np.ones(total),
-        )
+        rarity = np.ones(total)
+        if self._config.prioritized_replay:
+            rarity = relative_rarity(probability, ring, shares, holdings)
+        columns = zip(*(part.columns for part in parts), strict=True)
+        return [*map(gathered, columns), ring * self._slots + index, rarity]
 
     def _take(self, count: int, beta: float) -> Batch:
-        taken: list[_Samples] = []
+        taken: list[Samples] = []
         while count:
             samples = self._samples.popleft()
-            if len(samples) > count:
-                samples, rest = samples.cut(count)
-                self._samples.appendleft(rest)
+            if len(samples[0]) > count:
+                self._samples.appendleft([array[count:] for array in samples])
+                samples = [array[:count] for array in samples]
             taken.append(samples)
-            count -= len(samples)
-
-        def whole(arrays: Sequence[NDArray[Any]]) -> Tensor:
-            return torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
-
-        columns = {
-            name: whole([samples.columns[i] for samples in taken]) for i, name in enumerate(COLUMNS)
-        }
-        weight = whole([samples.rarity for samples in taken]).pow(beta).float()
-        return Batch(**columns, weight=weight, index=whole([s.index for s in taken]))
+            count -= len(samples[0])
+        *columns, index, rarity = (
+            torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+            for arrays in zip(*taken, strict=True)
+        )
+        weight = rarity.pow(beta).float()
+        return Batch(**dict(zip(COLUMNS, columns, strict=True)), weight=weight, index=index)
 
     # --- calls and losses -----------------------------------------------------------------------
 
     def _call(self, shard: _Shard, reference: Any, request: _Request | None = None) -> None:
-        shard.calls.append(_Call(reference, request))
+        shard.calls.append((reference, request))
         self._account.messages += 1
 
-    def _hear_all(self) -> None:
-        """Take note of all answers that are there."""
+    def _take_ready_answers(self) -> None:
         for shard in self._shards:
-            while shard.calls and self._cluster.ready([shard.calls[0].reference], 0.0):
-                self._answer(shard)
+            while shard.calls and self._cluster.ready([shard.calls[0][0]], 0.0):
+                self._take_answer(shard)
 
-    def _hear(self, shard: _Shard) -> None:
-        """Wait for one answer of this shard."""
-        wait_s = self._config.worker_timeout_s + (0.0 if shard.is_there else TIMEOUT_S)
-        if self._cluster.ready([shard.calls[0].reference], wait_s):
-            self._answer(shard)
-        else:
-            self._lose(shard, f"replay shard {shard.number} did not answer within {wait_s:g} s")
-
-    def _answer(self, shard: _Shard) -> None:
-        call = shard.calls.popleft()
+    def _take_answer(self, shard: _Shard) -> None:
+        """Wait for the next answer of a shard; replace a shard that is lost or silent."""
+        reference, request = shard.calls[0]
+        wait_s = self._config.worker_timeout_s + shard.grace_s
         try:
-            answer = self._cluster.get(call.reference, f"replay shard {shard.number}")
+            answer = self._pool.get(shard, reference, wait_s)
         except MemberLost as error:
-            shard.calls.appendleft(call)
-            self._lose(shard, str(error).removesuffix(RUN_AGAIN))
+            self._lose(shard, str(error))
             return
         except ValueLost as error:
             # A letter. The shard sees from the next one that rows are missing, and cuts there.
+            shard.calls.popleft()
             self._faults("letter", str(error))
             return
-        shard.failures, shard.is_there = 0, True
+        shard.calls.popleft()
+        shard.failures, shard.is_ready = 0, True
         shard.holdings = answer.holdings
         self._account.heard(shard.number, answer.tally)
-        if call.request is not None:
+        if request is not None:
             assert isinstance(answer, Drawn)
-            call.request.waiting -= 1
-            call.request.parts.append(answer)
             self._account.received(answer.nbytes)
+            if len(answer.index):
+                request.parts.append(answer)
 
-    def _lose(self, shard: _Shard, why: str) -> None:
-        """Go on without what this shard had, and with an empty one in its place."""
-        shard.failures += 1
-        if shard.failures > self._config.max_env_restarts:
-            raise ClusterError(
-                f"{why}, {shard.failures} times in a row; is there memory for --buffer-size?"
-            )
+    def _lose(self, shard: _Shard, loss: str) -> None:
+        """Replace a shard by an empty one, and go on without what it held."""
+        self._pool.count_failure(shard, loss)
         lost = sum(held.starts for held in shard.holdings.values())
-        there = sum(held.starts for held in self.holdings().values())
-        self._faults("replay_shard", f"{why}: {lost} of {there} transitions lost, refilling")
+        total = sum(held.starts for held in self.holdings().values())
+        self._faults("replay_shard", f"{loss}: {lost} of {total} transitions lost, refilling")
         self._account.lost(shard.number, lost)
-        for call in shard.calls:
-            if call.request is not None:
-                call.request.waiting -= 1
         shard.calls.clear()
         shard.holdings = {}
-        self._cluster.stop(shard.handle)
-        shard.life, shard.is_there = shard.life + 1, False
-        shard.handle = self._spawn(shard.actors, shard.life)
+        self._pool.replace(shard)
 
     # --- the rest of a memory -------------------------------------------------------------------
 
     def generators(self) -> list[torch.Generator]:
-        """None here: shards draw."""
+        """Return none: the shards draw."""
         return []
 
     def compilables(self) -> list[Compilable]:
@@ -350,14 +297,13 @@ class ShardedReplay:
         """The shards end with their cluster."""
 
     def state_dict(self) -> StateDict:
-        """All rings, by actor, whichever shard has them; frames are fetched when they are read."""
+        """Return all rings by actor, whichever shard has them; frames are fetched when read."""
         rings = {}
         for shard in self._shards:
             for actor in shard.actors:
-                reference = shard.handle.describe.remote(actor)
-                state, newest_rows = self._fetch(shard, reference)
-                pieces = _FarPieces(self._fetch, shard, actor, len(newest_rows))
-                # Who takes a lost shard's place counts rows from 0 again: they are other rows.
+                state, newest_rows = self._fetch(shard, shard.handle.describe.remote(actor))
+                pieces = _RemotePieces(self._fetch, shard, actor, len(newest_rows))
+                # The successor of a lost shard counts rows from 0 again: they are other rows.
                 versions = [row + shard.life * ROWS_OF_A_LIFE for row in newest_rows]
                 rings[str(actor)] = {
                     **as_tensors(state),
@@ -368,7 +314,7 @@ class ShardedReplay:
 
     def _fetch(self, shard: _Shard, reference: Any) -> Any:
         try:
-            return self._cluster.get(reference, f"replay shard {shard.number}")
+            return self._pool.get(shard, reference)
         except ClusterError as error:
             raise CheckpointError(f"the replay memory cannot be saved: {error}") from None
 
@@ -385,19 +331,17 @@ class ShardedReplay:
 
     def _restore(self, shard: _Shard, actor: int, state: StateDict) -> None:
         pieces: Segments = state.pop("frames")
-        shard.life = max(shard.life, state.pop("life", 0))  # older checkpoints say nothing
-        who = f"replay shard {shard.number}"
-        shard.holdings = self._cluster.get(
-            shard.handle.restore.remote(actor, as_arrays(state)), who
-        ).holdings
+        shard.life = max(shard.life, state.pop("life", 0))  # older checkpoints have none
+        restored = shard.handle.restore.remote(actor, as_arrays(state))
+        shard.holdings = self._pool.get(shard, restored).holdings
         row = 0
         for piece in pieces.tensors:
-            self._cluster.get(shard.handle.restore_frames.remote(actor, row, piece.numpy()), who)
+            self._pool.get(shard, shard.handle.restore_frames.remote(actor, row, piece.numpy()))
             row += len(piece)
 
 
-class _FarPieces(Sequence[Tensor]):
-    """Pieces of a ring's frames, each fetched when it is asked for: all need not fit here."""
+class _RemotePieces(Sequence[Tensor]):
+    """Pieces of a ring's frames, each fetched when it is read: all need not fit here."""
 
     def __init__(
         self, fetch: Callable[[_Shard, Any], Any], shard: _Shard, actor: int, count: int
@@ -407,13 +351,7 @@ class _FarPieces(Sequence[Tensor]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._count))]
+    def __getitem__(self, index: Any) -> Any:
         if index >= self._count:
             raise IndexError(index)
         reference = self._shard.handle.frames.remote(self._actor, index)

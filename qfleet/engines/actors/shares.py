@@ -1,14 +1,14 @@
 """Sampling from many rings as from one. In: the mass of each; out: samples of each, and weights.
 
-A ring's mass is the sum of its priorities, or, uniform, the number of its transitions. Choosing the
-ring in proportion to it and a transition within in proportion to its priority chooses each with
-the probability that one memory of them all would give it:
+A ring's mass is the sum of its priorities or, if sampling is uniform, the number of its
+transitions. A ring is chosen in proportion to its mass, and a transition within it in proportion to
+its priority. That gives each transition the probability that it would have in one memory:
 
     P(i) = (mass of its ring / all mass) · (priority of i / mass of its ring)
 
-The mass that a share was worked out from may be a moment older than the draw within the ring. The
-probability with which a sample was really drawn is then the product of the two, and its importance
-weight is made from that.
+The mass that a share was computed from may be slightly older than the draw within the ring. The
+probability with which a sample was really drawn is the product of the two factors, and its
+importance weight is computed from that.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from qfleet.config.config import Config
 
 
 def ring_capacity(config: Config) -> int:
-    """Transitions kept of each actor."""
+    """Return the number of transitions kept of each actor."""
     return config.buffer_size // config.workers
 
 
 def ring_slots(config: Config) -> int:
-    """Flat indices that each ring takes: the whole memory's are ring · slots + index."""
+    """Return the flat indices per ring: those of the whole memory are ring · slots + index."""
     return ring_capacity(config) // config.envs * config.envs
 
 
@@ -43,13 +43,13 @@ class Holding(NamedTuple):
 
 
 def shares_of(holdings: Mapping[int, Holding]) -> dict[int, float]:
-    """Ring → probability that a sample comes from it; nothing where there is nothing."""
+    """Return ring → probability that a sample comes from it, of rings that are not empty."""
     total = sum(holding.mass for holding in holdings.values())
     return {ring: held.mass / total for ring, held in holdings.items() if held.mass > 0}
 
 
 def allot(count: int, shares: Mapping[int, float], random: np.random.Generator) -> dict[int, int]:
-    """How many of ``count`` samples come from each ring: on average its share, exactly.
+    """Return how many of ``count`` samples come from each ring: on average exactly its share.
 
     One point is drawn in each of ``count`` equal slices of the whole, as within a ring.
     """
@@ -68,7 +68,7 @@ def relative_rarity(
     shares: Mapping[int, float],
     holdings: Mapping[int, Holding],
 ) -> NDArray[np.float64]:
-    """P(rarest) / P(i) of every sample, at most 1; to the power β it is the importance weight.
+    """Return P(rarest) / P(i) of every sample, at most 1; its power β is the importance weight.
 
     ``probability`` is that of each sample within its ``ring``.
     """

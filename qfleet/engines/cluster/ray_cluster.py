@@ -1,11 +1,11 @@
-"""Starting or joining a Ray cluster. In: how many workers, perhaps an address; out: a ``Cluster``.
+"""Start or join a Ray cluster. In: a number of workers, perhaps an address; out: a ``Cluster``.
 
-The only place that knows Ray. A cluster of our own listens on loopback alone, asks everyone for a
-token that was made for it, and is gone without trace when its block ends, however it ends. Every
-wait has a deadline, and what goes wrong is one line.
+The only module that calls Ray. A cluster of our own listens on loopback only, requires a token that
+was made for it, and leaves no process and no file when its block ends, however it ends. Every wait
+has a deadline, and every error message is one line.
 
-Ray takes some of its settings from the environment when it is first imported: within one process
-start clusters of your own, or join others', but not both.
+Ray reads some of its settings from the environment when it is first imported: a process can start
+clusters of its own or join others', but not both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from qfleet.core.errors import (
     ClusterError,
@@ -41,38 +41,38 @@ from qfleet.core.signals import blocked_in_children, signals_ignored, sigterm_un
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 256 * 2**20
 INLINE_BYTES = 100 * 2**10
-"""Ray's own: what is smaller travels within the call or its answer, the rest through the store."""
+"""Ray's default: smaller values travel within the call or its answer, others through the store."""
 TIMEOUT_S = 120.0
 GRACE_S = 30.0
-"""How long processes that were killed may take to be gone."""
-RUN_AGAIN = "; run it again"
-"""How a loss ends that nobody makes good; who replaces what was lost leaves it out."""
-LEAST = 0.001
-"""Of a node's own resource: a thousand members may name the node that they are to be on."""
+"""Time that killed processes have to end."""
+RUN_AGAIN, IF_SLOW = "; run it again", "; if the machine is only slow, raise timeout_s"
+"""Advice at the end of a message about a loss; ``MemberPool``, which replaces members, drops it."""
+NODE_SHARE = 0.001
+"""Share of a node's own resource that a process takes which has to be there: 1000 fit."""
 LEAST_BYTES, LEAST_BYTES_WITH_TORCH = 32 * 2**20, 128 * 2**20
-"""No process does with less memory of its own (with torch some 200 MiB were measured)."""
+"""Lower bounds of a process's own memory (with torch some 200 MiB were measured)."""
 PROBE_S = 5.0
-"""How long a cluster's port may take to answer at all."""
+"""Deadline for the first answer of a cluster's port."""
 _LONGEST_TMP = 20
 """Ray's sockets lie below the temporary folder. Their paths have 103 bytes at most (macOS), some 80
-of which are names of ours and of Ray's."""
+of which are our names and Ray's."""
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     # Workers without a GPU keep the environment as it is; unset, Ray warns of a change to come.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # What Ray's own processes tell of deaths and slow starts comes past ``log_to_driver`` and would
-    # stand among our lines: all of it is skipped. Errors of ours come with their calls.
+    # Ray's processes print deaths and slow starts among our lines, ``log_to_driver`` or not: all of
+    # that is skipped. Our own errors come with the results of calls.
     "RAY_DEDUP_LOGS": "1",
     "RAY_DEDUP_LOGS_SKIP_REGEX": "^",
 }
-# Of 20, a second each: nobody is let in later whose token is wrong now.
+# Ray's default is 20, a second each: a token that is wrong now is not accepted later.
 _JOINING = {"RAY_NUM_REDIS_GET_RETRIES": "2"}
-# How HTTP/2, which Ray speaks, begins: both sides send a frame of settings, which may be empty.
+# Ray speaks HTTP/2, where both sides begin with a frame of settings, which may be empty.
 _FRAME_BYTES, _SETTINGS = 9, b"\x04"
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0" * 5
-# Ray replaces a loopback address by one that others can reach, unless it may not form clusters.
+# Ray replaces a loopback address by one that other hosts can reach, unless clusters are disabled.
 _HERE_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 # Ray reads the token once per process, so all clusters that this process starts share it.
@@ -81,33 +81,24 @@ _TOKEN = secrets.token_hex(32)
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster in use. References and handles are Ray's own."""
+    """A cluster in use. References and handles are Ray's."""
 
     ray: Any
     address: str
     folder: Path | None
-    """Where a cluster of our own keeps its sockets and logs; None of one that was joined."""
+    """Folder of sockets and logs of a cluster of our own; None for one that was joined."""
     timeout_s: float
 
     def processors(self) -> int:
-        """Of all nodes that are there now."""
+        """Return the number of processors of all nodes that are alive."""
         return int(self.ray.cluster_resources().get("CPU", 0))
-
-    def require_room(self, workers: int) -> None:
-        """Refuse more workers than there are processors: they would never be placed."""
-        there = self.processors()
-        if there < workers:
-            raise ClusterError(
-                f"cluster {self.address} has {there} processors, too few for {workers} workers; "
-                "ask for fewer workers or add nodes"
-            )
 
     def spawn(
         self, kind: type, *args: Any, processors: int = 1, at_once: int = 1, is_here: bool = False
     ) -> Any:
-        """One instance of ``kind`` in a process of its own; it is not restarted if it dies.
+        """Create an instance of ``kind`` in a process of its own; Ray does not restart it.
 
-        It takes so many of the cluster's ``processors``, and answers so many calls ``at_once``, in
+        It takes ``processors`` of the cluster and answers up to ``at_once`` calls at a time, in
         threads. ``is_here``: on the node of this process.
         """
         options: dict[str, Any] = {
@@ -116,8 +107,8 @@ class Cluster:
             "max_concurrency": at_once,
         }
         if is_here:
-            # Not Ray's affinity: who takes no processor is put anywhere, whatever that says.
-            options["resources"] = {f"node:{self.node_ip()}": LEAST}
+            # Not Ray's affinity, which it ignores for a process that takes no processor.
+            options["resources"] = {f"node:{self.node_ip()}": NODE_SHARE}
         with self._storing():
             return self.ray.remote(**options)(kind).remote(*args)
 
@@ -130,16 +121,16 @@ class Cluster:
             return self.ray.put(value)
 
     def store_bytes(self) -> int:
-        """What the object stores of all its machines hold together."""
+        """Return the size of the object stores of all nodes together."""
         return int(self.ray.cluster_resources().get("object_store_memory", 0))
 
     def store_bytes_here(self) -> int:
-        """What the object store of this process's node holds."""
+        """Return the size of the object store of this process's node."""
         return int(self._node()["Resources"].get("object_store_memory", 0))
 
     @contextlib.contextmanager
     def _storing(self) -> Iterator[None]:
-        """What is done inside may find the object store full."""
+        """Turn Ray's errors about a full object store into ``StoreFullError``."""
         failures = self.ray.exceptions
         try:
             yield
@@ -147,14 +138,14 @@ class Cluster:
             raise StoreFullError(_store_full(error)) from error
 
     def first(self, pending: list[Any], who: str) -> Any:
-        """The first of these references whose value, or failure, is there."""
+        """Return the first of these references whose value, or failure, arrives."""
         done, _ = self.ray.wait(pending, num_returns=1, timeout=self.timeout_s)
         if not done:
-            self._complain_of_silence(who, self.timeout_s)
+            raise _silence_of(who, self.timeout_s)
         return done[0]
 
     def ready(self, pending: list[Any], wait_s: float) -> list[Any]:
-        """Those whose value, or failure, is there; one at least, or after ``wait_s`` none."""
+        """Return the references whose value, or failure, has arrived; none after ``wait_s``."""
         if not pending:
             return []
         done, rest = self.ray.wait(pending, num_returns=1, timeout=wait_s)
@@ -162,18 +153,18 @@ class Cluster:
         return [*done, *also]
 
     def get(self, reference: Any, who: str, wait_s: float | None = None) -> Any:
-        """The value of a reference, or a ClusterError that says what became of ``who``.
+        """Return the value of a reference, or raise a ClusterError about ``who``.
 
-        It is waited for so long, or as long as everything here.
+        The deadline is ``wait_s``, by default the ``timeout_s`` of the cluster.
         """
         failures = self.ray.exceptions
         wait_s = self.timeout_s if wait_s is None else wait_s
         try:
             return self.ray.get(reference, timeout=wait_s)
         except failures.GetTimeoutError:
-            self._complain_of_silence(who, wait_s)
+            raise _silence_of(who, wait_s) from None
         except failures.ActorUnavailableError as error:
-            # Not its death: the connection broke, and it may be heard of again.
+            # The process may be alive: the connection broke, and may be restored.
             raise MemberSilent(f"{who} cannot be reached ({_first_line(error)})") from None
         except failures.RayActorError as error:
             raise MemberLost(f"{who} died ({_cause(error)}){RUN_AGAIN}") from None
@@ -190,21 +181,16 @@ class Cluster:
             raise ClusterError(f"{who} was lost: {_first_line(error)}") from error
 
     def node_ip(self) -> str:
-        """Of the node that this process is on."""
+        """Return the address of the node that this process is on."""
         return str(self._node()["NodeManagerAddress"])
 
     def _node(self) -> Mapping[str, Any]:
         here = self.ray.get_runtime_context().get_node_id()
         return next(node for node in self.ray.nodes() if node["NodeID"] == here)
 
-    def _complain_of_silence(self, who: str, waited_s: float) -> NoReturn:
-        raise MemberSilent(
-            f"{who} did not answer within {waited_s:g} s; if slowness is all, raise timeout_s"
-        )
-
 
 def from_inside(timeout_s: float = TIMEOUT_S) -> Cluster:
-    """The cluster that this process, which it has spawned, is part of."""
+    """Return the cluster that spawned this process."""
     import ray
 
     return Cluster(ray, ray.get_runtime_context().gcs_address, None, timeout_s)
@@ -218,7 +204,7 @@ def open_cluster(
     inline_bytes: int = INLINE_BYTES,
     timeout_s: float = TIMEOUT_S,
 ) -> contextlib.AbstractContextManager[Cluster]:
-    """A cluster with room for so many workers: a new one here, or the one at ``address``.
+    """Start a cluster with a processor per worker, or join the one at ``address``.
 
     In a new one, arguments and answers below ``inline_bytes`` do not go through the object store.
     """
@@ -231,14 +217,14 @@ def open_cluster(
 
 
 def check_memory(processes: int, each_bytes: int = LEAST_BYTES) -> None:
-    """Whether this machine has memory for so many; Ray starts them, whatever becomes of it."""
+    """Refuse more processes than fit into this machine's memory: Ray would start them all."""
     from qfleet.memory.sizing import available_bytes  # torch, which --help need not wait for
 
     most = available_bytes() // each_bytes
     if processes > most:
         raise UserError(
-            f"{processes} processes cannot be on this machine, whose memory has room for {most} at "
-            "the very most; ask for fewer workers or servers, or join a cluster with --address"
+            f"{processes} processes do not fit into the memory of this machine, which has room for "
+            f"at most {most}; ask for fewer workers or servers, or join a cluster with --address"
         )
 
 
@@ -246,14 +232,14 @@ def check_memory(processes: int, each_bytes: int = LEAST_BYTES) -> None:
 def _start(
     workers: int, store_bytes: int, inline_bytes: int, timeout_s: float
 ) -> Iterator[Cluster]:
-    # Always said: what an earlier cluster was told would go on in this process.
+    # Always set: otherwise the value of an earlier cluster of this process would stay in force.
     system = {"max_direct_call_object_size": inline_bytes}
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
     with _folder() as folder, _environment(_QUIET | _HERE_ONLY | token):
         import ray
 
-        # Ray brings it along, so it cannot be imported before. It knows a process from a later one
-        # with the same number.
+        # Ray installs psutil, so it cannot be imported before. It tells a process from a later one
+        # with the same pid.
         psutil = importlib.import_module("psutil")
 
         _check_unused(ray)
@@ -274,11 +260,11 @@ def _start(
                         _system_config=system,
                         include_dashboard=False,
                         _node_ip_address=LOOPBACK,
-                        # Below ours: Ray opens its own to everybody.
+                        # Below ours: Ray makes its own folder readable for all users.
                         _temp_dir=str(folder / "ray"),
                     )
                 _check_settings(ray, cluster)
-                # Once more: connecting put a handler of Ray's in its place.
+                # Again: while connecting, Ray installed a handler of its own.
                 with sigterm_unwinds(theirs):
                     yield cluster
         finally:
@@ -293,9 +279,9 @@ def _start(
 
 
 def _kill(psutil: Any, processes: list[Any]) -> None:
-    """All of them, and wait until they are dead, though perhaps nobody has asked after them yet.
+    """Kill all of them and wait until they are dead; zombies count as dead.
 
-    Who inherits the children of others may do so late or, in a container, never.
+    The process that inherits orphans may reap them late or, in a container, never.
     """
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -319,8 +305,8 @@ def _is_alive(psutil: Any, process: Any) -> bool:
 
 
 def _end_ungently(ray: Any) -> None:
-    """Ray sends its processes SIGTERM first and waits a second for each; they do not hear it."""
-    # A part of Ray that it may change; without it the end only takes longer.
+    """Make Ray kill its processes at once: they ignore SIGTERM, and it waits a second for each."""
+    # Private parts of Ray, which may change; without them the end only takes longer.
     node: Any = getattr(ray._private.worker, "_global_node", None)
     if hasattr(node, "kill_all_processes"):
         kill = node.kill_all_processes
@@ -328,7 +314,7 @@ def _end_ungently(ray: Any) -> None:
 
 
 def _check_settings(ray: Any, cluster: Cluster) -> None:
-    """Ray that was imported by someone else may have missed what we asked of it."""
+    """Refuse a Ray that was imported before our settings were in the environment."""
     is_here = cluster.address.rpartition(":")[0] == LOOPBACK
     has_token = ray._raylet.get_authentication_mode() == ray._raylet.AuthenticationMode.TOKEN
     if not (is_here and has_token):
@@ -359,8 +345,12 @@ def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
             with sigterm_unwinds(theirs):
                 with _silence():
                     cluster = _connect(ray, timeout_s, folder=None, address=address)
-                cluster.require_room(workers)
-                # Once more: connecting put a handler of Ray's in its place.
+                if (there := cluster.processors()) < workers:  # some would never be placed
+                    raise ClusterError(
+                        f"cluster {cluster.address} has {there} processors, too few for {workers} "
+                        "workers; ask for fewer workers or add nodes"
+                    )
+                # Again: while connecting, Ray installed a handler of its own.
                 with sigterm_unwinds(theirs):
                     yield cluster
         finally:
@@ -369,14 +359,14 @@ def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
 
 
 def _probe(address: str) -> str:
-    """The host of ``host:port``, where a server of Ray's kind answers; Ray would wait for ever."""
+    """Return the host of ``host:port`` if a Ray server answers there; Ray itself would hang."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in host:
         raise UserError(f"address '{address}' is no host:port, as in 10.0.0.1:6379")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S) as line:
             line.sendall(_GREETING)
-            # With TLS nobody answers a plain greeting; that somebody listens must do.
+            # With TLS there is no answer to a plain greeting: an open port must do.
             if os.environ.get("RAY_USE_TLS") != "1" and line.recv(_FRAME_BYTES)[3:4] != _SETTINGS:
                 raise OSError("what listens there is no Ray")
     except (OSError, OverflowError) as error:
@@ -391,7 +381,7 @@ def _connect(ray: Any, timeout_s: float, folder: Path | None, **options: Any) ->
     try:
         context = ray.init(**options, **quiet)
     except SystemExit:
-        # From a handler of Ray's that is there for a moment, and exits with the bare number.
+        # From a handler that Ray installs for a moment, and that exits with the bare signal number.
         raise SystemExit(128 + signal.SIGTERM) from None
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         if folder is not None:
@@ -412,7 +402,7 @@ def _is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder of our own that nobody else may enter, gone afterwards."""
+    """Create a folder that only this user can enter, and remove it afterwards."""
     usual = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix="qfleet-", dir=usual if len(usual) < _LONGEST_TMP else "/tmp")
     try:
@@ -428,25 +418,26 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in settings:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing on standard error: Ray's C++ part complains there of what our error will say."""
+    """Discard standard error: Ray's C++ part prints there what our error message says."""
     before = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
     try:
-        os.dup2(nowhere, 2)
         yield
     finally:
         os.dup2(before, 2)
         os.close(before)
-        os.close(nowhere)
+
+
+def _silence_of(who: str, waited_s: float) -> MemberSilent:
+    return MemberSilent(f"{who} did not answer within {waited_s:g} s{IF_SLOW}")
 
 
 def _store_full(error: BaseException) -> str:
@@ -457,7 +448,7 @@ def _store_full(error: BaseException) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """One line about a death; of one that could not begin, what its traceback ends with."""
+    """Return one line about a death; of a failed start, the last line of its traceback."""
     first = _first_line(error)
     return str(error).strip().splitlines()[-1].strip() if "creation task" in first else first
 

@@ -1,4 +1,4 @@
-"""State dicts between processes. In: tensors at any depth. Out: arrays instead, and back."""
+"""State dicts for messages between processes: tensors, at any depth, to arrays and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qfleet.core.types import StateDict
 
 
 def as_arrays(state: StateDict) -> StateDict:
-    """Tensors as arrays: a view of a tensor would travel with all that it is a view of."""
+    """Return tensors as arrays: a view of a tensor would travel with its whole storage."""
     return {
         name: as_arrays(value)
         if isinstance(value, dict)
@@ -21,7 +21,7 @@ def as_arrays(state: StateDict) -> StateDict:
 
 
 def as_tensors(state: StateDict) -> StateDict:
-    """And back, in memory of their own."""
+    """Return arrays as tensors, in memory of their own."""
     return {
         name: as_tensors(value)
         if isinstance(value, dict)

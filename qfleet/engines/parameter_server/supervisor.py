@@ -1,14 +1,13 @@
-"""The workers of one run, supervised. In: how many there shall be; out: what they report.
+"""The supervisor: the workers of one run. In: how many there should be; out: what they report.
 
-They are called for one slice of work after another. One that dies is replaced by another of the
-same number; when fewer are wanted, the last ones are not called again, and when more are, others
-join. That happens in a thread of its own, because an evaluation must not keep workers waiting.
-Nothing is restarted behind its back, and nothing outlives the run.
+Workers are called for one slice of work after another. A worker that dies is replaced by another
+with the same number; when fewer are wanted, the last ones are not called again, and when more are,
+others join. That happens in a thread of its own, because an evaluation must not keep workers
+waiting.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import Counter
@@ -17,11 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qfleet.config.config import Config
-from qfleet.core.errors import ClusterError
 from qfleet.core.types import Episode
-from qfleet.engines.cluster.member_pool import MemberPool
-from qfleet.engines.cluster.ray_cluster import RUN_AGAIN, TIMEOUT_S, Cluster
-from qfleet.engines.parameter_server.servers import LOOK_S, MOST_LOSSES, ServerRow
+from qfleet.engines.cluster.member_pool import Member, MemberPool
+from qfleet.engines.cluster.ray_cluster import Cluster
+from qfleet.engines.parameter_server.servers import LOOK_S, ServerRow
 from qfleet.engines.parameter_server.worker import RemoteWorker, Report, WorkOrder
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import WorkerAccount
@@ -29,76 +27,67 @@ from qfleet.telemetry.timers import COMPUTING, KIND_OF, STAGES
 from qfleet.telemetry.trace import SpanRecord
 
 SLICE_S_PER_WORKER = 0.05
-LEAST_SLICE_S, LONGEST_SLICE_S = 0.1, 1.0
-"""How long a worker works before it reports: the more there are, the longer each."""
+MIN_SLICE_S, MAX_SLICE_S = 0.1, 1.0
+"""Length of a slice of work before a report: the more workers there are, the longer."""
 END_S = 15.0
-"""How long workers may take to finish when the run is over."""
+"""Time that workers have to finish their slices when the run is over."""
 
 
 @dataclass
-class WorkerState:
-    """One number, and who has it."""
+class WorkerState(Member):
+    """A worker's number: the process that has it, and what all processes with it did."""
 
-    handle: Any = None
-    """None: nobody, for so many are not wanted."""
-    is_there: bool = False
-    """It has started: a node had room for it, and it said so."""
     report: Report | None = None
-    """Its newest, since it was started."""
+    """The newest report of this life."""
     earlier: list[Report] = field(default_factory=list)
-    """The last ones of those that had this number before."""
-    life: int = 0
-    """How many had it before."""
+    """The last report of each earlier life."""
     restarts: int = 0
-    """How many of them were lost."""
-    losses: int = 0
-    """In a row, without a report in between."""
+    """Lives that were lost."""
     granted: int = 0
     """Env steps that it may still take in the slice under way."""
     renewals: dict[int, int] = field(default_factory=dict)
-    """By server: how often it had been started anew when this worker was last told."""
+    """Renewals of each server that this worker knows of."""
+    logged_faults: Counter[str] = field(default_factory=Counter)
+    """Faults of this life that are in the run's log, by kind."""
     spans: list[SpanRecord] = field(default_factory=list)
 
     @property
     def reports(self) -> list[Report]:
-        """The last one of everybody who had this number."""
+        """The last report of every life."""
         return self.earlier if self.report is None else [*self.earlier, self.report]
 
     def total(self, what: str) -> Any:
         return sum(getattr(report, what) for report in self.reports)
 
-    def end(self) -> None:
-        """Its life is over; what it did stays."""
+    def forget_life(self) -> None:
+        """Start the next life without a report; what this one did still counts."""
         self.earlier = self.reports
-        self.report, self.granted, self.is_there = None, 0, False
-        self.handle, self.life = None, self.life + 1
+        self.report, self.granted = None, 0
+        self.logged_faults.clear()
 
     def account(self, number: int) -> WorkerAccount:
         reports = self.reports
+        traffic = [report.traffic for report in reports]
         outcomes: Counter[str] = Counter()
-        for report in reports:
-            outcomes.update(report.traffic["outcomes"])
-        traffic = {
-            name: sum(report.traffic[name] for report in reports)
-            for name in ("bytes_sent", "bytes_received", "messages")
-        }
+        for each in traffic:
+            outcomes.update(each["outcomes"])
+        totals = ("env_steps", "updates", "wall_s", "processor_s")
+        sent = ("bytes_sent", "bytes_received", "messages", "packing_s")
         return WorkerAccount(
             number=number,
             host=reports[-1].host if reports else "",
-            env_steps=self.total("env_steps"),
-            updates=self.total("updates"),
-            wall_s=self.total("wall_s"),
-            processor_s=self.total("processor_s"),
             seconds={stage: sum(r.seconds[stage] for r in reports) for stage in STAGES},
-            **traffic,
             outcomes=dict(outcomes),
-            packing_s=sum(report.traffic["packing_s"] for report in reports),
-            calls=tuple(reports[-1].traffic["calls"]) if reports else (),
+            calls=tuple(traffic[-1]["calls"]) if traffic else (),
             restarts=self.restarts,
+            **{name: self.total(name) for name in totals},
+            **{name: sum(each[name] for each in traffic) for name in sent},
         )
 
 
 class Supervisor:
+    """A thread that keeps the wanted number of workers at work."""
+
     def __init__(
         self,
         config: Config,
@@ -110,55 +99,53 @@ class Supervisor:
         base_env_steps: int,
         lr_scale: Callable[[], float],
     ) -> None:
-        """``base_env_steps`` were taken before this sitting."""
+        """``base_env_steps`` were taken before this run was resumed."""
         self._config, self._cluster, self._servers, self._faults = config, cluster, servers, faults
         self._restarted_at, self._traced = restarted_at, traced
         self._base_env_steps, self._lr_scale = base_env_steps, lr_scale
-        self._crew = MemberPool(cluster, "worker", config.worker_timeout_s)
-        self._asked = self._wanted = config.workers
-        """As others may ask for at any moment; as it is in this turn of the thread."""
+        self._pool: MemberPool[WorkerState] = MemberPool(
+            cluster, "worker", self._spawn, timeout_s=config.worker_timeout_s
+        )
+        self._requested = self._wanted = config.workers
+        """Workers as requested last, by any thread; as they are in this turn of the thread."""
         self._episodes: list[Episode] = []
-        self._told_faults: Counter[tuple[int, str]] = Counter()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._supervise, name="supervisor")
         self._failure: BaseException | None = None
-        self.workers: dict[int, WorkerState] = {}
+        self.workers = self._pool.members
         self.lock = threading.Lock()
-        """Around reports and what is summed over them."""
+        """Held while reports, or sums over them, are read or written."""
         self.news = threading.Event()
-        """Somebody has reported, or something failed."""
+        """Set when a worker has reported, or something failed."""
         self.steady: tuple[float, int] | None = None
         """When every worker had reported once: time, and env steps by then."""
         self.newest_s = time.monotonic()
-        """When the newest report came."""
+        """Time of the newest report."""
 
     # --- for the run's own thread -------------------------------------------------------------
 
     def start(self, keep_going: Callable[[], bool]) -> bool:
-        """Start everybody, workers and servers side by side; False where that is not wanted any
-        more before all servers are there."""
+        """Start all workers and servers at once; return False if ``keep_going`` does before all
+        servers answer."""
         for number in range(self._wanted):
-            self.workers[number] = WorkerState()
-            self._spawn(number, is_late=False)
+            self.workers[number] = WorkerState(number)
+            self._pool.spawn(self.workers[number])
         if not self._servers.await_start(keep_going):
             return False
-        # All of them before anybody begins: else the first would make rounds on its own, and the
-        # others would collect while it learns, and the other way round, from then on.
+        # All join before any begins: else the first would make rounds on its own, and the others
+        # would collect while it learns, and the other way round, from then on.
         self._servers.join(list(self.workers))
-        for number in self.workers:
-            self._set_to_work(number)
+        for worker in self.workers.values():
+            self._set_to_work(worker)
         self._thread.start()
         return True
 
     def stop(self) -> None:
-        """Wait for those at work, so long at most; end all of them."""
+        """Wait until the workers have finished their slices, at most ``END_S``; stop them all."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
-        for worker in self.workers.values():
-            if worker.handle is not None:
-                with contextlib.suppress(Exception):
-                    self._cluster.stop(worker.handle)
+        self._pool.stop()
 
     @property
     def is_over(self) -> bool:
@@ -170,11 +157,11 @@ class Supervisor:
             raise self._failure
 
     def resize(self, workers: int) -> None:
-        """From now on there shall be so many; the thread sees to it."""
-        self._asked = workers
+        """Request a number of workers; the thread starts or dismisses some."""
+        self._requested = workers
 
     def env_steps(self) -> int:
-        """Of all, in this sitting; under the lock."""
+        """Return the env steps of all workers since the start or resume; needs the lock."""
         return sum(worker.total("env_steps") for worker in self.workers.values())
 
     def take_episodes(self) -> list[Episode]:
@@ -183,7 +170,7 @@ class Supervisor:
         return episodes
 
     def reports(self) -> list[Report]:
-        """The newest of those that are at work."""
+        """Return the newest report of each worker that is at work."""
         with self.lock:
             return [w.report for w in self.workers.values() if w.report is not None]
 
@@ -193,189 +180,143 @@ class Supervisor:
         try:
             snapshot_s = time.monotonic()
             while not self._stopping.is_set():
-                self._wanted = self._asked
-                self._come(LOOK_S)
+                self._wanted = self._pool.processors_needed = self._requested
+                self._take_results(LOOK_S)
                 self._settle_size()
                 if time.monotonic() - snapshot_s >= self._config.snapshot_s:
                     self._servers.take_snapshots()
                     snapshot_s = time.monotonic()
-            self._end()
+            self._finish()
         except BaseException as error:  # the run's own thread raises it
             self._failure = error
         self.news.set()
 
-    def _come(self, wait_s: float) -> None:
-        came = self._crew.come(wait_s)
-        for number, report, loss in came:
-            worker = self.workers[number]
+    def _take_results(self, wait_s: float) -> None:
+        results = self._pool.results(wait_s)
+        for worker, report, loss in results:
             if report is None:
-                if worker.is_there or self._has_room():
-                    self._replace(number, loss)
-                else:
-                    with contextlib.suppress(Exception):
-                        self._cluster.stop(worker.handle)
-                    self._spawn(number)
-            elif not worker.is_there:
-                worker.is_there = True
-            else:
-                self._take_report(number, report)
+                self._replace(worker, loss)
+            elif isinstance(report, Report):  # not the answer to the first ping
+                self._take_report(worker, report)
                 for server in report.lost_servers:
                     if self._servers.is_lost(server, worker.renewals.get(server, 0)):
                         self._servers.replace(server)
             if worker.handle is not None:
-                self._set_to_work(number)
+                self._set_to_work(worker)
             self.news.set()
-        if any(report is None for _, report, _ in came):
-            # What the lost ones were to do is to be done by those that had nothing left to do.
+        if any(report is None for _, report, _ in results):
             self._set_idle_to_work()
 
     def _set_idle_to_work(self) -> None:
-        for number in [n for n, w in self.workers.items() if w.handle is not None]:
-            if number not in self._crew.busy:
-                self._set_to_work(number)
+        """Give the steps of workers that are gone to those that had none left to take."""
+        for worker in self.workers.values():
+            if worker.handle is not None and worker.call is None:
+                self._set_to_work(worker)
 
     def _settle_size(self) -> None:
-        """As many as are wanted: others join, or the last ones leave when they have reported."""
-        wanted = self._wanted
-        for number in range(wanted):
-            worker = self.workers.get(number)
-            if worker is None or worker.handle is None:
+        """Start missing workers; dismiss those above the wanted number once they have reported."""
+        for number in range(self._wanted):
+            if number not in self.workers:
                 with self.lock:
-                    self.workers.setdefault(number, WorkerState())
-                self._spawn(number)
-                self._set_to_work(number)
-        unwanted = [n for n, w in self.workers.items() if n >= wanted and w.handle is not None]
-        for number in unwanted:
-            if not self.workers[number].is_there:
-                self._crew.drop(number)
-            if number not in self._crew.busy:
-                self._dismiss(number)
-        if unwanted:
-            # There may be steps that they were to take.
+                    self.workers[number] = WorkerState(number)
+            if self.workers[number].handle is None:
+                self._pool.spawn(self.workers[number])
+                self._set_to_work(self.workers[number])
+        above = [w for n, w in self.workers.items() if n >= self._wanted and w.handle is not None]
+        for worker in above:
+            if worker.call is None or not worker.is_ready:
+                self._servers.leave({worker.number: worker.life + 1})
+                self._end_life(worker)
+        if above:
             self._set_idle_to_work()
 
-    def _dismiss(self, number: int, is_dead: bool = False) -> None:
-        worker = self.workers[number]
-        # One that died may have sent more than it has told.
-        self._servers.leave({number: worker.life + 1}, worker.renewals if is_dead else None)
-        with contextlib.suppress(Exception):
-            self._cluster.stop(worker.handle)
+    def _end_life(self, worker: WorkerState) -> None:
+        self._pool.end(worker)
         with self.lock:
-            worker.end()
-        self._forget_faults(number)
+            worker.forget_life()
 
-    def _has_room(self) -> bool:
-        """Or is a worker only waiting for a node to come? Not for ever, if all of them are."""
-        if self._fits():
-            return True
-        if not any(worker.is_there for worker in self.workers.values()):
-            there = self._cluster.processors()
-            raise ClusterError(
-                f"no worker is left, and cluster {self._cluster.address} has {there} processors; "
-                "add nodes and resume the run, perhaps with fewer workers"
-            )
-        return False
-
-    def _fits(self) -> bool:
-        """A cluster of our own has room for all; in another, nodes may be gone."""
-        is_own = self._cluster.folder is not None
-        return is_own or self._cluster.processors() >= self._wanted
-
-    def _end(self) -> None:
-        """Nobody is called again; who has reported is waited for by nobody."""
+    def _finish(self) -> None:
+        """Take the last reports; servers stop waiting for each worker that has reported."""
         until_s = time.monotonic() + END_S
-        for number in [n for n, worker in self.workers.items() if not worker.is_there]:
-            self._crew.drop(number)
-        idle = set(self.workers) - self._crew.busy
-        while True:
-            self._servers.leave({number: self.workers[number].life for number in idle})
-            if not self._crew.busy:
-                return
+        for worker in self.workers.values():
+            if not worker.is_ready:
+                self._pool.drop_call(worker)
+        idle = [worker for worker in self.workers.values() if worker.call is None]
+        self._servers.leave({worker.number: worker.life for worker in idle})
+        while busy := [worker for worker in self.workers.values() if worker.call is not None]:
             if time.monotonic() > until_s:
-                # Nobody waits any longer: what was kept for an update with theirs is to be made.
-                for number in self._crew.busy:
-                    worker = self.workers[number]
-                    self._servers.leave({number: worker.life + 1}, worker.renewals)
-                return
-            idle = set()
-            for number, report, _ in self._crew.come(LOOK_S):
+                break
+            for worker, report, _ in self._pool.results(LOOK_S):
                 if report is None:
-                    worker = self.workers[number]
-                    self._servers.leave({number: worker.life + 1}, worker.renewals)
+                    self._leave_dead(worker)
                 else:
-                    self._take_report(number, report)
-                    idle.add(number)
+                    self._take_report(worker, report)
+                    self._servers.leave({worker.number: worker.life})
+        for worker in busy:  # so that servers make the update that waits for theirs
+            self._leave_dead(worker)
 
     # --- one worker ---------------------------------------------------------------------------
 
-    def _spawn(self, number: int, is_late: bool = True) -> None:
-        worker = self.workers[number]
-        # Of a cluster of our own the processors are as many as the run began with.
-        is_extra = self._cluster.folder is not None and number >= self._config.workers
+    def _spawn(self, worker: WorkerState) -> Any:
+        # A cluster of our own has as many processors as the run had workers at first.
+        is_extra = self._cluster.folder is not None and worker.number >= self._config.workers
         worker.renewals = self._servers.renewals
-        worker.handle = self._cluster.spawn(
+        return self._cluster.spawn(
             RemoteWorker,
             self._config,
-            number,
+            worker.number,
             self._servers.handles,
-            # One that takes another's place must not play its first episodes again.
+            # A replacement must not play the first episodes of its predecessor again.
             self._restarted_at + worker.life,
             self._traced,
             worker.life,
-            is_late,
+            self._thread.is_alive(),  # whether it joins late
             processors=0 if is_extra else 1,
-            at_once=2,  # so that it can say that it is there while it works
+            at_once=2,  # so that it can answer a ping while it works
         )
 
-    def _set_to_work(self, number: int) -> None:
-        worker = self.workers[number]
-        if not worker.is_there:
-            # It is granted nothing yet: where no node has room for it, others do its part.
-            ask = worker.handle.ping.remote
-            self._crew.called(number, ask(), ask, grace_s=TIMEOUT_S)
+    def _set_to_work(self, worker: WorkerState) -> None:
+        if not worker.is_ready:
+            # It is granted no steps yet: where no node has room for it, others take them.
+            self._pool.call(worker, worker.handle.ping.remote())
             return
-        if number >= self._wanted:
+        if worker.number >= self._wanted:
             return  # it is dismissed in a moment
         with self.lock:
             granted = sum(other.granted for other in self.workers.values())
             done = self._base_env_steps + self.env_steps()
             left = self._config.steps - done - granted
             over = left <= 0 or self._stopping.is_set()
-            grant = 0 if over else -(-left // self._wanted)
-            worker.granted = grant
-        if grant == 0:
-            self._servers.leave({number: worker.life})
+            worker.granted = 0 if over else -(-left // self._wanted)
+        if worker.granted == 0:
+            self._servers.leave({worker.number: worker.life})
             return
         own = worker.report.env_steps if worker.report else 0
         order = WorkOrder(
             done - own,
-            own + grant,
-            self._slice_s(),
+            own + worker.granted,
+            min(MAX_SLICE_S, max(MIN_SLICE_S, SLICE_S_PER_WORKER * self._wanted)),
             self._lr_scale(),
-            self._share(number),
+            self._share(worker.number),
             self._servers.renewed_since(worker.renewals),
         )
         worker.renewals = self._servers.renewals
-        self._crew.called(number, worker.handle.work.remote(order), worker.handle.ping.remote)
-
-    def _slice_s(self) -> float:
-        return min(LONGEST_SLICE_S, max(LEAST_SLICE_S, SLICE_S_PER_WORKER * self._wanted))
+        self._pool.call(worker, worker.handle.work.remote(order))
 
     def _share(self, number: int) -> float:
-        """A worker's pace in its own working time, as a share of the quickest one's."""
+        """Return a worker's pace in its own working time, as a share of the quickest one's."""
         if not self._config.balance:
             return 1.0
         paces = {n: _pace(w.report) for n, w in self.workers.items() if w.report is not None}
-        there = sum(worker.is_there for worker in self.workers.values())
-        if number not in paces or len(paces) < there:
+        ready = sum(worker.is_ready for worker in self.workers.values())
+        if number not in paces or len(paces) < ready:
             return 1.0
         return paces[number] / max(paces.values())
 
-    def _take_report(self, number: int, report: Report) -> None:
-        worker = self.workers[number]
-        self._servers.heard(number, report.traffic["sent"])
+    def _take_report(self, worker: WorkerState, report: Report) -> None:
+        self._servers.heard(worker.number, report.traffic["sent"])
         with self.lock:
-            worker.report, worker.granted, worker.losses = report, 0, 0
+            worker.report, worker.granted, worker.failures = report, 0, 0
             worker.spans += _shifted(report, time.perf_counter())
             self._episodes += [Episode(*episode) for episode in report.episodes]
             self.newest_s = time.monotonic()
@@ -383,27 +324,27 @@ class Supervisor:
             if self.steady is None and all(w.report for w in at_work):
                 self.steady = (self.newest_s, self.env_steps())
         for kind, (count, messages) in report.faults.items():
-            for _ in range(count - self._told_faults[number, kind]):
-                self._faults(kind, f"worker {number}: {messages[-1]}")
-            self._told_faults[number, kind] = count
+            for _ in range(count - worker.logged_faults[kind]):
+                self._faults(kind, f"worker {worker.number}: {messages[-1]}")
+            worker.logged_faults[kind] = count
 
-    def _forget_faults(self, number: int) -> None:
-        for kind in [key for key in self._told_faults if key[0] == number]:
-            del self._told_faults[kind]
-
-    def _replace(self, number: int, loss: str) -> None:
-        worker = self.workers[number]
-        loss = loss.removesuffix(RUN_AGAIN)
+    def _replace(self, worker: WorkerState, loss: str) -> None:
+        if self._pool.waits_for_room(worker):
+            self._pool.replace(worker)
+            return
         worker.restarts += 1
-        worker.losses += 1
-        room = "" if self._fits() else " when there is room"
+        room = "" if self._pool.has_room() else " when there is room"
         self._faults("worker", f"{loss}; another takes its place{room}")
-        if worker.losses > MOST_LOSSES:
-            raise ClusterError(f"worker {number} died {worker.losses} times in a row: {loss}")
-        # It may only be cut off, and come back: the servers must not hear two of one number.
-        self._dismiss(number, is_dead=True)
-        if number < self._wanted:
-            self._spawn(number)
+        self._pool.count_failure(worker, loss)
+        # It may only be cut off, and come back: servers must not listen to two of one number.
+        self._leave_dead(worker)
+        self._end_life(worker)
+        if worker.number < self._wanted:
+            self._pool.spawn(worker)
+
+    def _leave_dead(self, worker: WorkerState) -> None:
+        """Tell the servers that a worker died: it may have sent more than it has reported."""
+        self._servers.leave({worker.number: worker.life + 1}, worker.renewals)
 
 
 def _shifted(report: Report, now_s: float) -> list[SpanRecord]:

@@ -88,11 +88,11 @@ def test_what_others_of_a_number_and_earlier_sittings_did_counts() -> None:
     # A run that is told to stop at once; then as if it had gone on.
     fleet.run(lambda: False, lambda: 1.0)
     workers = {
-        0: WorkerState(report=report_of(3, 30, 1.0, 2.0), earlier=[report_of(5, 50, 4.0, 6.0)]),
-        1: WorkerState(report=report_of(10, 100, 0.0, 10.0)),
+        0: WorkerState(0, report=report_of(3, 30, 1.0, 2.0), earlier=[report_of(5, 50, 4.0, 6.0)]),
+        1: WorkerState(1, report=report_of(10, 100, 0.0, 10.0)),
     }
     supervisor = Supervisor(config, *[None] * 3, 0, False, 1000, lambda: 1.0)  # type: ignore[arg-type]
-    supervisor.workers = workers
+    supervisor.workers.update(workers)
     fleet._supervisor = supervisor
     fleet._settle_clock(supervisor)
     assert (parts.clock.env_steps, parts.clock.updates) == (1180, 118)
