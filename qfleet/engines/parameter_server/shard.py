@@ -381,4 +381,4 @@ def _loaded(saved: StateDict) -> _Record:
     if "receipt" not in saved:
         return _Record(saved["sequence"])
     difference = saved["difference"].clone().numpy() if "difference" in saved else None
-    return _Record(saved["sequence"], Reply(*saved["receipt"], weights=difference))
+    return _Record(saved["sequence"], Reply(*saved["receipt"])._replace(weights=difference))
