@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -44,7 +43,8 @@ def parse(
                 target,
                 args=spell(argv),
                 prog=f"qfleet {verb}",
-                description=textwrap.indent(description.strip(), " "),  # tyro joins other lines
+                # tyro joins lines, except those that begin with a space.
+                description=" " + re.sub(r"\n+", "\n ", description.strip()),
                 **options,
             )
             return parsed
