@@ -48,19 +48,17 @@ class Learner:
     ) -> None:
         """``target`` is ``online`` itself if there is no target network.
 
-        ``drawing``: the stage that the time of drawing samples counts as.
+        ``drawing``: the stage that drawing samples counts as; a rollout then computes returns.
         """
         self._config, self._clock, self._learning = config, clock, timers.span("learn")
-        # A rollout computes returns when it is sampled.
         self._drawing = timers.span(drawing or ("copy" if config.replay else "learn"))
         self.online, self._target_network = online, target
         self._has_target = target is not online
         self.networks = [online, target] if self._has_target else [online]
         self.weights = FlatWeights(online)
         self._target_weights = FlatWeights(target) if self._has_target else self.weights
-        # By the prefix of their names in a checkpoint.
         targets = {"target_": self._target_weights} if self._has_target else {}
-        self._flat = {"": self.weights, **targets}
+        self._flat = {"": self.weights, **targets}  # by their prefix in a checkpoint
         self.move_target(1.0)
         self._memory, self._objective = memory, objective
         self._gradient = self._make_gradient(config.prioritized_replay or not config.replay)
@@ -110,9 +108,7 @@ class Learner:
         self._updater.before_gradient()
         if self._config.noisy:
             self.online.store_noise(self.online.draw_noise(self._noise))
-        target = terms
-        if not isinstance(target, Tensor):
-            target = self._objective.target(batch, target, self.online, self._target_network)
+        target = terms if isinstance(terms, Tensor) else self._target(batch, terms)
         loss_info = self._gradient(self._gradient.predict(batch), batch, target)
         if self._config.prioritized_replay:
             self._memory.update_priorities(batch.index, loss_info.priority)
@@ -133,19 +129,18 @@ class Learner:
         terms = self._objective.target_terms(samples, self._target_network)
         if self._config.double:
             return terms.split(self.batch_size)
-        target = self._objective.target(samples, terms, self.online, self._target_network)
-        return torch.split(target, self.batch_size)
+        return torch.split(self._target(samples, terms), self.batch_size)
 
     def _terms_of(self, batch: Batch) -> TargetTerms:
         if self._config.noisy:
             self._target_network.store_noise(self._target_network.draw_noise(self._noise))
         return self._objective.target_terms(batch, self._target_network)
 
-    def _target_move_due(self) -> float:
-        """Return how far the target network moves now, its interval having passed k times.
+    def _target(self, batch: Batch, terms: TargetTerms) -> Tensor:
+        return self._objective.target(batch, terms, self.online, self._target_network)
 
-        k moves towards the same weights by τ are one move by 1 − (1 − τ)^k.
-        """
+    def _target_move_due(self) -> float:
+        """Return how far the target network moves now: by 1 − (1 − τ)^k after k more intervals."""
         due = self._clock.progress // self._config.target_update_interval - self._target_updates
         self._target_updates += max(due, 0)
         return 1.0 - (1.0 - self._config.tau) ** max(due, 0)

@@ -76,7 +76,7 @@ class RecordedLearner(Learner):
         self._device, self._copying = device, timers.span("copy")
         self._targets_at_once = not (config.double or self._terms_per_batch)
         self._target_terms = Compilable(self._terms_from, is_sized=not self._terms_per_batch)
-        self._target = Compilable(self._target_from, is_sized=self._targets_at_once)
+        self._find_target = Compilable(self._target_from, is_sized=self._targets_at_once)
         self._store_noise = Compilable(online.store_noise)
         self._store_target_noise = Compilable(target.store_noise)
         # Buffers that both streams change would be changed in no fixed order. And joining streams
@@ -201,10 +201,10 @@ class RecordedLearner(Learner):
             ]
         terms = self._target_terms(*_columns(samples))
         if self._targets_at_once:
-            target: Tensor = self._target(terms, *_columns(samples))
+            target: Tensor = self._find_target(terms, *_columns(samples))
             return [functools.partial(_same, own) for own in torch.split(target, self.batch_size)]
         return [
-            functools.partial(self._target, own, *_columns(batch))
+            functools.partial(self._find_target, own, *_columns(batch))
             for batch, own in zip(batches, terms.split(self.batch_size), strict=True)
         ]
 
@@ -237,7 +237,7 @@ class RecordedLearner(Learner):
         return terms
 
     def _target_later(self, batch: Batch, wait: Callable[[], TargetTerms]) -> Tensor:
-        target: Tensor = self._target(wait(), *_columns(batch))
+        target: Tensor = self._find_target(wait(), *_columns(batch))
         return target
 
     def _terms_from(self, *columns: Tensor) -> TargetTerms:
@@ -272,7 +272,7 @@ class RecordedLearner(Learner):
     def compilables(self) -> list[Compilable]:
         """Return the functions that torch.compile may be switched on for."""
         has_terms = self._config.replay and self._objective.head != "iqn"
-        own = [self._target_terms, self._target] if has_terms else []
+        own = [self._target_terms, self._find_target] if has_terms else []
         if isinstance(self._gradient, (CompilableGradient, FusedGradient)):
             own += self._gradient.compilables()
         own += self._updater.compilables()
