@@ -140,11 +140,7 @@ def build(setup: Setup) -> LoopParts:
         )
 
 
-def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
-    """Advance the loop until ``keep_going`` returns False, then wait for the device."""
-    serial.run(parts, keep_going)
-    if parts.device.type != "cpu":
-        torch.accelerator.synchronize(parts.device)
+run = serial.run
 
 
 class DeviceEvaluator:
@@ -174,7 +170,7 @@ class StagesHook(EngineHook):
         self._actor, self._learner_only = actor, learner_only
 
     def measure(self, end_to_end: float) -> Stages:
-        # Environments and inference are one launch and cannot be told apart.
+        # Environments and inference are one launch and cannot be measured separately.
         rates = StageRates(self._actor.rate(), None, self._learner_only, end_to_end)
         return make_stages(rates, self._config, self._device, share_a_device=True)
 

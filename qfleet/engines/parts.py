@@ -26,9 +26,9 @@ from qfleet.core.types import (
     VectorEnv,
     WeightsChannel,
 )
-from qfleet.engines.factories import make_groups
 from qfleet.engines.loop import RateLimiter
 from qfleet.engines.stage_rates import Stages
+from qfleet.envs.factory import make_envs
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timeline import draw_timeline
@@ -51,11 +51,17 @@ class Setup(NamedTuple):
     def seeds(self) -> Seeds:
         return Seeds.of(self.config.seed)
 
-    def make_envs(self) -> list[VectorEnv]:
-        """Return the environments to train in, in groups."""
-        seed = self.seeds.envs
+    def make_envs(self, closing: contextlib.ExitStack) -> list[VectorEnv]:
+        """Return the environments to train in, in groups of (almost) equal size."""
+        config, seed, envs = self.config, self.seeds.envs, list[VectorEnv]()
         seed = mix_seeds(seed, self.restarted_at) if self.restarted_at else seed
-        return make_groups(self.config, seed, self.faults)
+        groups = max(1, config.env_groups)
+        for group in range(groups):
+            size = config.envs // groups + (group < config.envs % groups)
+            group_seed = mix_seeds(seed, group) if group else seed
+            envs.append(make_envs(config, size, group_seed, training=True, on_fault=self.faults))
+            closing.callback(envs[-1].close)
+        return envs
 
     def make_timers(self, lane: str) -> Timers:
         return Timers(self.trace.lane(lane) if self.trace else None)

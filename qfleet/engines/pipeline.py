@@ -10,7 +10,7 @@ ratio is exact.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,9 +47,7 @@ def build(setup: Setup) -> LoopParts:
     """Create the parts."""
     config, seeds = setup.config, setup.seeds
     with contextlib.ExitStack() as made:
-        envs = setup.make_envs()
-        for group in envs:
-            made.callback(group.close)
+        envs = setup.make_envs(made)
         spec = envs[0].spec
         place = Placement.of(config, spec, any(group.in_background for group in envs))
         set_threads(config.threads, spec)
@@ -132,11 +130,7 @@ def build(setup: Setup) -> LoopParts:
         )
 
 
-def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
-    """Advance the loop until ``keep_going`` returns False, then wait for the device."""
-    serial.run(parts, keep_going)
-    if parts.device.type != "cpu":
-        torch.accelerator.synchronize(parts.device)
+run = serial.run
 
 
 def _place_acting(

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from qfleet.agent.actor import Actor, Inline
@@ -37,9 +38,7 @@ def build(
     """
     config, seed = setup.config, setup.seeds.actor
     with contextlib.ExitStack() as made:
-        envs = setup.make_envs()
-        for group in envs:
-            made.callback(group.close)
+        envs = setup.make_envs(made)
         spec = envs[0].spec
         place = Placement.of(config, spec, any(group.in_background for group in envs))
         set_threads(config.threads, spec)
@@ -79,7 +78,10 @@ def build(
 
 
 def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
-    """Advance the loop until ``keep_going`` returns False; it is called when no update is owed."""
+    """Advance the loop until ``keep_going`` returns False, then wait for the device.
+
+    ``keep_going`` is called when no update is owed.
+    """
     collecting = collect(
         parts.collector, parts.memory, parts.channel, parts.limiter, parts.clock, parts.timers[0]
     )
@@ -90,4 +92,6 @@ def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
         elif keep_going():
             next(collecting)
         else:
-            return
+            break
+    if parts.device.type != "cpu":
+        torch.accelerator.synchronize(parts.device)

@@ -25,7 +25,7 @@ from qfleet.engines.actors.broadcast import Broadcast
 from qfleet.engines.actors.fleet import ActorFleet
 from qfleet.engines.actors.remote_actor import RemoteActor, actor_seed
 from qfleet.engines.actors.replay import (
-    LETTERS_PER_ACTOR,
+    BLOCKS_PER_ACTOR,
     PREFETCHED,
     NothingToSample,
     ShardedReplay,
@@ -130,13 +130,10 @@ def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
     """Advance the loop until ``keep_going`` returns False, then wait for the device."""
     while True:
         try:
-            serial.run(parts, keep_going)
-            break
+            return serial.run(parts, keep_going)
         except NothingToSample:
             # All shards died in the middle of a burst, which was reported: collect first.
             continue
-    if parts.device.type != "cpu":
-        torch.accelerator.synchronize(parts.device)
 
 
 def _set_threads(config: Config, spec: EnvSpec) -> None:
@@ -203,8 +200,8 @@ def store_bytes(config: Config, spec: EnvSpec, weight_bytes: int) -> int:
     at_once = min(_batches_at_once(config, spec), 32)
     samples = (PREFETCHED + 1) * at_once * _batch_bytes(config, spec)
     block = rows_per_block(config) * config.envs * _frame_bytes(spec)
-    letters = (LETTERS_PER_ACTOR + 2) * config.workers * block
-    return samples + letters + VERSIONS * weight_bytes
+    blocks = (BLOCKS_PER_ACTOR + 2) * config.workers * block
+    return samples + blocks + VERSIONS * weight_bytes
 
 
 def _check_store(cluster: Cluster, needed_bytes: int) -> None:
