@@ -27,14 +27,14 @@ class Account:
     workers: int
     servers: int
     timers: Timers = field(default_factory=Timers)
-    """The learner's."""
+    """The learner's timers."""
     lane: Lane | None = None
-    """The learner's, if a trace is recorded."""
+    """The learner's lane, if a trace is recorded."""
     began_s: float = field(default_factory=time.monotonic)
     bytes_sent: int = 0
-    """By the learner: weights, once for all actors, and priorities."""
+    """Sent by the learner: weights, once for all actors, and priorities."""
     bytes_received: int = 0
-    """By the learner: samples."""
+    """Received by the learner: samples."""
     messages: int = 0
     """Calls of actors and shards, and weights that were stored."""
     broadcasts: int = 0
@@ -56,14 +56,14 @@ class Account:
 
     # --- events ---------------------------------------------------------------------------------
 
-    def took(self, number: int, report: Report, env_steps: int, age: int, now_s: float) -> None:
+    def record(self, number: int, report: Report, env_steps: int, age: int, now_s: float) -> None:
         """Add a block of ``env_steps`` that was collected with weights ``age`` updates old."""
         actor = self._actors[number]
         actor.host = report.host
         actor.env_steps += env_steps
         actor.wall_s += report.wall_s
         actor.processor_s += report.processor_s
-        actor.bytes_sent += report.letter_bytes
+        actor.bytes_sent += report.block_bytes
         actor.bytes_received += report.weight_bytes
         actor.messages += report.messages
         actor.staleness[age] += 1
@@ -74,7 +74,7 @@ class Account:
         if self._steady is None and all(each.env_steps for each in self._actors):
             self._steady = (now_s, self._env_steps())
 
-    def saw(self, number: int, life: int, report: Report, ordered_s: float) -> None:
+    def add_spans(self, number: int, life: int, report: Report, ordered_s: float) -> None:
         """Add the spans of a block; ``ordered_s``: when it was ordered, by ``perf_counter`` here.
 
         The actor was waiting, so it began when the order arrived. The order that arrived fastest
@@ -85,23 +85,17 @@ class Account:
             known_s = self._offsets_s.get((number, life), float("-inf"))
             self._offsets_s[number, life] = max(known_s, ordered_s - report.began_s)
 
-    def replaced(self, number: int) -> None:
+    def count_restart(self, number: int) -> None:
         self._actors[number].restarts += 1
 
-    def heard(self, shard: int, tally: Tally) -> None:
+    def set_tally(self, shard: int, tally: Tally) -> None:
         """Set what this shard has done since it was started."""
         self._tallies[shard][-1] = tally
 
-    def lost(self, number: int, transitions: int) -> None:
+    def add_loss(self, number: int, transitions: int) -> None:
         """Count a shard that died with ``transitions`` in it; an empty one has its number now."""
         self._tallies[number].append(Tally())
         self._lost[number] += transitions
-
-    def sent(self, size_bytes: int) -> None:
-        self.bytes_sent += size_bytes
-
-    def received(self, size_bytes: int) -> None:
-        self.bytes_received += size_bytes
 
     # --- results --------------------------------------------------------------------------------
 
