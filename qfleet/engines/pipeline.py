@@ -20,7 +20,6 @@ from qfleet.agent.ahead import Ahead
 from qfleet.agent.inference import HostInference
 from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import rows_per_block
-from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, Collector, VectorEnv, WeightsChannel
@@ -32,15 +31,12 @@ from qfleet.engines.placement import Acting, Placement, inference_rate, place_in
 from qfleet.engines.recording import Prepared, prepare_learner
 from qfleet.engines.stage_rates import Stages, env_rate, learner_rate, make_stages
 from qfleet.engines.torch_settings import set_threads
-from qfleet.engines.tuning import Choice, Tuning, apply_asked, apply_choice
-from qfleet.networks.factory import make_network
-from qfleet.networks.qnetwork import QNetwork
+from qfleet.engines.tuning import Tuning, apply_asked
 from qfleet.telemetry.bottleneck import StageRates
 from qfleet.telemetry.timers import Timers
 
 BLOCKS_AHEAD = 4
-"""Blocks that an actor in a thread fills in turn: one under way, the others on their way to the
-ring."""
+"""Blocks that an actor in a thread fills in turn: one is filled while others are copied."""
 
 
 def build(setup: Setup) -> LoopParts:
@@ -70,7 +66,8 @@ def build(setup: Setup) -> LoopParts:
         collector: Collector
         channel: WeightsChannel
         if place.ahead or config.lockstep:
-            acting = _place_acting(config, seeds, envs, place, learner.weights, choice)
+            sizes = [group.num_envs for group in envs]
+            acting = place_inference(config, spec, sizes, place, learner.weights, choice)
             timers.append(setup.make_timers("collector"))
             actor = Actor(
                 envs,
@@ -98,7 +95,7 @@ def build(setup: Setup) -> LoopParts:
                 PipelineHook(config, envs, acting, ahead, timers, clock, place.device, prepared)
             )
         else:
-            # These environments need the interpreter themselves: a thread would gain nothing.
+            # These environments run in this interpreter: a thread would gain nothing.
             channel = SameWeights()
             inference = HostInference(learner.online, place.device, spec.obs_dtype, seeds.actor)
             actor = Actor(
@@ -108,7 +105,7 @@ def build(setup: Setup) -> LoopParts:
                 timers[0],
                 rows_per_block(config),
                 seeds.actor,
-                # Groups in flight have begun the next block when one is handed over.
+                # Groups in flight have begun the next block when one is returned.
                 blocks=min(2, len(envs)),
             )
             collector = Inline(actor, channel, clock)
@@ -133,29 +130,6 @@ def build(setup: Setup) -> LoopParts:
 run = serial.run
 
 
-def _place_acting(
-    config: Config,
-    seeds: Seeds,
-    envs: Sequence[VectorEnv],
-    place: Placement,
-    weights: FlatWeights,
-    choice: Choice,
-) -> Acting:
-    """Return the actor's own network, on the device where it is fastest."""
-    spec = envs[0].spec
-
-    def network_on(device: torch.device) -> QNetwork:
-        network = make_network(config, spec, device, seeds.network)
-        if device.type != "cpu":
-            apply_choice(choice, [network], [])
-        return network
-
-    sizes = [group.num_envs for group in envs]
-    return place_inference(
-        config, spec, sizes, place, weights, network_on, choice.compiled, seeds.actor
-    )
-
-
 def _actor_threads(place: Placement) -> int | None:
     """Torch threads of the actor's thread; None leaves torch's default.
 
@@ -168,14 +142,14 @@ def _actor_threads(place: Placement) -> int | None:
 
 
 class TuningHook(EngineHook):
-    """Keeps what was tried on the accelerator, for ``qfleet doctor``."""
+    """Keeps the measured choices for the accelerator, for ``qfleet doctor``."""
 
     def __init__(self, tuning: Tuning) -> None:
         self.tuning = tuning
 
 
 class PipelineHook(EngineHook):
-    """Reports how well collecting and learning overlap, and what crossed to the device."""
+    """Reports how well collecting and learning overlap, and the traffic to the device."""
 
     def __init__(
         self,
