@@ -146,7 +146,7 @@ def _with_shape(config: Config) -> Config:
         apart = accelerated and background and not config.lockstep
         groups = min(envs, 4) if apart else 1
     rows = config.block_rows
-    # Without replay a block is a rollout, whatever the engine.
+    # Without replay a block is a rollout, on every engine.
     if rows == 0 and config.replay and not config.lockstep:
         if accelerated:
             updates_per_row = envs * config.updates_per_env_step

@@ -53,7 +53,7 @@ def build(setup: Setup) -> LoopParts:
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = setup.make_timers("learner")
-        # The memory asks the learner for values, and the learner the memory for samples.
+        # The memory calls the learner for values, and the learner the memory for samples.
         memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs), members)
         made.callback(memory.close)
         learner = make_learner(

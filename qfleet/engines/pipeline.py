@@ -17,7 +17,7 @@ import torch
 
 from qfleet.agent.actor import Actor, Inline
 from qfleet.agent.ahead import Ahead
-from qfleet.agent.inference import HostInference
+from qfleet.agent.inference import HostInference, Inference
 from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import rows_per_block
 from qfleet.config.config import Config
@@ -49,7 +49,7 @@ def build(setup: Setup) -> LoopParts:
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = [setup.make_timers("learner")]
-        # The memory asks the learner for values, and the learner the memory for samples.
+        # The memory calls the learner for values, and the learner the memory for samples.
         memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs))
         made.callback(memory.close)
         learner = make_learner(config, spec, place, memory, clock, timers[0])
@@ -63,21 +63,22 @@ def build(setup: Setup) -> LoopParts:
             choice = prepared.tuning.choice
         else:
             choice = apply_asked(config, learner.networks)
-        collector: Collector
-        channel: WeightsChannel
+        inference: Inference
         if place.ahead or config.lockstep:
             sizes = [group.num_envs for group in envs]
             acting = place_inference(config, spec, sizes, place, learner.weights, choice)
             timers.append(setup.make_timers("collector"))
-            actor = Actor(
-                envs,
-                acting.inference,
-                config,
-                timers[1],
-                rows_per_block(config),
-                seeds.actor,
-                blocks=BLOCKS_AHEAD,
-            )
+            inference, blocks = acting.inference, BLOCKS_AHEAD
+        else:
+            # These environments run in this interpreter: a thread would gain nothing.
+            acting = None
+            inference = HostInference(learner.online, place.device, spec.obs_dtype, seeds.actor)
+            blocks = min(2, len(envs))  # groups in flight begin a block before the last is returned
+        rows = rows_per_block(config)
+        actor = Actor(envs, inference, config, timers[-1], rows, seeds.actor, blocks=blocks)
+        collector: Collector
+        channel: WeightsChannel
+        if acting is not None:
             channel = acting.channel
             collector = ahead = Ahead(
                 actor,
@@ -95,19 +96,7 @@ def build(setup: Setup) -> LoopParts:
                 PipelineHook(config, envs, acting, ahead, timers, clock, place.device, prepared)
             )
         else:
-            # These environments run in this interpreter: a thread would gain nothing.
             channel = SameWeights()
-            inference = HostInference(learner.online, place.device, spec.obs_dtype, seeds.actor)
-            actor = Actor(
-                envs,
-                inference,
-                config,
-                timers[0],
-                rows_per_block(config),
-                seeds.actor,
-                # Groups in flight have begun the next block when one is returned.
-                blocks=min(2, len(envs)),
-            )
             collector = Inline(actor, channel, clock)
         return LoopParts(
             setup=setup,

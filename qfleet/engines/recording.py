@@ -13,13 +13,13 @@ from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import rows_per_block
 from qfleet.config.config import Config
 from qfleet.core.types import Batch, Block, EnvSpec, Memory
+from qfleet.engines.cluster.state_arrays import copy_state
 from qfleet.engines.tuning import (
     TIMED_CALLS,
     Choice,
     Tuning,
     apply_choice,
     candidates,
-    copy_state,
     may_compile,
     tune,
     tuning_key,

@@ -1,4 +1,4 @@
-"""The engines by name. Each is a module with ``build`` and ``run``, imported when asked for."""
+"""The engines by name. Each is a module with ``build`` and ``run``, imported when it is used."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def build(
     """Create the parts.
 
     For the workers of a parameter server: ``make_updater(weights, timers=…)`` makes the updater
-    that asks the servers, and ``ladder`` is the ε of each env.
+    that calls the servers, and ``ladder`` is the ε of each env.
     """
     config, seed = setup.config, setup.seeds.actor
     with contextlib.ExitStack() as made:
@@ -44,22 +44,16 @@ def build(
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = setup.make_timers("learner")
-        # The memory asks the learner for values, and the learner the memory for samples.
+        # The memory calls the learner for values, and the learner the memory for samples.
         memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs))
         made.callback(memory.close)
         updater = functools.partial(make_updater, timers=timers) if make_updater else None
         learner = make_learner(config, spec, place, memory, clock, timers, updater=updater)
         apply_asked(config, learner.networks)
         channel = SameWeights()
-        actor = Actor(
-            envs,
-            HostInference(learner.online, place.device, spec.obs_dtype, seed),
-            config,
-            timers,
-            rows_per_block(config),
-            seed,
-            ladder=ladder,
-        )
+        inference = HostInference(learner.online, place.device, spec.obs_dtype, seed)
+        rows = rows_per_block(config)
+        actor = Actor(envs, inference, config, timers, rows, seed, ladder=ladder)
         return LoopParts(
             setup=setup,
             spec=spec,

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable, switch
 from qfleet.config.config import Config
@@ -134,12 +133,3 @@ def tuning_key(
         "asked": [config.precision, config.compile, config.graphs],
         **{name: getattr(config, name) for name in switches},
     }
-
-
-def copy_state(state: Any) -> Any:
-    """Return a copy of a state dict with cloned tensors."""
-    if isinstance(state, Tensor):
-        return state.clone()
-    if isinstance(state, dict):
-        return {key: copy_state(value) for key, value in state.items()}
-    return state

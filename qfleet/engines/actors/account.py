@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qfleet.engines.actors.messages import Report, Tally
+from qfleet.engines.cluster.processes_hook import SteadyRate
 from qfleet.telemetry.fleet import TRAFFIC, FleetAccount, ShardAccount, WorkerAccount, shares_of
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Lane, SpanRecord
@@ -42,8 +43,7 @@ class Account:
     _uncompressed_bytes: int = 0
     _learner: tuple[tuple[float, dict[str, float]], ...] = ()
     """At the first and at the newest block: time, and the learner's seconds by stage."""
-    _steady: tuple[float, int] | None = None
-    """When every actor had sent a block: time, and env steps until then."""
+    _rate: SteadyRate = field(default_factory=SteadyRate)
 
     def __post_init__(self) -> None:
         self._actors = [WorkerAccount(number) for number in range(self.workers)]
@@ -71,8 +71,8 @@ class Account:
             actor.seconds[stage] += spent_s
         self._uncompressed_bytes += report.plain_bytes
         self._learner = (*self._learner[:1], (now_s, dict(self.timers.seconds)))
-        if self._steady is None and all(each.env_steps for each in self._actors):
-            self._steady = (now_s, self._env_steps())
+        steps = [each.env_steps for each in self._actors]
+        self._rate.record(now_s, sum(steps), all(steps))
 
     def add_spans(self, number: int, life: int, report: Report, ordered_s: float) -> None:
         """Add the spans of a block; ``ordered_s``: when it was ordered, by ``perf_counter`` here.
@@ -101,13 +101,7 @@ class Account:
 
     def env_steps_per_s(self) -> float | None:
         """Return the rate from when every actor had sent a block to the newest block."""
-        if self._steady is None or self._learner[-1][0] <= self._steady[0]:
-            return None
-        since_s, before = self._steady
-        return (self._env_steps() - before) / (self._learner[-1][0] - since_s)
-
-    def _env_steps(self) -> int:
-        return sum(actor.env_steps for actor in self._actors)
+        return self._rate.env_steps_per_s()
 
     def account(self) -> FleetAccount | None:
         """Return the account of all processes; None before the first block."""
@@ -116,7 +110,7 @@ class Account:
             return None
         return FleetAccount(
             update=None,
-            wall_s=self._learner[-1][0] - self.began_s,
+            wall_s=self._rate.newest[0] - self.began_s,
             driver_processor_s=time.process_time() - self._processor_s,
             workers=workers,
             uncompressed_bytes_sent=self._uncompressed_bytes,

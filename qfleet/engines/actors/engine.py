@@ -16,7 +16,7 @@ import torch
 
 from qfleet.agent.schedules import rows_per_block
 from qfleet.config.config import Config
-from qfleet.core.errors import ClusterError, ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.core.seeding import env_seeds
 from qfleet.core.types import Clock, EnvSpec
 from qfleet.engines import serial
@@ -38,6 +38,7 @@ from qfleet.engines.cluster.ray_cluster import (
     STORE_BYTES,
     Cluster,
     check_memory,
+    check_store,
     open_cluster,
 )
 from qfleet.engines.factories import make_learner
@@ -55,7 +56,7 @@ from qfleet.telemetry.trace import Trace
 VERSIONS = 4
 """Versions of the weights that the object store holds: the newest, and those still being read."""
 BURST_BYTES = 64 * 2**20
-"""Samples drawn at once take no more than this, but for a single batch that does."""
+"""Largest size of the samples drawn at once, except for a single larger batch."""
 
 
 def build(setup: Setup) -> LoopParts:
@@ -76,10 +77,12 @@ def build(setup: Setup) -> LoopParts:
     lane = Trace().lane("learner") if setup.trace else None
     timers = Timers(lane)
     account = Account(config.workers, config.servers, timers, lane)
-    needed = store_bytes(config, spec, _weight_bytes(config, spec))
+    network = make_network(config, spec, torch.device("cpu"), 0)
+    needed = store_bytes(config, spec, sum(weight.nbytes for weight in network.parameters()))
     with contextlib.ExitStack() as made:
         cluster = made.enter_context(_open(config, needed))
-        _check_store(cluster, needed)
+        contents, lower = "samples, blocks and weights", "--batch-size, --workers or --block-rows"
+        check_store(cluster, cluster.store_bytes(), needed, contents, lower)
         memory = ShardedReplay(
             cluster,
             config,
@@ -137,7 +140,7 @@ def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
 
 
 def _set_threads(config: Config, spec: EnvSpec) -> None:
-    """The learner takes the cores that the actors leave: two on one core would wait in turns."""
+    """Give the learner the cores that the actors leave: on a shared core both would wait."""
     left = (os.cpu_count() or 1) - (0 if config.address else config.workers)
     set_threads(config.threads, spec)
     if not config.threads:
@@ -190,26 +193,10 @@ def _batches_at_once(config: Config, spec: EnvSpec) -> int:
     return max(1, BURST_BYTES // _batch_bytes(config, spec))
 
 
-def _weight_bytes(config: Config, spec: EnvSpec) -> int:
-    network = make_network(config, spec, torch.device("cpu"), 0)
-    return sum(parameter.nbytes for parameter in network.parameters())
-
-
 def store_bytes(config: Config, spec: EnvSpec, weight_bytes: int) -> int:
-    """What may be under way at one time, in the cluster's object store."""
+    """Return the bytes that may be in the cluster's object store at one time."""
     at_once = min(_batches_at_once(config, spec), 32)
     samples = (PREFETCHED + 1) * at_once * _batch_bytes(config, spec)
     block = rows_per_block(config) * config.envs * _frame_bytes(spec)
     blocks = (BLOCKS_PER_ACTOR + 2) * config.workers * block
     return samples + blocks + VERSIONS * weight_bytes
-
-
-def _check_store(cluster: Cluster, needed_bytes: int) -> None:
-    """Ray would go on by writing to the disk, many times slower: say it instead."""
-    there = cluster.store_bytes()
-    if there < needed_bytes:
-        raise ClusterError(
-            f"the object store of cluster {cluster.address} has {there / 2**20:.0f} MiB, too few "
-            f"for {needed_bytes / 2**20:.0f} MiB of samples, blocks and weights; give it more "
-            "(ray start --object-store-memory) or lower --batch-size, --workers or --block-rows"
-        )

@@ -79,15 +79,9 @@ class RemoteActor:
         self._weights = FlatWeights(self._network)
         inference = HostInference(self._network, HOST, spec.obs_dtype, own_seed)
         rows = rows_per_block(config)
-        self._actor = Actor(
-            [self._envs],
-            inference,
-            config,
-            self._timers,
-            rows,
-            own_seed,
-            ladder=own_ladder(config, number),
-        )
+        ladder = own_ladder(config, number)
+        envs = [self._envs]
+        self._actor = Actor(envs, inference, config, self._timers, rows, own_seed, ladder=ladder)
         self._rows_made = 0
         objective = make_objective(config, HOST, own_seed)
         self._priorities = (

@@ -32,7 +32,6 @@ from typing import NamedTuple
 
 import torch
 
-from qfleet.core.errors import ConfigError
 from qfleet.core.types import StateDict
 from qfleet.engines.parameter_server.compression import unpack
 from qfleet.engines.parameter_server.wire import Push
@@ -158,8 +157,6 @@ class Sync(_Barrier):
 
     def __init__(self, backup: int = 0) -> None:
         super().__init__()
-        if backup < 0:
-            raise ConfigError(f"backup must be ≥ 0 (workers), got {backup}")
         self._backup = backup
         self._round = 0
         self._expected: dict[int, int] = {}
@@ -222,10 +219,6 @@ class Hybrid(_Barrier):
 
     def __init__(self, k: int | None = None, window_s: float = math.inf) -> None:
         super().__init__()
-        if k is not None and k < 1:
-            raise ConfigError(f"k must be ≥ 1 (gradients per update), got {k}")
-        if not window_s >= 0:
-            raise ConfigError(f"window_s must be ≥ 0, got {window_s:g}")
         self._k, self._window_s = k, window_s
         # Not in the state: the clock of the process that restores it has another origin.
         self._ends_s: float | None = None
@@ -262,8 +255,6 @@ class BoundedStaleness(_Barrier):
 
     def __init__(self, bound: int) -> None:
         super().__init__()
-        if bound < 0:
-            raise ConfigError(f"the staleness bound must be ≥ 0 (clocks), got {bound}")
         self._bound = bound
         self._clocks: dict[int, int] = {}
 
@@ -355,8 +346,6 @@ class AgeLimit(_Guard):
 
     def __init__(self, inner: Admission, limit: int) -> None:
         super().__init__(inner)
-        if limit < 0:
-            raise ConfigError(f"the age limit must be ≥ 0 (updates), got {limit}")
         self._limit = limit
 
     def _refusal(self, push: Push) -> str:
@@ -374,10 +363,6 @@ class Outliers(_Guard):
 
     def __init__(self, inner: Admission, window: int, sigmas: float) -> None:
         super().__init__(inner)
-        if window < 2:
-            raise ConfigError(f"the window must have ≥ 2 values, got {window}")
-        if not sigmas > 0:
-            raise ConfigError(f"sigmas must be > 0, got {sigmas:g}")
         self._sigmas = sigmas
         self._newest: dict[str, deque[float]] = {
             kind: deque(maxlen=window) for kind in ("losses", "norms")
@@ -386,7 +371,7 @@ class Outliers(_Guard):
     def _refusal(self, push: Push) -> str:
         assert push.gradient is not None
         norm = float(torch.linalg.vector_norm(unpack(push.gradient)))
-        # Both are recorded, whatever the first one says.
+        # Both are recorded, even if the first one is unusual.
         usual = [self._is_usual("norms", norm)]
         if push.loss is not None:
             usual.append(self._is_usual("losses", push.loss))

@@ -52,11 +52,14 @@ def build(setup: Setup) -> ServerParts:
     envs = make_envs(config, 1, seeds.envs, training=False, on_fault=faults)
     spec = envs.spec
     envs.close()
-    _check_here(config, spec)
+    if not config.address:
+        Placement.of(config, spec, in_background=False)  # refuses what the workers would refuse
+    _check_room(config, spec, config.workers + config.servers, config.buffer_size)
     set_threads(config.threads, spec)
     clock, timers = Clock(frame_skip=spec.frame_skip), Timers()
     network = make_network(config, spec, device, seeds.network)
     weights = FlatWeights(network)
+    each_transitions = -(-config.buffer_size // config.workers)
     fleet = Fleet(
         config,
         clock,
@@ -65,7 +68,7 @@ def build(setup: Setup) -> ServerParts:
         weights.data,
         setup.restarted_at,
         setup.trace is not None,
-        lambda workers: _check_more(config, spec, workers),
+        lambda workers: _check_room(config, spec, workers, workers * each_transitions),
     )
     servers = f"{config.servers} server{'s' if config.servers > 1 else ''}"
     return ServerParts(
@@ -125,25 +128,14 @@ class FleetHook(ProcessesHook):
         return resize_request.handle(folder, self.fleet.resize)
 
 
-def _check_here(config: Config, spec: EnvSpec) -> None:
-    """Refuse what workers on this machine would refuse, before any of them is started."""
+def _check_room(config: Config, spec: EnvSpec, processes: int, transitions: int) -> None:
+    """Check that this machine has memory for more processes and all their replay memories.
+
+    A worker checks only its own replay memory.
+    """
     if config.address:
         return
-    Placement.of(config, spec, in_background=False)
-    # A worker checks only its own replay memory, and all of them are on this machine.
-    _check_memories(config, spec, config.buffer_size)
-    check_memory(config.workers + config.servers, LEAST_BYTES_WITH_TORCH)
-
-
-def _check_more(config: Config, spec: EnvSpec, workers: int) -> None:
-    """Check that this machine has room for this many further workers and their memories."""
-    if config.address:
-        return
-    check_memory(workers, LEAST_BYTES_WITH_TORCH)
-    _check_memories(config, spec, workers * -(-config.buffer_size // config.workers))
-
-
-def _check_memories(config: Config, spec: EnvSpec, transitions: int) -> None:
+    check_memory(processes, LEAST_BYTES_WITH_TORCH)
     if config.replay:
         check_fits(
             spec,

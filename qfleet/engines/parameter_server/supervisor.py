@@ -18,6 +18,7 @@ from typing import Any
 from qfleet.config.config import Config
 from qfleet.core.types import Episode
 from qfleet.engines.cluster.member_pool import Member, MemberPool
+from qfleet.engines.cluster.processes_hook import SteadyRate
 from qfleet.engines.cluster.ray_cluster import Cluster
 from qfleet.engines.parameter_server.servers import LOOK_S, ServerRow
 from qfleet.engines.parameter_server.worker import RemoteWorker, Report, WorkOrder
@@ -65,16 +66,14 @@ class WorkerState(Member):
         self.report, self.granted = None, 0
         self.logged_faults.clear()
 
-    def account(self, number: int) -> WorkerAccount:
+    def account(self) -> WorkerAccount:
         reports = self.reports
         traffic = [report.traffic for report in reports]
-        outcomes: Counter[str] = Counter()
-        for each in traffic:
-            outcomes.update(each["outcomes"])
+        outcomes = sum((Counter(each["outcomes"]) for each in traffic), Counter[str]())
         totals = ("env_steps", "updates", "wall_s", "processor_s")
         sent = ("bytes_sent", "bytes_received", "messages", "packing_s")
         return WorkerAccount(
-            number=number,
+            number=self.number,
             host=reports[-1].host if reports else "",
             seconds={stage: sum(r.seconds[stage] for r in reports) for stage in STAGES},
             outcomes=dict(outcomes),
@@ -117,10 +116,7 @@ class Supervisor:
         """Held while reports, or sums over them, are read or written."""
         self.news = threading.Event()
         """Set when a worker has reported, or something failed."""
-        self.steady: tuple[float, int] | None = None
-        """When every worker had reported once: time, and env steps by then."""
-        self.newest_s = time.monotonic()
-        """Time of the newest report."""
+        self.rate = SteadyRate()
 
     # --- for the run's own thread -------------------------------------------------------------
 
@@ -132,8 +128,8 @@ class Supervisor:
             self._pool.spawn(self.workers[number])
         if not self._servers.await_start(keep_going):
             return False
-        # All join before any begins: else the first would make rounds on its own, and the others
-        # would collect while it learns, and the other way round, from then on.
+        # All join before any begins: otherwise the first would make rounds on its own, and from
+        # then on the others would collect while it learns, and the other way round.
         self._servers.join(list(self.workers))
         for worker in self.workers.values():
             self._set_to_work(worker)
@@ -252,7 +248,7 @@ class Supervisor:
                 else:
                     self._take_report(worker, report)
                     self._servers.leave({worker.number: worker.life})
-        for worker in busy:  # so that servers make the update that waits for theirs
+        for worker in busy:  # so that servers make the updates that wait for them
             self._leave_dead(worker)
 
     # --- one worker ---------------------------------------------------------------------------
@@ -304,7 +300,7 @@ class Supervisor:
         self._pool.call(worker, worker.handle.work.remote(order))
 
     def _share(self, number: int) -> float:
-        """Return a worker's pace in its own working time, as a share of the quickest one's."""
+        """Return a worker's pace in its own working time, as a share of the fastest one's."""
         if not self._config.balance:
             return 1.0
         paces = {n: _pace(w.report) for n, w in self.workers.items() if w.report is not None}
@@ -319,10 +315,8 @@ class Supervisor:
             worker.report, worker.granted, worker.failures = report, 0, 0
             worker.spans += _shifted(report, time.perf_counter())
             self._episodes += [Episode(*episode) for episode in report.episodes]
-            self.newest_s = time.monotonic()
-            at_work = (w for w in self.workers.values() if w.handle is not None)
-            if self.steady is None and all(w.report for w in at_work):
-                self.steady = (self.newest_s, self.env_steps())
+            have_all = all(w.report for w in self.workers.values() if w.handle is not None)
+            self.rate.record(time.monotonic(), self.env_steps(), have_all)
         for kind, (count, messages) in report.faults.items():
             for _ in range(count - worker.logged_faults[kind]):
                 self._faults(kind, f"worker {worker.number}: {messages[-1]}")
@@ -336,7 +330,7 @@ class Supervisor:
         room = "" if self._pool.has_room() else " when there is room"
         self._faults("worker", f"{loss}; another takes its place{room}")
         self._pool.count_failure(worker, loss)
-        # It may only be cut off, and come back: servers must not listen to two of one number.
+        # It may only be disconnected: servers must not accept two workers with one number.
         self._leave_dead(worker)
         self._end_life(worker)
         if worker.number < self._wanted:
@@ -348,7 +342,7 @@ class Supervisor:
 
 
 def _shifted(report: Report, now_s: float) -> list[SpanRecord]:
-    """A report's spans on this process's clock; the way here counts as no time."""
+    """Return a report's spans on this process's clock; the transfer counts as no time."""
     shift_s = now_s - report.clock_s
     return [(stage, start + shift_s, end + shift_s) for stage, start, end in report.spans]
 
