@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -130,34 +131,30 @@ def _actor_threads(place: Placement) -> int | None:
     return None
 
 
+@dataclass
 class TuningHook(EngineHook):
     """Keeps the measured choices for the accelerator, for ``qfleet doctor``."""
 
-    def __init__(self, tuning: Tuning) -> None:
-        self.tuning = tuning
+    tuning: Tuning
 
 
+@dataclass
 class PipelineHook(EngineHook):
     """Reports how well collecting and learning overlap, and the traffic to the device."""
 
-    def __init__(
-        self,
-        config: Config,
-        envs: Sequence[VectorEnv],
-        acting: Acting,
-        collector: Ahead,
-        timers: Sequence[Timers],
-        clock: Clock,
-        device: torch.device,
-        prepared: Prepared | None,
-    ) -> None:
-        """``prepared``: the learner's own rate, if it was measured at the start."""
-        self._config, self._envs, self._acting, self._collector = config, envs, acting, collector
-        self._timers, self._clock, self._device, self._prepared = timers, clock, device, prepared
+    config: Config
+    envs: Sequence[VectorEnv]
+    acting: Acting
+    collector: Ahead
+    timers: Sequence[Timers]
+    clock: Clock
+    device: torch.device
+    prepared: Prepared | None
+    """The learner's own rate, if it was measured at the start."""
 
     def scalars(self, wall_s: float) -> Mapping[str, float | None]:
-        learner, collector = (timers.shares(wall_s)["idle"] for timers in self._timers)
-        lag, traffic = self._acting.channel.lag, self._acting.traffic
+        learner, collector = (timers.shares(wall_s)["idle"] for timers in self.timers)
+        lag, traffic = self.acting.channel.lag, self.acting.traffic
         scalars = {
             "pipeline/idle_learner": learner,
             "pipeline/idle_collector": collector,
@@ -170,7 +167,7 @@ class PipelineHook(EngineHook):
         return scalars
 
     def result(self) -> Mapping[str, Any]:
-        traffic = self._acting.traffic
+        traffic = self.acting.traffic
         if traffic is None:
             return {}
         return {
@@ -182,19 +179,19 @@ class PipelineHook(EngineHook):
         }
 
     def measure(self, end_to_end: float) -> Stages:
-        if self._prepared is not None:
-            learner_only: float | None = self._prepared.learner_rate(self._config, agents=1)
+        if self.prepared is not None:
+            learner_only: float | None = self.prepared.learner_rate(self.config, agents=1)
         else:
-            learner_only = learner_rate(self._config, self._clock, self._timers[0])
+            learner_only = learner_rate(self.config, self.clock, self.timers[0])
             # The first updates are slow; a stage is never slower than the whole.
             learner_only = learner_only and max(learner_only, end_to_end)
-        self._collector.land()
-        inference = self._acting.inference
-        spec, group = self._envs[0].spec, self._envs[0].num_envs
+        self.collector.land()
+        inference = self.acting.inference
+        spec, group = self.envs[0].spec, self.envs[0].num_envs
         rates = StageRates(
-            env_only=env_rate(self._envs, Seeds.of(self._config.seed).actor),
+            env_only=env_rate(self.envs, Seeds.of(self.config.seed).actor),
             inference_only=inference_rate(inference, spec, group),
             learner_only=learner_only,
             end_to_end=end_to_end,
         )
-        return make_stages(rates, self._config, self._device)
+        return make_stages(rates, self.config, self.device)

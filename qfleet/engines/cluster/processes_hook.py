@@ -45,11 +45,11 @@ class CountedProcesses(Processes, Protocol):
         ...
 
 
+@dataclass
 class ProcessesHook(EngineHook):
     """Adds the account of all processes to the result, the terminal, the plots and the trace."""
 
-    def __init__(self, processes: CountedProcesses) -> None:
-        self.processes = processes
+    processes: CountedProcesses
 
     def result(self) -> Mapping[str, Any]:
         account = self.processes.account()

@@ -117,15 +117,14 @@ class FetchedModel:
         self.lr_scale = state["lr_scale"]
 
 
+@dataclass
 class FleetHook(ProcessesHook):
     """Also handles requests for another number of workers (``qfleet scale``)."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        super().__init__(fleet)
-        self.fleet = fleet
+    processes: Fleet
 
     def on_turn(self, folder: Path) -> str | None:
-        return resize_request.handle(folder, self.fleet.resize)
+        return resize_request.handle(folder, self.processes.resize)
 
 
 def _check_room(config: Config, spec: EnvSpec, processes: int, transitions: int) -> None:
@@ -135,7 +134,6 @@ def _check_room(config: Config, spec: EnvSpec, processes: int, transitions: int)
     """
     if config.address:
         return
-    check_memory(processes, LEAST_BYTES_WITH_TORCH)
     if config.replay:
         check_fits(
             spec,
@@ -145,3 +143,4 @@ def _check_room(config: Config, spec: EnvSpec, processes: int, transitions: int)
             on_disk=Path(config.replay_dir) if config.replay_dir else None,
             compression=config.replay_compression,
         )
+    check_memory(processes, LEAST_BYTES_WITH_TORCH)

@@ -95,9 +95,9 @@ class Worker:
         lines: Sequence[Line],
         restarted_at: int = 0,
         traced: bool = False,
-        clock: Callable[[], float] = time.monotonic,
         life: int = 0,
         is_late: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``config`` is the run's; ``lines`` are the connections to its servers, in order.
 
@@ -240,20 +240,11 @@ class Worker:
 class RemoteWorker(Worker):
     """A worker in a process of its own, which connects to the servers' handles."""
 
-    def __init__(
-        self,
-        config: Config,
-        number: int,
-        handles: Sequence[Any],
-        restarted_at: int,
-        traced: bool,
-        life: int,
-        is_late: bool,
-    ) -> None:
+    def __init__(self, config: Config, number: int, handles: Sequence[Any], *others: Any) -> None:
         ignore_sigterm_if_blocked()
         self._cluster = from_inside(TIMEOUT_S)
         lines = [RemoteLine(self._cluster, handle, shard) for shard, handle in enumerate(handles)]
-        super().__init__(config, number, lines, restarted_at, traced, life=life, is_late=is_late)
+        super().__init__(config, number, lines, *others)
         self._host += f" ({self._cluster.node_ip()})"  # several machines may have one name
 
     def ping(self) -> bool:

@@ -27,7 +27,7 @@ def report(idle_s: float = 0.0, **changes: Any) -> Report:
     fields: dict[str, Any] = {
         "rows": 5,
         "version": 0,
-        "letter_bytes": 100,
+        "block_bytes": 100,
         "plain_bytes": 400,
         "weight_bytes": 0,
         "messages": 2,
@@ -140,7 +140,7 @@ def test_an_actor_says_how_long_it_waited_for_its_order(monkeypatch: pytest.Monk
     assert {stage for stage, _, _ in first.spans} == {"env", "act", "learn", "communicate"}
     starts = [start_s for _, start_s, _ in first.spans + second.spans]
     assert starts == sorted(starts)
-    assert first.plain_bytes == first.letter_bytes == letter.nbytes
+    assert first.plain_bytes == first.block_bytes == letter.nbytes
 
 
 def test_without_a_trace_no_span_travels() -> None:
