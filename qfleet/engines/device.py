@@ -158,9 +158,6 @@ class DeviceEvaluator:
         finally:
             self.network.train()
 
-    def close(self) -> None:
-        """Do nothing: nothing is open."""
-
 
 @dataclass
 class StagesHook(EngineHook):

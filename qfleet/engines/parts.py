@@ -98,8 +98,6 @@ class PolicyEvaluator(Protocol):
         """Return the episodes, agent-major; None if ``give_up`` returned True before their end."""
         ...
 
-    def close(self) -> None: ...
-
 
 # ruff: noqa: ARG002 (the arguments are for subclasses)
 class EngineHook:

@@ -60,6 +60,7 @@ class Decision(NamedTuple):
 NOTHING = Decision()
 
 
+# ruff: noqa: ARG002 (the arguments are for subclasses)
 class Admission:
     """Base of the policies: every gradient is an update on arrival, and no worker waits."""
 
@@ -71,22 +72,18 @@ class Admission:
 
     def arrive(self, push: Push, moment: Moment) -> Decision:
         """Decide about a gradient of a present worker that does not have to wait."""
-        del moment
         return NOTHING if push.gradient is None else Decision((push,))
 
     def settle(self, moment: Moment) -> Decision:
         """Decide whether an update is due, after a worker left or time has passed."""
-        del moment
         return NOTHING
 
     def waits(self, worker: int) -> bool:
         """Return whether the worker may not compute its next gradient yet."""
-        del worker
         return False
 
     def turn(self, worker: int) -> int:
         """Return the turn of the worker's next gradient; 0 in policies without turns."""
-        del worker
         return 0
 
     def state_dict(self) -> StateDict:
@@ -164,14 +161,12 @@ class Sync(_Barrier):
 
     def join(self, worker: int, moment: Moment) -> None:
         """Forget what was expected of an earlier worker with this number."""
-        del moment
         self._expected.pop(worker, None)
 
     def expect(self, worker: int, turn: int) -> None:
         self._expected[worker] = max(turn, self._expected.get(worker, 0))
 
     def turn(self, worker: int) -> int:
-        del worker
         return self._round
 
     def arrive(self, push: Push, moment: Moment) -> Decision:

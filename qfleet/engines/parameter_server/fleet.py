@@ -125,9 +125,9 @@ class Fleet:
 
     def _settle_clock(self, supervisor: Supervisor) -> None:
         with supervisor.lock:
-            self._clock.env_steps = self._base_env_steps + supervisor.env_steps()
             heard = [worker.reports for worker in supervisor.workers.values() if worker.reports]
-            reports = [report for lives in heard for report in lives]
+        reports = [report for lives in heard for report in lives]
+        self._clock.env_steps = self._base_env_steps + sum(report.env_steps for report in reports)
         self._clock.updates = self._base_updates + sum(report.updates for report in reports)
         for stage in STAGES if reports else ():
             # The mean over workers; all lives of one number count as one worker.
@@ -152,8 +152,8 @@ class Fleet:
         return [] if self._supervisor is None else self._supervisor.take_episodes()
 
     def exploration_rate(self) -> float:
-        reports = self._reports()
-        return sum(r.exploration_rate for r in reports) / len(reports) if reports else 1.0
+        rates = [report.exploration_rate for report in self._reports()]
+        return sum(rates) / len(rates) if rates else 1.0
 
     def metrics(self) -> dict[str, float]:
         """Return means of the workers' newest metrics; ``skipped`` is a sum, |Q| a maximum."""
@@ -167,16 +167,11 @@ class Fleet:
 
     def _skipped(self) -> float:
         """Return the number of non-finite gradients of all workers since the run began."""
-        if self._supervisor is None:
-            return self._base_skipped
-        with self._supervisor.lock:
-            workers = list(self._supervisor.workers.values())
-            return self._base_skipped + sum(
-                report.metrics.get("skipped", 0.0) for each in workers for report in each.reports
-            )
+        counts = [report.metrics.get("skipped", 0.0) for report in self._reports(all_lives=True)]
+        return self._base_skipped + sum(counts)
 
-    def _reports(self) -> list[Report]:
-        return [] if self._supervisor is None else self._supervisor.reports()
+    def _reports(self, all_lives: bool = False) -> list[Report]:
+        return [] if self._supervisor is None else self._supervisor.reports(all_lives)
 
     def pids(self) -> dict[str, int]:
         """Return pids by name (``worker 0``, ``server 1`` …) of processes that have reported."""

@@ -165,9 +165,11 @@ class Supervisor:
             episodes, self._episodes = self._episodes, []
         return episodes
 
-    def reports(self) -> list[Report]:
-        """Return the newest report of each worker that is at work."""
+    def reports(self, all_lives: bool = False) -> list[Report]:
+        """Return the newest report of each worker at work, or the last one of every life."""
         with self.lock:
+            if all_lives:
+                return [report for w in self.workers.values() for report in w.reports]
             return [w.report for w in self.workers.values() if w.report is not None]
 
     # --- the thread ---------------------------------------------------------------------------
