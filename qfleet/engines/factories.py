@@ -67,17 +67,8 @@ def make_memory(
 
 
 def make_ring(config: Config, spec: EnvSpec, place: Placement, seed: int) -> Ring:
-    directory = Path(config.replay_dir) if config.replay_dir else None
     device = place.replay
-    check_fits(
-        spec,
-        config.envs,
-        config.buffer_size,
-        config.prioritized_replay,
-        budget_bytes=None if device.type == "cpu" else free_device_bytes(device),
-        on_disk=directory,
-        compression=config.replay_compression,
-    )
+    check_replay_fits(config, spec, config.buffer_size, device)
     capturable = place.capturable and device.type == place.device.type
     return Ring(
         spec,
@@ -87,9 +78,24 @@ def make_ring(config: Config, spec: EnvSpec, place: Placement, seed: int) -> Rin
         config.gamma,
         make_sampler(config, config.buffer_size, device, seed, capturable),
         device,
-        directory,
+        Path(config.replay_dir) if config.replay_dir else None,
         config.replay_compression,
         capturable,
+    )
+
+
+def check_replay_fits(
+    config: Config, spec: EnvSpec, transitions: int, device: torch.device
+) -> None:
+    """Raise MemoryRefusedError unless replay memories of this many transitions in all fit."""
+    check_fits(
+        spec,
+        config.envs,
+        transitions,
+        config.prioritized_replay,
+        budget_bytes=None if device.type == "cpu" else free_device_bytes(device),
+        on_disk=Path(config.replay_dir) if config.replay_dir else None,
+        compression=config.replay_compression,
     )
 
 

@@ -23,14 +23,13 @@ from qfleet.engines import serial
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.broadcast import Broadcast
 from qfleet.engines.actors.fleet import ActorFleet
-from qfleet.engines.actors.remote_actor import RemoteActor, actor_seed
+from qfleet.engines.actors.remote_actor import actor_seed
 from qfleet.engines.actors.replay import (
     BLOCKS_PER_ACTOR,
     PREFETCHED,
     NothingToSample,
     ShardedReplay,
 )
-from qfleet.engines.actors.shard import ReplayShard
 from qfleet.engines.actors.shares import ring_capacity
 from qfleet.engines.cluster.processes_hook import ProcessesHook
 from qfleet.engines.cluster.ray_cluster import (
@@ -41,13 +40,12 @@ from qfleet.engines.cluster.ray_cluster import (
     check_store,
     open_cluster,
 )
-from qfleet.engines.factories import make_learner
+from qfleet.engines.factories import check_replay_fits, make_learner
 from qfleet.engines.parts import LoopParts, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.engines.tuning import apply_asked
 from qfleet.envs.factory import make_envs
-from qfleet.memory.sizing import check_fits
 from qfleet.networks.factory import make_network
 from qfleet.telemetry.timeline import draw_workers
 from qfleet.telemetry.timers import Timers
@@ -83,32 +81,12 @@ def build(setup: Setup) -> LoopParts:
         cluster = made.enter_context(_open(config, needed))
         contents, lower = "samples, blocks and weights", "--batch-size, --workers or --block-rows"
         check_store(cluster, cluster.store_bytes(), needed, contents, lower)
-        memory = ShardedReplay(
-            cluster,
-            config,
-            spec,
-            faults,
-            account,
-            seeds.memory,
-            spawn=lambda actors, life: cluster.spawn(ReplayShard, config, spec, actors, life),
-        )
+        memory = ShardedReplay(cluster, config, spec, faults, account, seeds.memory)
         learner = make_learner(config, spec, place, memory, clock, timers, drawing="communicate")
         apply_asked(config, learner.networks)
         learner.burst_updates = min(learner.burst_updates, _batches_at_once(config, spec))
         channel = Broadcast(cluster, learner.weights, account)
-        actors = ActorFleet(
-            cluster,
-            config,
-            spec,
-            channel,
-            clock,
-            timers,
-            faults,
-            account,
-            spawn=lambda number, life: cluster.spawn(
-                RemoteActor, config, number, life, setup.restarted_at, setup.trace is not None
-            ),
-        )
+        actors = ActorFleet(cluster, setup, spec, channel, clock, timers, account)
         each = [actor_seed(seeds.envs, i, 0, setup.restarted_at) for i in range(config.workers)]
         return LoopParts(
             setup=setup,
@@ -172,13 +150,7 @@ def _check_rings(config: Config, spec: EnvSpec) -> None:
             f"use at least {rows * config.envs * config.workers}"
         )
     if not config.address:
-        check_fits(
-            spec,
-            config.envs,
-            config.buffer_size,
-            config.prioritized_replay,
-            compression=config.replay_compression,
-        )
+        check_replay_fits(config, spec, config.buffer_size, torch.device("cpu"))
 
 
 def _frame_bytes(spec: EnvSpec) -> int:

@@ -1,4 +1,4 @@
-"""The actors as one collector. In: a function that spawns an actor; out: blocks, first done first.
+"""The actors as one collector: it returns blocks in the order in which actors finish them.
 
 An actor is given its next slice when its last block is taken, so it works while the learner learns,
 one block ahead at most: the rate limiter says when a block may be taken. An actor that dies or does
@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from qfleet.agent import schedules
 from qfleet.agent.schedules import rows_per_block
 from qfleet.algorithms.exploration import epsilon_ladder
-from qfleet.config.config import Config
 from qfleet.core.types import Clock, EnvSpec, Episode, StateDict
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.broadcast import Broadcast
 from qfleet.engines.actors.messages import Order, Report
+from qfleet.engines.actors.remote_actor import RemoteActor
 from qfleet.engines.actors.replay import RemoteBlock
 from qfleet.engines.cluster.member_pool import Member, MemberPool
 from qfleet.engines.cluster.ray_cluster import Cluster
-from qfleet.telemetry.faults import FaultLog
+from qfleet.engines.parts import Setup
 from qfleet.telemetry.timers import Timers
 
 LOOK_S = 1.0
@@ -47,22 +46,22 @@ class ActorFleet:
     def __init__(
         self,
         cluster: Cluster,
-        config: Config,
+        setup: Setup,
         spec: EnvSpec,
         channel: Broadcast,
         clock: Clock,
         timers: Timers,
-        faults: FaultLog,
         account: Account,
-        spawn: Callable[[int, int], Any],
     ) -> None:
-        """``spawn`` starts an actor with a number and a life, and returns its handle."""
+        config, traced = setup.config, setup.trace is not None
         self._config, self._spec, self._channel, self._clock = config, spec, channel, clock
-        self._faults, self._account, self._waiting = faults, account, timers.span("idle")
+        self._faults, self._account, self._waiting = setup.faults, account, timers.span("idle")
         self._pool = MemberPool(
             cluster,
             "actor",
-            lambda actor: spawn(actor.number, actor.life),
+            lambda actor: cluster.spawn(
+                RemoteActor, config, actor.number, actor.life, setup.restarted_at, traced
+            ),
             [_Actor(number) for number in range(config.workers)],
             timeout_s=config.worker_timeout_s,
             max_failures=config.max_env_restarts,

@@ -23,6 +23,7 @@ from qfleet.core.errors import CheckpointError, ClusterError, MemberLost, Qfleet
 from qfleet.core.types import Batch, Block, EnvSpec, StateDict
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.messages import COLUMNS, PriorityUpdate, SampleReply
+from qfleet.engines.actors.shard import ReplayShard
 from qfleet.engines.actors.shares import Holding, allot, relative_rarity, ring_slots, shares_of
 from qfleet.engines.cluster.member_pool import Member, MemberPool
 from qfleet.engines.cluster.ray_cluster import Cluster
@@ -99,9 +100,7 @@ class ShardedReplay:
         faults: FaultLog,
         account: Account,
         seed: int,
-        spawn: Callable[[list[int], int], Any],
     ) -> None:
-        """``spawn`` starts the shard of some actors with a life, and returns its handle."""
         self.device = torch.device("cpu")
         self._cluster, self._config, self._spec = cluster, config, spec
         self._faults, self._account = faults, account
@@ -119,7 +118,7 @@ class ShardedReplay:
         self._pool = MemberPool(
             cluster,
             "replay shard",
-            lambda shard: spawn(shard.actors, shard.life),
+            lambda shard: cluster.spawn(ReplayShard, config, spec, shard.actors, shard.life),
             self._shards,
             max_failures=config.max_env_restarts,
             advice="is there memory for --buffer-size?",

@@ -19,6 +19,7 @@ from qfleet.config.config import Config
 from qfleet.core.types import Clock, EnvSpec, StateDict
 from qfleet.engines.cluster.processes_hook import ProcessesHook
 from qfleet.engines.cluster.ray_cluster import LEAST_BYTES_WITH_TORCH, check_memory
+from qfleet.engines.factories import check_replay_fits
 from qfleet.engines.parameter_server import resize_request
 from qfleet.engines.parameter_server.fleet import Fleet
 from qfleet.engines.parameter_server.limits import several
@@ -26,7 +27,6 @@ from qfleet.engines.parts import Model, Parts, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.factory import make_envs
-from qfleet.memory.sizing import check_fits
 from qfleet.networks.factory import make_network
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.timeline import draw_workers
@@ -59,17 +59,11 @@ def build(setup: Setup) -> ServerParts:
     clock, timers = Clock(frame_skip=spec.frame_skip), Timers()
     network = make_network(config, spec, device, seeds.network)
     weights = FlatWeights(network)
-    each_transitions = -(-config.buffer_size // config.workers)
-    fleet = Fleet(
-        config,
-        clock,
-        timers,
-        faults,
-        weights.data,
-        setup.restarted_at,
-        setup.trace is not None,
-        lambda workers: _check_room(config, spec, workers, workers * each_transitions),
-    )
+
+    def check_more(workers: int) -> None:
+        _check_room(config, spec, workers, workers * -(-config.buffer_size // config.workers))
+
+    fleet = Fleet(setup, clock, timers, weights.data, check_more)
     servers = f"{config.servers} server{'s' if config.servers > 1 else ''}"
     return ServerParts(
         setup=setup,
@@ -135,12 +129,5 @@ def _check_room(config: Config, spec: EnvSpec, processes: int, transitions: int)
     if config.address:
         return
     if config.replay:
-        check_fits(
-            spec,
-            config.envs,
-            transitions,
-            config.prioritized_replay,
-            on_disk=Path(config.replay_dir) if config.replay_dir else None,
-            compression=config.replay_compression,
-        )
+        check_replay_fits(config, spec, transitions, torch.device("cpu"))
     check_memory(processes, LEAST_BYTES_WITH_TORCH)

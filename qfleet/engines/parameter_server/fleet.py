@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import Clock, Episode, StateDict
 from qfleet.engines.cluster.ray_cluster import STORE_BYTES, Cluster, open_cluster
@@ -22,7 +21,7 @@ from qfleet.engines.parameter_server.store import check_store, store_bytes
 from qfleet.engines.parameter_server.supervisor import Supervisor
 from qfleet.engines.parameter_server.wire import INLINE_VECTOR_BYTES
 from qfleet.engines.parameter_server.worker import Report
-from qfleet.telemetry.faults import FaultLog
+from qfleet.engines.parts import Setup
 from qfleet.telemetry.fleet import TRAFFIC, FleetAccount
 from qfleet.telemetry.timers import STAGES, Timers
 from qfleet.telemetry.trace import SpanRecord
@@ -34,22 +33,19 @@ FETCH_S = 0.5
 class Fleet:
     def __init__(
         self,
-        config: Config,
+        setup: Setup,
         clock: Clock,
         timers: Timers,
-        faults: FaultLog,
         weights: Tensor,
-        restarted_at: int,
-        traced: bool,
-        check_more: Callable[[int], None] = lambda _: None,
+        check_more: Callable[[int], None],
     ) -> None:
         """``weights`` are those that the run evaluates and saves.
 
         ``check_more`` raises ConfigError if the machine has no room for this many more workers.
         """
-        self._check_more, self._wanted = check_more, config.workers
-        self._config, self._clock, self._timers, self._faults = config, clock, timers, faults
-        self._weights, self._restarted_at, self._traced = weights, restarted_at, traced
+        self._setup, self._config, self._wanted = setup, setup.config, setup.config.workers
+        self._clock, self._timers, self._weights = clock, timers, weights
+        self._check_more = check_more
         self._optimiser: StateDict | None = None
         """The optimiser state of all servers together, as last fetched or loaded."""
         self._base_env_steps = self._base_updates = 0
@@ -77,17 +73,9 @@ class Fleet:
         ) as cluster:
             check_store(cluster, needed)
             self._cluster = cluster
-            servers = ServerRow(config, cluster, self._faults, self._weights, self._optimiser)
-            supervisor = Supervisor(
-                config,
-                cluster,
-                servers,
-                self._faults,
-                self._restarted_at,
-                self._traced,
-                self._base_env_steps,
-                lr_scale,
-            )
+            faults = self._setup.faults
+            servers = ServerRow(config, cluster, faults, self._weights, self._optimiser)
+            supervisor = Supervisor(self._setup, cluster, servers, self._base_env_steps, lr_scale)
             supervisor.resize(self._wanted)  # a request may have come before the start
             self._servers, self._supervisor = servers, supervisor
             has_started = False

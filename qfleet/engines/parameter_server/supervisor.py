@@ -15,14 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from qfleet.config.config import Config
 from qfleet.core.types import Episode
 from qfleet.engines.cluster.member_pool import Member, MemberPool
 from qfleet.engines.cluster.processes_hook import SteadyRate
 from qfleet.engines.cluster.ray_cluster import Cluster
 from qfleet.engines.parameter_server.servers import LOOK_S, ServerRow
 from qfleet.engines.parameter_server.worker import RemoteWorker, Report, WorkOrder
-from qfleet.telemetry.faults import FaultLog
+from qfleet.engines.parts import Setup
 from qfleet.telemetry.fleet import WorkerAccount
 from qfleet.telemetry.timers import COMPUTING, KIND_OF, STAGES
 from qfleet.telemetry.trace import SpanRecord
@@ -89,18 +88,16 @@ class Supervisor:
 
     def __init__(
         self,
-        config: Config,
+        setup: Setup,
         cluster: Cluster,
         servers: ServerRow,
-        faults: FaultLog,
-        restarted_at: int,
-        traced: bool,
         base_env_steps: int,
         lr_scale: Callable[[], float],
     ) -> None:
         """``base_env_steps`` were taken before this run was resumed."""
-        self._config, self._cluster, self._servers, self._faults = config, cluster, servers, faults
-        self._restarted_at, self._traced = restarted_at, traced
+        config = setup.config
+        self._setup, self._config, self._faults = setup, config, setup.faults
+        self._cluster, self._servers = cluster, servers
         self._base_env_steps, self._lr_scale = base_env_steps, lr_scale
         self._pool: MemberPool[WorkerState] = MemberPool(
             cluster, "worker", self._spawn, timeout_s=config.worker_timeout_s
@@ -265,8 +262,8 @@ class Supervisor:
             worker.number,
             self._servers.handles,
             # A replacement must not play the first episodes of its predecessor again.
-            self._restarted_at + worker.life,
-            self._traced,
+            self._setup.restarted_at + worker.life,
+            self._setup.trace is not None,
             worker.life,
             self._thread.is_alive(),  # whether it joins late
             processors=0 if is_extra else 1,

@@ -13,7 +13,6 @@ from qfleet.core.types import SKIP
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.block_messages import encode
 from qfleet.engines.actors.replay import RemoteBlock, ShardedReplay
-from qfleet.engines.actors.shard import ReplayShard
 from qfleet.engines.actors.shares import Holding, allot, relative_rarity, shares_of
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import PrioritizedSampler
@@ -32,7 +31,6 @@ def make_replay(config: Config, cluster: OneProcess, spec: Any = SPEC) -> Sharde
         FaultLog(),
         Account(config.workers, config.servers),
         seed=3,
-        spawn=lambda actors, life: cluster.spawn(ReplayShard, config, spec, actors, life),
     )
 
 
