@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +36,7 @@ from qfleet.telemetry.trace import Trace
 
 
 class Setup(NamedTuple):
-    """What an engine builds a run from."""
+    """The input of an engine's ``build``."""
 
     config: Config
     faults: FaultLog
@@ -137,9 +136,9 @@ class EngineHook:
 Hook = TypeVar("Hook", bound=EngineHook)
 
 
-@dataclass
-class Parts(ABC):
-    """What every run has, whichever engine runs it."""
+@dataclass(kw_only=True)
+class Parts:
+    """The parts of a run that every engine has."""
 
     setup: Setup
     spec: EnvSpec
@@ -150,19 +149,16 @@ class Parts(ABC):
     timers: list[Timers]
     """One per thread; the first is the learner's."""
     collector: EpisodeSource
+    model: Model
     evaluator: PolicyEvaluator
     closing: contextlib.ExitStack
     """Closes what the engine has opened."""
     notes: list[str] = field(default_factory=list)
-    """What was chosen for this machine, and why; shown at the start."""
+    """Choices for this machine and their reasons; shown at the start."""
     hooks: list[EngineHook] = field(default_factory=list)
     members: Sequence[int] = (0,)
     """Numbers of the agents that train here; agent 0 if there is no population."""
     draw_timeline: Callable[[Trace, Path], object] = draw_timeline
-
-    @property
-    @abstractmethod
-    def model(self) -> Model: ...
 
     @property
     def config(self) -> Config:
@@ -209,14 +205,12 @@ class LoopParts(Parts):
     memory: Memory
     learner: Learner
     channel: WeightsChannel
+    model: Model = field(init=False)
     limiter: RateLimiter = field(init=False)
 
     def __post_init__(self) -> None:
+        self.model = self.learner
         self.limiter = RateLimiter(self.config, self.clock, self.memory)
-
-    @property
-    def model(self) -> Model:
-        return self.learner
 
     def state_dict(self) -> dict[str, StateDict]:
         return {**super().state_dict(), "memory": self.memory.state_dict()}

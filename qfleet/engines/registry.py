@@ -22,7 +22,7 @@ ENGINES = {
 
 
 class Engine(Protocol):
-    """What the module of an engine provides."""
+    """The functions that the module of an engine has."""
 
     def build(self, setup: Setup) -> Parts:
         """Create the parts of a run, each where this engine wants it."""

@@ -141,7 +141,7 @@ def _note(config: Config, cluster: Cluster) -> str:
 
 
 def _check_rings(config: Config, spec: EnvSpec) -> None:
-    """Every actor has a ring of its own: it must hold its blocks, and all must fit in memory."""
+    """Check that each actor's ring holds its blocks, and that all rings fit in memory."""
     rows = config.n_steps + spec.frame_stack + rows_per_block(config)
     if ring_capacity(config) < rows * config.envs:
         raise ConfigError(

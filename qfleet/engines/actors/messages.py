@@ -53,7 +53,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     """The wall time by stage; idle is the time before the order arrived."""
     spans: list[SpanRecord] = field(default_factory=list)
-    """The same as single spans, if a trace is recorded."""
+    """The spans of that time, if a trace is recorded."""
 
 
 COLUMNS = ("obs", "action", "reward", "discount", "next_obs")

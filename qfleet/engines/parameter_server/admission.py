@@ -44,7 +44,7 @@ SAVED = ("worker", "sequence", "gradient", "staleness", "learning_rate", "weight
 
 
 class Moment(NamedTuple):
-    """What a policy knows besides the gradient itself."""
+    """The workers that are present, and the time."""
 
     present: frozenset[int]
     now_s: float
@@ -65,10 +65,10 @@ class Admission:
     """Base of the policies: every gradient is an update on arrival, and no worker waits."""
 
     def join(self, worker: int, moment: Moment) -> None:
-        """A worker is present from now on (and in ``moment.present``)."""
+        """Add a worker, which is in ``moment.present`` from now on."""
 
     def expect(self, worker: int, turn: int) -> None:
-        """The next gradient of a present worker will be for this turn or a later one."""
+        """Expect the next gradient of a present worker for this turn or a later one."""
 
     def arrive(self, push: Push, moment: Moment) -> Decision:
         """Decide about a gradient of a present worker that does not have to wait."""
@@ -180,7 +180,7 @@ class Sync(_Barrier):
         return self.settle(moment)
 
     def settle(self, moment: Moment) -> Decision:
-        """A worker that arrived and left is not counted, but its gradient is in the mean."""
+        """Close the round if all have arrived; the gradient of one that then left counts too."""
         waiting, present = self._waiting, moment.present
         if not waiting:
             return NOTHING

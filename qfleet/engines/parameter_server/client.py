@@ -90,7 +90,7 @@ class Traffic:
     packing_s: float = 0.0
     """Time of compressing the vectors that were sent."""
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Of pushes and exchanges, over all shards: as in the replies, or ``UNANSWERED`` and so on."""
+    """Number of pushes and exchanges of all shards by outcome (a reply's, or one of the above)."""
     sent: list[dict[int, int]] = field(default_factory=list)
     """By shard and epoch: the number after that of the last message that was accepted there."""
     calls: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT_CALLS))
@@ -118,7 +118,7 @@ class Servers:
         self._known: list[Stamp | None] = [None] * len(lines)
         self._sequences = [0] * len(lines)
         self._turn = 0
-        """Of the next gradient: the largest that a shard has reported, and above the last one."""
+        """The turn of the next gradient: the largest that a shard reported, above the last one."""
         self._unanswered: dict[int, tuple[int, int]] = {}
         """By shard: epoch and number of the message that got no reply."""
         self.takes_part = False

@@ -23,7 +23,7 @@ from qfleet.engines.factories import check_replay_fits
 from qfleet.engines.parameter_server import resize_request
 from qfleet.engines.parameter_server.fleet import Fleet
 from qfleet.engines.parameter_server.limits import several
-from qfleet.engines.parts import Model, Parts, Setup
+from qfleet.engines.parts import Parts, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.factory import make_envs
@@ -33,19 +33,7 @@ from qfleet.telemetry.timeline import draw_workers
 from qfleet.telemetry.timers import Timers
 
 
-@dataclass(kw_only=True)
-class ServerParts(Parts):
-    """The parts of the process that supervises servers and workers."""
-
-    collector: Fleet
-    fetched: FetchedModel
-
-    @property
-    def model(self) -> Model:
-        return self.fetched
-
-
-def build(setup: Setup) -> ServerParts:
+def build(setup: Setup) -> Parts:
     """Create the parts of the supervising process."""
     config, faults, seeds = setup.config, setup.faults, setup.seeds
     device, closing = torch.device("cpu"), contextlib.ExitStack()
@@ -65,7 +53,7 @@ def build(setup: Setup) -> ServerParts:
 
     fleet = Fleet(setup, clock, timers, weights.data, check_more)
     servers = f"{config.servers} server{'s' if config.servers > 1 else ''}"
-    return ServerParts(
+    return Parts(
         setup=setup,
         spec=spec,
         device=device,
@@ -74,7 +62,7 @@ def build(setup: Setup) -> ServerParts:
         timers=[timers],
         collector=fleet,
         evaluator=setup.make_evaluator(network, device, closing),
-        fetched=FetchedModel(network, weights, fleet),
+        model=FetchedModel(network, weights, fleet),
         notes=[f"{several(config.workers)} and {servers}, {config.update}"],
         hooks=[FleetHook(fleet)],
         draw_timeline=draw_workers,
@@ -82,9 +70,11 @@ def build(setup: Setup) -> ServerParts:
     )
 
 
-def run(parts: ServerParts, keep_going: Callable[[], bool]) -> None:
+def run(parts: Parts, keep_going: Callable[[], bool]) -> None:
     """Have the workers train until ``keep_going`` returns False or all steps are taken."""
-    parts.collector.run(keep_going, lambda: parts.fetched.lr_scale)
+    fleet = parts.collector
+    assert isinstance(fleet, Fleet)
+    fleet.run(keep_going, lambda: parts.model.lr_scale)
 
 
 class FetchedModel:

@@ -47,7 +47,7 @@ class _Server(Member):
     part: slice = field(default_factory=lambda: slice(0))
     """Its slice of the weights."""
     begin: tuple[Any, ...] = ()
-    """What the next process begins with: weights, state of the optimiser, epoch, snapshot."""
+    """Arguments of the next process: weights, optimiser state, epoch, snapshot."""
     snapshot: StateDict = field(default_factory=dict)
     account: dict[str, Any] = field(default_factory=dict)
     """Its newest account; empty until the first answer."""

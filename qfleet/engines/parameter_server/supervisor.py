@@ -53,7 +53,7 @@ class WorkerState(Member):
 
     @property
     def reports(self) -> list[Report]:
-        """The last report of every life."""
+        """The last report of each life."""
         return self.earlier if self.report is None else [*self.earlier, self.report]
 
     def total(self, what: str) -> Any:
@@ -347,6 +347,6 @@ def _shifted(report: Report, now_s: float) -> list[SpanRecord]:
 
 
 def _pace(report: Report) -> float:
-    """Env steps per second of collecting and learning, without messages and waits."""
+    """Return env steps per second of collecting and learning, without messages and waits."""
     spent = sum(report.seconds[stage] for stage in STAGES if KIND_OF[stage] == COMPUTING)
     return report.env_steps / max(spent, 1e-9)
