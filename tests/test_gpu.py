@@ -22,12 +22,13 @@ from qfleet.config.presets import resolve
 from qfleet.core.counter_rng import draw_below, first_counters, next_counters
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec
 from qfleet.engines import serial
+from qfleet.engines.cluster.state_arrays import copy_state
 from qfleet.engines.factories import make_objective, make_ring, make_updater
 from qfleet.engines.loop import SameWeights
 from qfleet.engines.placement import Placement
 from qfleet.engines.registry import build
 from qfleet.engines.torch_settings import TorchSettings
-from qfleet.engines.tuning import Choice, apply_choice, copy_state
+from qfleet.engines.tuning import Choice, apply_choice
 from qfleet.envs.device.names import MINATAR_IDS, make_tensor_env
 from qfleet.envs.device.protocol import begin_episodes, step_episodes
 from qfleet.envs.factory import make_envs

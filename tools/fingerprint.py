@@ -31,7 +31,7 @@ import qfleet
 from qfleet.config.config import Config
 from qfleet.core.types import BATCH_FIELDS, FIRST, SKIP, TERMINATED, Block, EnvSpec
 from qfleet.engines.actors.block_messages import encode
-from qfleet.engines.actors.messages import News
+from qfleet.engines.actors.messages import PriorityUpdate
 from qfleet.engines.actors.shard import ReplayShard
 from qfleet.engines.parameter_server.server import Server
 from qfleet.engines.parameter_server.wire import Exchange, Join, Push
@@ -274,7 +274,7 @@ def replay_shard_lines(kind: str, compression: str) -> Iterator[str]:
         if turn > 3:
             got = shard.exchange([], {0: 4, 1: 6})
             drawn.append([*got.columns, got.index, got.actor, got.probability])
-            news = [News(a, got.index[got.actor == a], np.float32(1 + a) * np.ones(
+            news = [PriorityUpdate(a, got.index[got.actor == a], np.float32(1 + a) * np.ones(
                 int((got.actor == a).sum()), np.float32)) for a in (0, 1)]  # fmt: skip
             shard.exchange(news, {})
     yield f"messages {digest(letters)}"

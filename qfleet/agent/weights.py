@@ -110,9 +110,6 @@ class Mailbox:
             self._read = self._published
         return self._read
 
-    def record_lag(self, updates: int) -> None:
-        self.lag.record(updates)
-
 
 class DeviceMailbox:
     """The same where learner and actor work on streams of one accelerator.
@@ -164,6 +161,3 @@ class DeviceMailbox:
             self._emptied.record(self._stream)
             self._read = self._versions[place]
         return self._read
-
-    def record_lag(self, updates: int) -> None:
-        self.lag.record(updates)

@@ -1,26 +1,25 @@
 """``--engine auto``: which engine and how many envs, for this machine and this task.
 
-In: a configuration that leaves something open. Out: the same with every choice made, and one
-sentence that says what was chosen and why. What cannot be known without trying is tried for a few
-seconds on the real thing, and remembered.
+In: a configuration with ``auto`` or 0 in some fields. Out: the same with every choice made, and one
+sentence that says what was chosen and why. Where only a measurement can decide, the engines run for
+a few seconds each, and the result is cached.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
 import torch
 
 from qfleet.accelerator.streams import has_streams
-from qfleet.agent.devices import resolve_device
 from qfleet.config.config import FIELDS, Config
 from qfleet.config.validation import validate
 from qfleet.core.types import EnvSpec
 from qfleet.engines import registry
 from qfleet.engines.measured_cache import recall, remember
 from qfleet.engines.placement import learner_device
-from qfleet.engines.registry import build
 from qfleet.engines.torch_settings import TorchSettings
 from qfleet.envs.device.names import is_tensor_env
 from qfleet.envs.factory import make_envs, steps_in_background
@@ -28,28 +27,27 @@ from qfleet.envs.registry import ale_game
 from qfleet.telemetry.faults import FaultLog
 
 ENVS_PER_CORE = 8
-"""With fewer, threads of ale-py's pool wait for the slowest of a step; with more, they gain little
+"""With fewer, threads of ale-py's pool wait for the slowest env of a step; more gain little
 (H200 machine, 16 cores: 22.8k, 26.9k and 28.2k steps/s with 64, 128 and 256 envs)."""
 BLOCK_UPDATES = 64
-"""Updates that a block brings on an accelerator: enough to hide what a block costs."""
+"""Updates per block on an accelerator: enough to hide the fixed cost of a block."""
 CPU_BLOCK = 64
-"""Env steps of a block that a thread hands over on a CPU: what handing over costs is then small. In
-longer blocks learning and collecting get in each other's way for longer: Pong at one update per 256
-steps ran at 1.13 of serial on two cores with blocks of 64, and at 0.83 with blocks of 256."""
+"""Env steps per block of a collecting thread on a CPU: enough to hide the cost of passing a block
+on. With longer blocks learning and collecting disturb each other for longer: Pong at one update per
+256 steps ran at 1.13 of serial on two cores with blocks of 64, and at 0.83 with blocks of 256."""
 MOST_ROWS = 4
-"""Of a block; the weights that act are up to two blocks old."""
+"""Largest number of rows per block; the acting weights are up to two blocks old."""
 DEVICE_ENVS, HOST_TENSOR_ENVS = 128, 64
-"""Tensor envs that step together on the device engine, on an accelerator and on a CPU: a guess,
-not measured. A step is some dozens of small kernels, whose launches must be spread over many envs.
-"""
+"""Tensor envs on the device engine, on an accelerator and on a CPU: a guess, not measured. A step
+is some dozens of small kernels, whose launches must be spread over many envs."""
 LEAST_TURNS = 64
-"""Steps of every env that a run, and its memory, should at least have room for."""
+"""Smallest number of steps per env that a run, and its memory, should have room for."""
 DEVICE_ROWS = 32
-"""Of a block on the device engine: its weights are one block old at most."""
+"""Largest number of rows per block on the device engine; the weights are one block old at most."""
 ACTORS_ENVS, ACTORS_BLOCK = 8, 64
-"""Of each actor in a process: its envs, and the env steps of a block that it sends."""
+"""Envs per actor process, and env steps per block that it sends."""
 TRIAL_S = 2.0
-"""How long an engine is tried."""
+"""Seconds that an engine is measured."""
 # fmt: off
 _NO_MATTER = {
     "engine", "seed", "steps", "learning_starts", "buffer_size", "replay_dir", "eval_freq",
@@ -60,21 +58,17 @@ _NO_MATTER = {
     "value_weight", "entropy_weight",
 }
 # fmt: on
-"""Fields that do not change which engine is quicker."""
+"""Fields that do not change which engine is faster."""
 WORTHWHILE = 1.05
-"""How much quicker than serial another engine must be to be chosen."""
+"""Speed-up over serial above which another engine is chosen."""
 
 
 def settle(config: Config) -> tuple[Config, str | None]:
-    """Every choice made, and a sentence about it if there was anything to choose."""
-    asked = config
-    engine: str = config.engine
-    why = ""
-    if engine == "auto":
-        engine, why = _choose_engine(config)
+    """Return the configuration with every choice made, and a sentence about a chosen engine."""
+    engine, why = (config.engine, "") if config.engine != "auto" else _choose_engine(config)
     config = config.replace(engine=engine)
     config = _with_shape(config.replace(env_groups=0) if engine == "serial" else config)
-    if asked.engine != "auto":
+    if not why:
         return config, None
     shape = f"{config.envs} env{'s' if config.envs > 1 else ''}"
     if config.env_groups > 1:
@@ -105,7 +99,7 @@ def _choose_engine(config: Config) -> tuple[str, str]:
 
 
 def _leaves_all_to_the_device(config: Config) -> bool:
-    """Whether nothing was asked for that another engine has and the device engine has not."""
+    """Return whether the device engine has every option that was set."""
     on_host = config.replay_dir or config.replay_compression != "none" or config.lockstep
     on_host = on_host or config.step_latency_s > 0
     elsewhere = config.inference_device != "auto" or config.replay_device != "auto"
@@ -114,21 +108,21 @@ def _leaves_all_to_the_device(config: Config) -> bool:
 
 
 def _learner_device(config: Config) -> torch.device:
-    if config.engine == "device":
-        return learner_device(config, EnvSpec(config.env, (1,), "float32", 1))
-    if config.device == "auto":
+    spec = EnvSpec(config.env, (1,), "float32", 1)
+    if config.device == "auto" and config.engine != "device":
         if torch.accelerator.current_accelerator(check_available=True) is None:
             return torch.device("cpu")
         if ale_game(config.env):  # known to be images without making one
-            return resolve_device("auto", EnvSpec(config.env, (4, 84, 84), "uint8", 1))
-        envs = make_envs(config, 1, seed=0, training=True, on_fault=FaultLog())
-        envs.close()
-        return resolve_device("auto", envs.spec)
-    return resolve_device(config.device, EnvSpec(config.env, (1,), "float32", 1))
+            spec = EnvSpec(config.env, (4, 84, 84), "uint8", 1)
+        else:
+            envs = make_envs(config, 1, seed=0, training=True, on_fault=FaultLog())
+            envs.close()
+            spec = envs.spec
+    return learner_device(config, spec)
 
 
 def _with_shape(config: Config) -> Config:
-    """Fill in envs, groups and rows where they were left open."""
+    """Set the envs, groups and rows that are 0."""
     if config.engine == "device":
         return _with_device_shape(config)
     if config.engine == "actors":
@@ -152,7 +146,7 @@ def _with_shape(config: Config) -> Config:
         apart = accelerated and background and not config.lockstep
         groups = min(envs, 4) if apart else 1
     rows = config.block_rows
-    # Without replay a block is a rollout, whatever the engine.
+    # Without replay a block is a rollout, on every engine.
     if rows == 0 and config.replay and not config.lockstep:
         if accelerated:
             updates_per_row = envs * config.updates_per_env_step
@@ -165,7 +159,7 @@ def _with_shape(config: Config) -> Config:
 
 
 def _that_share_evenly(config: Config, most: int) -> int:
-    """So many envs, or fewer: a rollout without replay is as many steps of each, two or more."""
+    """Return at most ``most`` envs: a rollout has an equal number of steps of each, at least 2."""
     if config.replay:
         return most
     steps = config.train_freq
@@ -188,7 +182,7 @@ def _with_device_shape(config: Config) -> Config:
 
 
 def _try_engines(config: Config) -> tuple[str, str]:
-    """Serial or pipeline, by running both for a moment."""
+    """Return the faster of serial and pipeline, by running both for ``TRIAL_S``."""
     key = {name: getattr(config, name) for name in FIELDS if name not in _NO_MATTER}
     rates = recall("engine", key)
     if not isinstance(rates, dict) or set(rates) != {"serial", "pipeline"}:
@@ -200,7 +194,7 @@ def _try_engines(config: Config) -> tuple[str, str]:
 
 
 def with_short_rollouts(config: Config) -> Config:
-    """The shortest rollouts at the same number of updates per step: whole ones may take minutes."""
+    """Return the shortest rollouts with the same updates per step: whole ones may take minutes."""
     rows, updates = config.train_freq // config.envs, config.gradient_steps
     parts = max(n for n in range(1, rows // 2 + 1) if rows % n == 0 and updates % n == 0)
     return config.replace(
@@ -209,7 +203,7 @@ def with_short_rollouts(config: Config) -> Config:
 
 
 def _trial_rate(config: Config) -> float:
-    """Env steps per second of an engine while it learns."""
+    """Return the env steps per second of an engine while it learns."""
     config = _with_shape(config)
     if not config.replay:
         config = with_short_rollouts(config)
@@ -221,24 +215,18 @@ def _trial_rate(config: Config) -> float:
         exploration_initial_eps=config.exploration_final_eps,  # as most of the run will be
         replay_dir="",
     )
-    settings, parts = TorchSettings(), None
-    try:
-        parts = build(config, FaultLog())
-        # The first updates bring caches and threads up; they are not counted.
-        start_s = start_steps = None
-        begun_s = time.monotonic()
+    with contextlib.ExitStack() as closing:
+        closing.callback(TorchSettings().restore)
+        parts = registry.build(config, FaultLog())
+        closing.callback(parts.close)
+        # The first updates fill caches and start threads; they are not counted.
+        start_s, start_steps, limit_s = time.monotonic(), 0, 30.0
 
         def keep_going() -> bool:
-            nonlocal start_s, start_steps
-            now_s = time.monotonic()
-            if start_s is None and parts.clock.updates >= 2:
-                start_s, start_steps = now_s, parts.clock.env_steps
-            return now_s - (start_s or begun_s) < TRIAL_S if start_s else now_s - begun_s < 30.0
+            nonlocal start_s, start_steps, limit_s
+            if limit_s != TRIAL_S and parts.clock.updates >= 2:
+                start_s, start_steps, limit_s = time.monotonic(), parts.clock.env_steps, TRIAL_S
+            return time.monotonic() - start_s < limit_s
 
         registry.run(parts, keep_going)
-        elapsed_s = time.monotonic() - (start_s or begun_s)
-        return (parts.clock.env_steps - (start_steps or 0)) / elapsed_s
-    finally:
-        if parts is not None:
-            parts.close()
-        settings.restore()
+        return (parts.clock.env_steps - start_steps) / (time.monotonic() - start_s)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -53,7 +54,7 @@ def build(setup: Setup) -> LoopParts:
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = setup.make_timers("learner")
-        # The memory asks the learner for values, and the learner the memory for samples.
+        # The memory calls the learner for values, and the learner the memory for samples.
         memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs), members)
         made.callback(memory.close)
         learner = make_learner(
@@ -140,50 +141,45 @@ def build(setup: Setup) -> LoopParts:
         )
 
 
-def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
-    """Advance the loop until ``keep_going`` returns False, then wait for the device."""
-    serial.run(parts, keep_going)
-    if parts.device.type != "cpu":
-        torch.accelerator.synchronize(parts.device)
+run = serial.run
 
 
+@dataclass
 class DeviceEvaluator:
     """Plays the evaluations of a run on its device."""
 
-    def __init__(self, episodes: TensorEvaluator, network: nn.Module) -> None:
-        self._episodes, self._network = episodes, network
+    episodes: TensorEvaluator
+    network: nn.Module
 
     def play(self, give_up: Callable[[], bool]) -> Evaluation | None:
-        self._network.eval()
+        self.network.eval()
         try:
-            return as_evaluation(self._episodes.play(give_up))
+            return as_evaluation(self.episodes.play(give_up))
         finally:
-            self._network.train()
-
-    def close(self) -> None:
-        """Nothing is open."""
+            self.network.train()
 
 
+@dataclass
 class StagesHook(EngineHook):
     """Measures collecting alone: on an accelerator the host's timers only see launches."""
 
-    def __init__(
-        self, config: Config, device: torch.device, actor: TensorActor, learner_only: float
-    ) -> None:
-        self._config, self._device = config, device
-        self._actor, self._learner_only = actor, learner_only
+    config: Config
+    device: torch.device
+    actor: TensorActor
+    learner_only: float
+    """Env steps per second that learning alone allows."""
 
     def measure(self, end_to_end: float) -> Stages:
-        # Environments and inference are one launch and cannot be told apart.
-        rates = StageRates(self._actor.rate(), None, self._learner_only, end_to_end)
-        return make_stages(rates, self._config, self._device, share_a_device=True)
+        # Environments and inference are one launch and cannot be measured separately.
+        rates = StageRates(self.actor.rate(), None, self.learner_only, end_to_end)
+        return make_stages(rates, self.config, self.device, share_a_device=True)
 
 
+@dataclass
 class PopulationHook(EngineHook):
     """Keeps the agents of a population and their hyper-parameters."""
 
-    def __init__(self, agents: Agents) -> None:
-        self.agents = agents
+    agents: Agents
 
     def state_dict(self) -> Mapping[str, StateDict]:
         return {"agents": self.agents.state_dict()}

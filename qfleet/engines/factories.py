@@ -18,36 +18,18 @@ from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.objective import Objective
 from qfleet.config.config import Config
-from qfleet.core.seeding import Seeds, mix_seeds
-from qfleet.core.types import Clock, EnvSpec, Memory, Updater, VectorEnv
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import Clock, EnvSpec, Memory, Updater
 from qfleet.engines.placement import Placement, free_device_bytes
-from qfleet.envs.factory import make_envs
 from qfleet.memory.ring import Ring
 from qfleet.memory.rollout import Rollout
-from qfleet.memory.samplers import PrioritizedSampler, Sampler, UniformSampler
+from qfleet.memory.samplers import PrioritizedSampler, UniformSampler
 from qfleet.memory.sizing import check_fits
 from qfleet.networks.factory import make_network
 from qfleet.networks.fused_cnn import fuse
 from qfleet.networks.population import Population
 from qfleet.networks.qnetwork import QNetwork
-from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
-
-
-def make_groups(config: Config, seed: int, faults: FaultLog) -> list[VectorEnv]:
-    """Return the environments, in groups of (almost) equal size."""
-    groups = max(1, config.env_groups)
-    envs: list[VectorEnv] = []
-    try:
-        for group in range(groups):
-            size = config.envs // groups + (group < config.envs % groups)
-            group_seed = mix_seeds(seed, group) if group else seed
-            envs.append(make_envs(config, size, group_seed, training=True, on_fault=faults))
-    except BaseException:
-        for made in envs:
-            made.close()
-        raise
-    return envs
 
 
 def make_networks(
@@ -85,42 +67,52 @@ def make_memory(
 
 
 def make_ring(config: Config, spec: EnvSpec, place: Placement, seed: int) -> Ring:
-    directory = Path(config.replay_dir) if config.replay_dir else None
     device = place.replay
-    check_fits(
-        spec,
-        config.envs,
-        config.buffer_size,
-        config.prioritized_replay,
-        budget_bytes=None if device.type == "cpu" else free_device_bytes(device),
-        on_disk=directory,
-        compression=config.replay_compression,
-    )
-    generator = torch.Generator(device=device).manual_seed(seed)
+    check_replay_fits(config, spec, config.buffer_size, device)
     capturable = place.capturable and device.type == place.device.type
-    sampler: Sampler
-    if config.prioritized_replay:
-        sampler = PrioritizedSampler(
-            config.buffer_size // config.envs,
-            config.envs,
-            config.prioritized_replay_alpha,
-            config.prioritized_replay_eps,
-            device,
-            generator,
-            capturable,
-        )
-    else:
-        sampler = UniformSampler(generator, capturable)
     return Ring(
         spec,
         config.envs,
         config.buffer_size,
         config.n_steps,
         config.gamma,
-        sampler,
+        make_sampler(config, config.buffer_size, device, seed, capturable),
         device,
-        directory,
+        Path(config.replay_dir) if config.replay_dir else None,
         config.replay_compression,
+        capturable,
+    )
+
+
+def check_replay_fits(
+    config: Config, spec: EnvSpec, transitions: int, device: torch.device
+) -> None:
+    """Raise MemoryRefusedError unless replay memories of this many transitions in all fit."""
+    check_fits(
+        spec,
+        config.envs,
+        transitions,
+        config.prioritized_replay,
+        budget_bytes=None if device.type == "cpu" else free_device_bytes(device),
+        on_disk=Path(config.replay_dir) if config.replay_dir else None,
+        compression=config.replay_compression,
+    )
+
+
+def make_sampler(
+    config: Config, capacity: int, device: torch.device, seed: int, capturable: bool = False
+) -> PrioritizedSampler | UniformSampler:
+    """Return the sampler of a ring of ``capacity`` transitions."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    if not config.prioritized_replay:
+        return UniformSampler(generator, capturable)
+    return PrioritizedSampler(
+        capacity // config.envs,
+        config.envs,
+        config.prioritized_replay_alpha,
+        config.prioritized_replay_eps,
+        device,
+        generator,
         capturable,
     )
 
@@ -172,15 +164,14 @@ def make_learner(
     target = make_network(config, spec, device, seeds.network) if has_target else online
     objective = make_objective(config, device, seeds.objective)
     updater = updater or functools.partial(make_updater, config, capturable=place.capturable)
+    seed = seeds.learner
+    given = (config, online, target, memory, objective, updater, clock, timers, device, seed)
     if device.type == "cpu" and config.population == 1:
-        return Learner(
-            config, online, target, memory, objective, updater, clock, timers, device,
-            seeds.learner, drawing=drawing,
-        )  # fmt: skip
+        return Learner(*given, drawing=drawing)
     return RecordedLearner(
-        config, online, target, memory, objective, updater, clock, timers, device, seeds.learner,
+        *given,
         drawing=drawing,
         # The learning rates of a population are a tensor on every device.
         capturable=place.capturable or config.population > 1,
         fused=fuse(config, spec, online, device) if use_kernels else None,
-    )  # fmt: skip
+    )

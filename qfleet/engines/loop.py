@@ -23,9 +23,9 @@ class RateLimiter:
     def __init__(self, config: Config, clock: Clock, memory: Memory) -> None:
         self._config, self._clock, self._memory = config, clock, memory
         self.envs = config.envs
-        """Environments, of each agent if there are several."""
+        """Environments per agent."""
         self._since = (config.learning_starts, 0)
-        """Env steps and updates from which on the ratio is counted."""
+        """Env steps and updates at which counting the ratio starts."""
 
     def updates_owed(self) -> int:
         env_steps, updates = self._since
@@ -73,9 +73,6 @@ class SameWeights:
     def refresh(self) -> int:
         return self._version
 
-    def record_lag(self, updates: int) -> None:
-        self.lag.record(updates)
-
 
 def collect(
     collector: Collector,
@@ -89,7 +86,7 @@ def collect(
     copying = timers.span("copy")
     while True:
         block = collector.collect(limiter.next_rows())
-        channel.record_lag(clock.updates - block.version)
+        channel.lag.record(clock.updates - block.version)
         with copying:
             memory.extend(block)
         clock.env_steps += block.rows * limiter.envs

@@ -1,7 +1,7 @@
-"""What was measured on this machine before: a key in, what was found for it then out.
+"""The cache of choices that were measured on this machine: a key in, the stored value out.
 
-One small JSON file in the user's cache folder. Losing it costs a few seconds of measuring, so
-nothing about it is ever an error.
+It is one small JSON file in the user's cache folder. Losing it costs a few seconds of measuring, so
+reading and writing it never raise an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def cache_path() -> Path:
 
 
 def recall(kind: str, key: Mapping[str, Any]) -> Any:
-    """What was remembered under this key on this hardware with these versions, or None."""
+    """Return the value stored under this key for this hardware and these versions, or None."""
     entry = _read().get(_name(kind, key))
     return entry.get("value") if isinstance(entry, dict) else None
 

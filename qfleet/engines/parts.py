@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +25,9 @@ from qfleet.core.types import (
     VectorEnv,
     WeightsChannel,
 )
-from qfleet.engines.factories import make_groups
 from qfleet.engines.loop import RateLimiter
 from qfleet.engines.stage_rates import Stages
+from qfleet.envs.factory import make_envs
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timeline import draw_timeline
@@ -37,7 +36,7 @@ from qfleet.telemetry.trace import Trace
 
 
 class Setup(NamedTuple):
-    """What an engine builds a run from."""
+    """The input of an engine's ``build``."""
 
     config: Config
     faults: FaultLog
@@ -51,11 +50,17 @@ class Setup(NamedTuple):
     def seeds(self) -> Seeds:
         return Seeds.of(self.config.seed)
 
-    def make_envs(self) -> list[VectorEnv]:
-        """Return the environments to train in, in groups."""
-        seed = self.seeds.envs
+    def make_envs(self, closing: contextlib.ExitStack) -> list[VectorEnv]:
+        """Return the environments to train in, in groups of (almost) equal size."""
+        config, seed, envs = self.config, self.seeds.envs, list[VectorEnv]()
         seed = mix_seeds(seed, self.restarted_at) if self.restarted_at else seed
-        return make_groups(self.config, seed, self.faults)
+        groups = max(1, config.env_groups)
+        for group in range(groups):
+            size = config.envs // groups + (group < config.envs % groups)
+            group_seed = mix_seeds(seed, group) if group else seed
+            envs.append(make_envs(config, size, group_seed, training=True, on_fault=self.faults))
+            closing.callback(envs[-1].close)
+        return envs
 
     def make_timers(self, lane: str) -> Timers:
         return Timers(self.trace.lane(lane) if self.trace else None)
@@ -91,8 +96,6 @@ class PolicyEvaluator(Protocol):
     def play(self, give_up: Callable[[], bool]) -> Evaluation | None:
         """Return the episodes, agent-major; None if ``give_up`` returned True before their end."""
         ...
-
-    def close(self) -> None: ...
 
 
 # ruff: noqa: ARG002 (the arguments are for subclasses)
@@ -133,9 +136,9 @@ class EngineHook:
 Hook = TypeVar("Hook", bound=EngineHook)
 
 
-@dataclass
-class Parts(ABC):
-    """What every run has, whichever engine runs it."""
+@dataclass(kw_only=True)
+class Parts:
+    """The parts of a run that every engine has."""
 
     setup: Setup
     spec: EnvSpec
@@ -146,19 +149,16 @@ class Parts(ABC):
     timers: list[Timers]
     """One per thread; the first is the learner's."""
     collector: EpisodeSource
+    model: Model
     evaluator: PolicyEvaluator
     closing: contextlib.ExitStack
     """Closes what the engine has opened."""
     notes: list[str] = field(default_factory=list)
-    """What was chosen for this machine, and why; shown at the start."""
+    """Choices for this machine and their reasons; shown at the start."""
     hooks: list[EngineHook] = field(default_factory=list)
     members: Sequence[int] = (0,)
     """Numbers of the agents that train here; agent 0 if there is no population."""
     draw_timeline: Callable[[Trace, Path], object] = draw_timeline
-
-    @property
-    @abstractmethod
-    def model(self) -> Model: ...
 
     @property
     def config(self) -> Config:
@@ -205,14 +205,12 @@ class LoopParts(Parts):
     memory: Memory
     learner: Learner
     channel: WeightsChannel
+    model: Model = field(init=False)
     limiter: RateLimiter = field(init=False)
 
     def __post_init__(self) -> None:
+        self.model = self.learner
         self.limiter = RateLimiter(self.config, self.clock, self.memory)
-
-    @property
-    def model(self) -> Model:
-        return self.learner
 
     def state_dict(self) -> dict[str, StateDict]:
         return {**super().state_dict(), "memory": self.memory.state_dict()}

@@ -10,17 +10,17 @@ ratio is exact.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from qfleet.agent.actor import Actor, Inline
 from qfleet.agent.ahead import Ahead
-from qfleet.agent.inference import HostInference
+from qfleet.agent.inference import HostInference, Inference
 from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import rows_per_block
-from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, Collector, VectorEnv, WeightsChannel
@@ -32,30 +32,25 @@ from qfleet.engines.placement import Acting, Placement, inference_rate, place_in
 from qfleet.engines.recording import Prepared, prepare_learner
 from qfleet.engines.stage_rates import Stages, env_rate, learner_rate, make_stages
 from qfleet.engines.torch_settings import set_threads
-from qfleet.engines.tuning import Choice, Tuning, apply_asked, apply_choice
-from qfleet.networks.factory import make_network
-from qfleet.networks.qnetwork import QNetwork
+from qfleet.engines.tuning import Tuning, apply_asked
 from qfleet.telemetry.bottleneck import StageRates
 from qfleet.telemetry.timers import Timers
 
 BLOCKS_AHEAD = 4
-"""Blocks that an actor in a thread fills in turn: one under way, the others on their way to the
-ring."""
+"""Blocks that an actor in a thread fills in turn: one is filled while others are copied."""
 
 
 def build(setup: Setup) -> LoopParts:
     """Create the parts."""
     config, seeds = setup.config, setup.seeds
     with contextlib.ExitStack() as made:
-        envs = setup.make_envs()
-        for group in envs:
-            made.callback(group.close)
+        envs = setup.make_envs(made)
         spec = envs[0].spec
         place = Placement.of(config, spec, any(group.in_background for group in envs))
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = [setup.make_timers("learner")]
-        # The memory asks the learner for values, and the learner the memory for samples.
+        # The memory calls the learner for values, and the learner the memory for samples.
         memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs))
         made.callback(memory.close)
         learner = make_learner(config, spec, place, memory, clock, timers[0])
@@ -69,20 +64,22 @@ def build(setup: Setup) -> LoopParts:
             choice = prepared.tuning.choice
         else:
             choice = apply_asked(config, learner.networks)
+        inference: Inference
+        if place.ahead or config.lockstep:
+            sizes = [group.num_envs for group in envs]
+            acting = place_inference(config, spec, sizes, place, learner.weights, choice)
+            timers.append(setup.make_timers("collector"))
+            inference, blocks = acting.inference, BLOCKS_AHEAD
+        else:
+            # These environments run in this interpreter: a thread would gain nothing.
+            acting = None
+            inference = HostInference(learner.online, place.device, spec.obs_dtype, seeds.actor)
+            blocks = min(2, len(envs))  # groups in flight begin a block before the last is returned
+        rows = rows_per_block(config)
+        actor = Actor(envs, inference, config, timers[-1], rows, seeds.actor, blocks=blocks)
         collector: Collector
         channel: WeightsChannel
-        if place.ahead or config.lockstep:
-            acting = _place_acting(config, seeds, envs, place, learner.weights, choice)
-            timers.append(setup.make_timers("collector"))
-            actor = Actor(
-                envs,
-                acting.inference,
-                config,
-                timers[1],
-                rows_per_block(config),
-                seeds.actor,
-                blocks=BLOCKS_AHEAD,
-            )
+        if acting is not None:
             channel = acting.channel
             collector = ahead = Ahead(
                 actor,
@@ -100,19 +97,7 @@ def build(setup: Setup) -> LoopParts:
                 PipelineHook(config, envs, acting, ahead, timers, clock, place.device, prepared)
             )
         else:
-            # These environments need the interpreter themselves: a thread would gain nothing.
             channel = SameWeights()
-            inference = HostInference(learner.online, place.device, spec.obs_dtype, seeds.actor)
-            actor = Actor(
-                envs,
-                inference,
-                config,
-                timers[0],
-                rows_per_block(config),
-                seeds.actor,
-                # Groups in flight have begun the next block when one is handed over.
-                blocks=min(2, len(envs)),
-            )
             collector = Inline(actor, channel, clock)
         return LoopParts(
             setup=setup,
@@ -132,34 +117,7 @@ def build(setup: Setup) -> LoopParts:
         )
 
 
-def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
-    """Advance the loop until ``keep_going`` returns False, then wait for the device."""
-    serial.run(parts, keep_going)
-    if parts.device.type != "cpu":
-        torch.accelerator.synchronize(parts.device)
-
-
-def _place_acting(
-    config: Config,
-    seeds: Seeds,
-    envs: Sequence[VectorEnv],
-    place: Placement,
-    weights: FlatWeights,
-    choice: Choice,
-) -> Acting:
-    """Return the actor's own network, on the device where it is fastest."""
-    spec = envs[0].spec
-
-    def network_on(device: torch.device) -> QNetwork:
-        network = make_network(config, spec, device, seeds.network)
-        if device.type != "cpu":
-            apply_choice(choice, [network], [])
-        return network
-
-    sizes = [group.num_envs for group in envs]
-    return place_inference(
-        config, spec, sizes, place, weights, network_on, choice.compiled, seeds.actor
-    )
+run = serial.run
 
 
 def _actor_threads(place: Placement) -> int | None:
@@ -173,34 +131,30 @@ def _actor_threads(place: Placement) -> int | None:
     return None
 
 
+@dataclass
 class TuningHook(EngineHook):
-    """Keeps what was tried on the accelerator, for ``qfleet doctor``."""
+    """Keeps the measured choices for the accelerator, for ``qfleet doctor``."""
 
-    def __init__(self, tuning: Tuning) -> None:
-        self.tuning = tuning
+    tuning: Tuning
 
 
+@dataclass
 class PipelineHook(EngineHook):
-    """Reports how well collecting and learning overlap, and what crossed to the device."""
+    """Reports how well collecting and learning overlap, and the traffic to the device."""
 
-    def __init__(
-        self,
-        config: Config,
-        envs: Sequence[VectorEnv],
-        acting: Acting,
-        collector: Ahead,
-        timers: Sequence[Timers],
-        clock: Clock,
-        device: torch.device,
-        prepared: Prepared | None,
-    ) -> None:
-        """``prepared``: the learner's own rate, if it was measured at the start."""
-        self._config, self._envs, self._acting, self._collector = config, envs, acting, collector
-        self._timers, self._clock, self._device, self._prepared = timers, clock, device, prepared
+    config: Config
+    envs: Sequence[VectorEnv]
+    acting: Acting
+    collector: Ahead
+    timers: Sequence[Timers]
+    clock: Clock
+    device: torch.device
+    prepared: Prepared | None
+    """The learner's own rate, if it was measured at the start."""
 
     def scalars(self, wall_s: float) -> Mapping[str, float | None]:
-        learner, collector = (timers.shares(wall_s)["idle"] for timers in self._timers)
-        lag, traffic = self._acting.channel.lag, self._acting.traffic
+        learner, collector = (timers.shares(wall_s)["idle"] for timers in self.timers)
+        lag, traffic = self.acting.channel.lag, self.acting.traffic
         scalars = {
             "pipeline/idle_learner": learner,
             "pipeline/idle_collector": collector,
@@ -213,7 +167,7 @@ class PipelineHook(EngineHook):
         return scalars
 
     def result(self) -> Mapping[str, Any]:
-        traffic = self._acting.traffic
+        traffic = self.acting.traffic
         if traffic is None:
             return {}
         return {
@@ -225,19 +179,19 @@ class PipelineHook(EngineHook):
         }
 
     def measure(self, end_to_end: float) -> Stages:
-        if self._prepared is not None:
-            learner_only: float | None = self._prepared.learner_rate(self._config, agents=1)
+        if self.prepared is not None:
+            learner_only: float | None = self.prepared.learner_rate(self.config, agents=1)
         else:
-            learner_only = learner_rate(self._config, self._clock, self._timers[0])
+            learner_only = learner_rate(self.config, self.clock, self.timers[0])
             # The first updates are slow; a stage is never slower than the whole.
             learner_only = learner_only and max(learner_only, end_to_end)
-        self._collector.land()
-        inference = self._acting.inference
-        spec, group = self._envs[0].spec, self._envs[0].num_envs
+        self.collector.land()
+        inference = self.acting.inference
+        spec, group = self.envs[0].spec, self.envs[0].num_envs
         rates = StageRates(
-            env_only=env_rate(self._envs, Seeds.of(self._config.seed).actor),
+            env_only=env_rate(self.envs, Seeds.of(self.config.seed).actor),
             inference_only=inference_rate(inference, spec, group),
             learner_only=learner_only,
             end_to_end=end_to_end,
         )
-        return make_stages(rates, self._config, self._device)
+        return make_stages(rates, self.config, self.device)

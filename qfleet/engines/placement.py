@@ -1,7 +1,7 @@
-"""Where the parts of a run live: which device learns, keeps the replay, chooses the actions.
+"""The devices of a run: which one learns, holds the replay memory, chooses the actions.
 
-In: a configuration, an environment's spec and what this machine has. Out: a ``Placement``, and for
-the pipeline engine an ``Acting`` side, chosen by measuring the real network at the real size.
+In: a configuration, an environment's spec and this machine's devices. Out: a ``Placement``, and for
+the pipeline engine an ``Acting``, chosen by measuring the real network at the real group size.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from qfleet.agent.inference import HostInference, Inference
 from qfleet.agent.weights import DeviceMailbox, FlatWeights, Mailbox
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
+from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec
+from qfleet.engines.tuning import Choice, apply_choice
 from qfleet.memory.sizing import USABLE_PERCENT, replay_bytes
-from qfleet.networks.qnetwork import QNetwork
+from qfleet.networks.factory import make_network
 
 RESERVED_BYTES = 2 * 2**30
-"""Device memory left to networks, bursts and recorded graphs when replay moves in."""
+"""Device memory left to networks, bursts and recorded graphs beside a replay memory."""
 MEASURE_S = 0.15
-"""How long an inference is timed."""
+"""Seconds that inference is timed."""
 
 
 def learner_device(config: Config, spec: EnvSpec) -> torch.device:
-    """Where a run learns. ``auto`` on the device engine: an accelerator, whatever is seen."""
+    """Return the learner's device. ``auto`` on the device engine: an accelerator for any obs."""
     if config.engine != "device":
         return resolve_device(config.device, spec)
     if config.device != "auto":
@@ -49,7 +51,7 @@ def _same(one: torch.device, other: torch.device) -> bool:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Memory that can still be taken on an accelerator with streams."""
+    """Return the free memory of an accelerator with streams."""
     free, _ = torch.get_device_module(device).mem_get_info(device)
     return int(free)
 
@@ -57,17 +59,17 @@ def free_device_bytes(device: torch.device) -> int:
 @dataclass(frozen=True)
 class Placement:
     device: torch.device
-    """Of the learner."""
+    """The learner's device."""
     replay: torch.device
     ahead: bool
     """Whether collecting goes on while the learner learns."""
     capturable: bool
-    """Whether bursts of updates never ask the host, so that they can be recorded."""
+    """Whether bursts of updates never synchronise with the host, so that they can be recorded."""
     notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: Config, spec: EnvSpec, in_background: bool) -> Placement:
-        """``in_background``: the envs step outside this process's Python."""
+        """``in_background``: the envs step outside this process's interpreter."""
         device = learner_device(config, spec)
         if device.type == "cpu" and config.precision not in ("auto", "fp32"):
             raise ConfigError(
@@ -98,7 +100,7 @@ class Placement:
 
 
 def _refuse_other_replay(config: Config, spec: EnvSpec, device: torch.device) -> None:
-    """On the device engine replay is where everything is; what does not fit there is refused."""
+    """Refuse a replay memory that is not on the device, for the device engine."""
     asked = config.replay_device
     if asked != "auto" and not _same(resolve_device(asked, spec), device):
         raise ConfigError(
@@ -115,7 +117,7 @@ def _refuse_other_replay(config: Config, spec: EnvSpec, device: torch.device) ->
 def _place_replay(
     config: Config, spec: EnvSpec, learner: torch.device
 ) -> tuple[torch.device, str | None]:
-    """The replay's device, and why it is not the learner's if it is not."""
+    """Return the replay memory's device, and why it is not the learner's if it is not."""
     host = torch.device("cpu")
     if config.replay_device != "auto":
         device = resolve_device(config.replay_device, spec)
@@ -128,7 +130,7 @@ def _place_replay(
     if not has_streams(learner):
         return host, None
     if not config.replay:
-        return learner, None  # a rollout is small, and its returns are the network's
+        return learner, None  # a rollout is small, and the network computes its returns
     if config.replay_dir or config.replay_compression != "none":
         return host, "replay on the host: it is kept in files or compressed"
     needed = replay_bytes(spec, config.envs, config.buffer_size, config.prioritized_replay)
@@ -150,7 +152,7 @@ class Acting(NamedTuple):
     block_ready: Callable[[], None]
     traffic: Traffic | None
     env_steps_per_s: float
-    """What the inference alone could do."""
+    """Rate of inference alone."""
     note: str
 
 
@@ -160,11 +162,9 @@ def place_inference(
     group_sizes: list[int],
     place: Placement,
     source: FlatWeights,
-    make_network: Callable[[torch.device], QNetwork],
-    compiled: bool,
-    seed: int,
+    choice: Choice,
 ) -> Acting:
-    """Choose actions where it is quickest, measured for this network and group size."""
+    """Return the actor's own network on the fastest device, measured at this group size."""
     asked = config.inference_device
     devices = [torch.device("cpu")]
     if asked != "auto":
@@ -177,8 +177,7 @@ def place_inference(
             raise ConfigError(
                 f"inference_device '{asked}' must be the learner's device ({place.device}) or cpu"
             )
-        network = make_network(device)
-        acting = _acting_on(device, spec, group_sizes, place, source, network, compiled, seed)
+        acting = _acting_on(device, config, spec, group_sizes, place, source, choice)
         options.append((acting, device))
     best, device = max(options, key=lambda option: option[0].env_steps_per_s)
     rates = ", ".join(f"{d} {a.env_steps_per_s:,.0f}/s" for a, d in options)
@@ -188,27 +187,31 @@ def place_inference(
 
 def _acting_on(
     device: torch.device,
+    config: Config,
     spec: EnvSpec,
     group_sizes: list[int],
     place: Placement,
     source: FlatWeights,
-    network: QNetwork,
-    compiled: bool,
-    seed: int,
+    choice: Choice,
 ) -> Acting:
+    seeds = Seeds.of(config.seed)
+    network = make_network(config, spec, device, seeds.network)
+    if device.type != "cpu":
+        apply_choice(choice, [network], [])
     reader = FlatWeights(network)
     if not has_streams(device):
-        host = HostInference(network, device, spec.obs_dtype, seed)
+        host = HostInference(network, device, spec.obs_dtype, seeds.actor)
         rate = inference_rate(host, spec, group_sizes[0])
-        return Acting(host, Mailbox(source, reader), _nothing, None, rate, "")
+        # A block on the host is ready when it is complete.
+        return Acting(host, Mailbox(source, reader), lambda: None, None, rate, "")
     on_device = DeviceInference(
         network,
         spec,
         group_sizes,
         device,
-        seed,
+        seeds.actor,
         frames_stay=place.replay.type != "cpu",
-        compiled=compiled,
+        compiled=choice.compiled,
     )
     rate = inference_rate(on_device, spec, group_sizes[0])
     on_device.forget()
@@ -216,11 +219,11 @@ def _acting_on(
     earlier, newest = torch.Event(device), torch.Event(device)
 
     def block_ready() -> None:
-        """Let the learner's kernels read the block, and the actor's fill an old one's place again.
+        """Let the learner's kernels read the block, and the actor's kernels overwrite an old one.
 
-        The learner's come after what the actor's have written. The actor's come after what the
-        learner's had to do two blocks ago, when it took that old block over; waiting for its newest
-        work would make collecting wait for learning.
+        The learner's kernels wait for the actor's writes. The actor's kernels wait for the work
+        that the learner had queued two blocks ago, when it received that old block; waiting for its
+        newest work would make collecting wait for learning.
         """
         nonlocal earlier, newest
         learner_stream = torch.accelerator.current_stream(device)
@@ -233,22 +236,18 @@ def _acting_on(
     return Acting(on_device, channel, block_ready, on_device.traffic, rate, "")
 
 
-def _nothing() -> None:
-    """A block on the host is ready when it is complete."""
-
-
 def inference_rate(inference: Inference, spec: EnvSpec, envs: int) -> float:
-    """Env steps per second that choosing actions alone allows, for one group."""
+    """Return the env steps per second of inference alone, for one group."""
     obs = np.zeros((envs, *spec.obs_shape), dtype=spec.obs_dtype)
     opened = np.zeros(envs, dtype=np.bool_)
     inference.host_frames((1, 1, envs, *spec.frame_shape))
-    everyone = slice(0, envs)
+    all_envs = slice(0, envs)
     noise = inference.noise_state()
     for _ in range(3):
-        inference.choose(0, 0, 0, everyone, obs, opened, needed=True)
+        inference.choose(0, 0, 0, all_envs, obs, opened, needed=True)
     calls, start = 0, time.perf_counter()
     while (elapsed_s := time.perf_counter() - start) < MEASURE_S:
-        inference.choose(0, 0, 0, everyone, obs, opened, needed=True)
+        inference.choose(0, 0, 0, all_envs, obs, opened, needed=True)
         calls += 1
-    inference.load_noise_state(noise)  # how often it was asked must not matter to what is drawn
+    inference.load_noise_state(noise)  # the number of calls must not change the run's numbers
     return calls * envs / elapsed_s

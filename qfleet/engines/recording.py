@@ -1,4 +1,4 @@
-"""A learner in; the same learner, tuned for its device and with its bursts recorded, out."""
+"""Prepare a learner for its device: tune it, and record its bursts of updates."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import rows_per_block
 from qfleet.config.config import Config
 from qfleet.core.types import Batch, Block, EnvSpec, Memory
+from qfleet.engines.cluster.state_arrays import copy_state
 from qfleet.engines.tuning import (
     TIMED_CALLS,
     Choice,
     Tuning,
     apply_choice,
     candidates,
-    copy_state,
     may_compile,
     tune,
     tuning_key,
 )
 
 RECORDED_UPDATES = 32
-"""Most updates in one launch: enough to hide the launch, few enough to record in a second."""
+"""Largest number of updates per launch: it hides the launch, and is recorded in a second."""
 
 
 class Prepared(NamedTuple):
@@ -38,20 +38,20 @@ class Prepared(NamedTuple):
     note: str
 
     def learner_rate(self, config: Config, agents: int) -> float:
-        """Env steps per second that learning alone allows."""
+        """Return the env steps per second that learning alone allows."""
         return agents / self.update_s / config.updates_per_env_step
 
 
 def prepare_learner(
     config: Config, spec: EnvSpec, learner: RecordedLearner, memory: Memory, device: torch.device
 ) -> Prepared:
-    """Tune the learner for its device and record its bursts; its state is as before."""
+    """Tune the learner for its device and record its bursts; its state does not change."""
     saved = copy_state({"learner": learner.state_dict(), "memory": memory.state_dict()})
     at_once = updates_at_once(config, learner.burst_updates)
     samples = None
     if memory.device.type != device.type:
         samples = blank_batch(spec, at_once * config.batch_size, device)
-        # A memory on the host refuses to be sampled while it is empty.
+        # A memory on the host cannot be sampled while it is empty.
         memory.extend(blank_block(spec, config.envs, config.n_steps + 1))
     learner.burst_updates = at_once
     record_them = config.graphs and why_no_graphs(device) is None
@@ -62,7 +62,7 @@ def prepare_learner(
         nonlocal in_force
         if choice != in_force:
             in_force = None
-            # Code for another choice is useless, and torch.compile keeps a limited number.
+            # torch.compile keeps a limited number of variants: drop those of other choices.
             torch.compiler.reset()
             apply_choice(choice, learner.networks, learner.compilables())
             if record_them:
@@ -96,9 +96,9 @@ def prepare_learner(
 
 
 def updates_at_once(config: Config, most: int) -> int:
-    """Updates in a recorded burst: an even share of those that a block brings.
+    """Return the updates per recorded burst: an even share of those owed per block.
 
-    Without replay it is all of a rollout's: its returns and its order are found at its start.
+    Without replay it is all updates of a rollout: its returns and order are computed at its start.
     """
     if not config.replay:
         return config.gradient_steps
@@ -114,7 +114,7 @@ def blank_block(spec: EnvSpec, envs: int, rows: int) -> Block:
 
 
 def blank_batch(spec: EnvSpec, size: int, device: torch.device) -> Batch:
-    """Where a burst's samples are copied to, for recorded updates."""
+    """Return the batch that recorded updates read: a burst's samples are copied into it."""
     obs = torch.zeros((size, *spec.obs_shape), dtype=spec.torch_dtype, device=device)
     number = torch.zeros(size, dtype=torch.int64, device=device)
     real = torch.zeros(size, device=device)

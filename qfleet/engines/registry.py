@@ -1,4 +1,4 @@
-"""The engines by name. Each is a module with ``build`` and ``run``, imported when asked for."""
+"""The engines by name. Each is a module with ``build`` and ``run``, imported when it is used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENGINES = {
 
 
 class Engine(Protocol):
-    """What the module of an engine provides."""
+    """The functions that the module of an engine has."""
 
     def build(self, setup: Setup) -> Parts:
         """Create the parts of a run, each where this engine wants it."""

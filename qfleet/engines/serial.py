@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from qfleet.agent.actor import Actor, Inline
@@ -33,34 +34,26 @@ def build(
     """Create the parts.
 
     For the workers of a parameter server: ``make_updater(weights, timers=…)`` makes the updater
-    that asks the servers, and ``ladder`` is the ε of each env.
+    that calls the servers, and ``ladder`` is the ε of each env.
     """
     config, seed = setup.config, setup.seeds.actor
     with contextlib.ExitStack() as made:
-        envs = setup.make_envs()
-        for group in envs:
-            made.callback(group.close)
+        envs = setup.make_envs(made)
         spec = envs[0].spec
         place = Placement.of(config, spec, any(group.in_background for group in envs))
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = setup.make_timers("learner")
-        # The memory asks the learner for values, and the learner the memory for samples.
+        # The memory calls the learner for values, and the learner the memory for samples.
         memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs))
         made.callback(memory.close)
         updater = functools.partial(make_updater, timers=timers) if make_updater else None
         learner = make_learner(config, spec, place, memory, clock, timers, updater=updater)
         apply_asked(config, learner.networks)
         channel = SameWeights()
-        actor = Actor(
-            envs,
-            HostInference(learner.online, place.device, spec.obs_dtype, seed),
-            config,
-            timers,
-            rows_per_block(config),
-            seed,
-            ladder=ladder,
-        )
+        inference = HostInference(learner.online, place.device, spec.obs_dtype, seed)
+        rows = rows_per_block(config)
+        actor = Actor(envs, inference, config, timers, rows, seed, ladder=ladder)
         return LoopParts(
             setup=setup,
             spec=spec,
@@ -79,7 +72,10 @@ def build(
 
 
 def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
-    """Advance the loop until ``keep_going`` returns False; it is called when no update is owed."""
+    """Advance the loop until ``keep_going`` returns False, then wait for the device.
+
+    ``keep_going`` is called when no update is owed.
+    """
     collecting = collect(
         parts.collector, parts.memory, parts.channel, parts.limiter, parts.clock, parts.timers[0]
     )
@@ -90,4 +86,6 @@ def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
         elif keep_going():
             next(collecting)
         else:
-            return
+            break
+    if parts.device.type != "cpu":
+        torch.accelerator.synchronize(parts.device)

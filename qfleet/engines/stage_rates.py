@@ -41,7 +41,7 @@ class Stages(NamedTuple):
 
 
 def learner_rate(config: Config, clock: Clock, timers: Timers) -> float | None:
-    """Env steps per second that learning alone allows, from the seconds that it took on a host."""
+    """Return the env steps per second that learning alone allows, by the host's timers."""
     learning_s = timers.seconds["learn"] + timers.seconds["copy"]
     if not (learning_s > 0 and clock.updates):
         return None
@@ -49,7 +49,7 @@ def learner_rate(config: Config, clock: Clock, timers: Timers) -> float | None:
 
 
 def env_rate(groups: Sequence[VectorEnv], seed: int) -> float:
-    """Env steps per second of these environments with random actions, stepped group by group.
+    """Return the env steps per second with random actions, stepped group by group.
 
     No step may be in flight. The environments cannot be used for training afterwards.
     """

@@ -1,4 +1,4 @@
-"""torch's settings of the whole process: set for a run, and given back at its end."""
+"""torch's process-wide settings: set for a run, and restored at its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qfleet.core.types import EnvSpec
 
 
 class TorchSettings:
-    """torch's process-wide settings that a run changes, to be given back at its end."""
+    """The process-wide settings when it was made; ``restore`` sets them again."""
 
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
@@ -28,10 +28,13 @@ class TorchSettings:
 
 
 def set_threads(threads: int, spec: EnvSpec) -> None:
-    """Small networks gain nothing from more than two threads and lose on many cores."""
+    """Set torch's threads; 0: all cores for images, at most 2 for small networks.
+
+    Small networks gain nothing from more than two threads and lose on many cores.
+    """
     cores = os.cpu_count() or 1
     if threads > 4 * cores:
-        raise ConfigError(f"threads {threads} is far more than this machine's {cores} cores")
+        raise ConfigError(f"threads must be ≤ {4 * cores} (4 per core), got {threads}")
     automatic = cores if is_image(spec) else min(2, cores)
     torch.set_num_threads(threads or automatic)
     # oneDNN's product with a transposed operand takes half as long again as the BLAS's own at the

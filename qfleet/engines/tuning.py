@@ -1,8 +1,8 @@
-"""Which precision, and compiled or not: tried on the real learner, timed, and kept on disk.
+"""Tuning: measure precisions and compiling on the real learner, and cache the fastest choice.
 
-In: a learner and its memory on an accelerator. Out: a ``Choice`` that is in force, recorded bursts
-included, and the time of one update for every choice that was tried. What was found is kept in a
-file by hardware, network and versions, so that the next run of the same kind only reads it.
+In: a learner and its memory on an accelerator. Out: a ``Choice`` that is applied, recorded bursts
+included, and the time of one update for every choice that was measured. The cache is a file by
+hardware, network and versions (``measured_cache.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable, switch
 from qfleet.config.config import Config
@@ -45,10 +44,10 @@ class Tuning:
 
 
 def candidates(config: Config, device: torch.device) -> list[Choice]:
-    """Precisions that may be tried, uncompiled, given what was asked for; the plainest first.
+    """Return the precisions to measure, uncompiled; the first one must work.
 
-    bf16 is the quickest and yet not tried unless it is asked for: in the one Pong run with it that
-    can be compared, learning set in later than with tf32 (docs/performance.md).
+    bf16 is the fastest, but is measured only if the configuration sets it: in the one comparable
+    Pong run, learning started later than with tf32 (docs/performance.md).
     """
     precisions: list[Precision] = ["fp32", "tf32"]
     if config.precision != "auto":
@@ -63,7 +62,7 @@ def may_compile(config: Config, device: torch.device) -> bool:
 
 
 def apply_choice(choice: Choice, networks: list[QNetwork], compilables: list[Compilable]) -> None:
-    """Put a choice in force: for these networks, and for the process where torch has it so."""
+    """Apply a choice to these networks, and to the settings that torch has per process."""
     torch.set_float32_matmul_precision("highest" if choice.precision == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = choice.precision != "fp32"
     torch.backends.cudnn.benchmark = True
@@ -73,7 +72,7 @@ def apply_choice(choice: Choice, networks: list[QNetwork], compilables: list[Com
 
 
 def apply_asked(config: Config, networks: list[QNetwork]) -> Choice:
-    """Where nothing is tried: what was asked for, in force; ``auto`` leaves everything as it is."""
+    """Apply the configured precision without measuring; ``auto`` changes nothing."""
     if config.precision == "auto":
         return Choice("fp32", compiled=False)
     choice = Choice(config.precision, compiled=False)
@@ -87,13 +86,13 @@ def tune(
     time_update: Callable[[Choice], float],
     key: Mapping[str, Any],
 ) -> Tuning:
-    """The quickest option, by ``time_update``, unless it is known already.
+    """Return the fastest option, measured by ``time_update`` unless the cache has it.
 
-    Compiling takes tens of seconds, so it is tried for the best precision alone. What fails (there
-    is no compiler on this machine, say) is passed over, but for the first option.
+    Compiling takes tens of seconds, so it is measured for the best precision only. An option that
+    fails (for example without a compiler) is skipped, except the first one.
     """
     known = recall("tuning", key)
-    with contextlib.suppress(KeyError, TypeError):  # nothing known, or another version's entry
+    with contextlib.suppress(KeyError, TypeError):  # no entry, or one of another version
         choice = Choice(**known["choice"])
         if choice.precision in {option.precision for option in options}:
             return Tuning(choice, known["update_s"], known["failed"], from_cache=True)
@@ -122,7 +121,7 @@ def tune(
 def tuning_key(
     config: Config, device: torch.device, layout: list[list[object]], updates_at_once: int
 ) -> dict[str, Any]:
-    """Whatever, besides the machine, may change which choice is the quickest."""
+    """Return what, besides the machine, may change which choice is the fastest."""
     switches = (
         *("double", "noisy", "munchausen", "head", "n_steps"),
         *("batch_size", "prioritized_replay", "replay", "target_network", "optimizer"),
@@ -134,12 +133,3 @@ def tuning_key(
         "asked": [config.precision, config.compile, config.graphs],
         **{name: getattr(config, name) for name in switches},
     }
-
-
-def copy_state(state: Any) -> Any:
-    """A state dict that later changes do not reach."""
-    if isinstance(state, Tensor):
-        return state.clone()
-    if isinstance(state, dict):
-        return {key: copy_state(value) for key, value in state.items()}
-    return state

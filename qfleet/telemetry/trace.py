@@ -78,25 +78,19 @@ class Trace:
         return sum(lane.dropped for lane in self.lanes)
 
 
-def merge_lanes(
-    trace: Trace,
-    spans: Mapping[str, Iterable[SpanRecord]],
-    offsets_s: Mapping[str, float],
-) -> None:
-    """Add spans of other processes, by lane; times plus ``offsets_s`` are times on our clock.
+def merge_lanes(trace: Trace, spans: Mapping[str, Iterable[SpanRecord]]) -> None:
+    """Add spans of other processes, by lane; their times are on our clock.
 
     Each lane's spans must be in order. Spans of all lanes are added in order of time, so that a
     trace that becomes full shows all lanes up to the same moment.
     """
 
-    def moved(name: str) -> Iterator[tuple[float, float, str, str]]:
-        offset_s = offsets_s[name]
-        for stage, start_s, end_s in spans[name]:
-            yield start_s + offset_s, end_s + offset_s, stage, name
+    def named(name: str) -> Iterator[tuple[float, float, str, str]]:
+        return ((start_s, end_s, stage, name) for stage, start_s, end_s in spans[name])
 
     for name in spans:
         trace.lane(name)  # in the order given, and even where there is no span
-    for start_s, end_s, stage, name in heapq.merge(*map(moved, spans)):
+    for start_s, end_s, stage, name in heapq.merge(*map(named, spans)):
         trace.lane(name).add(stage, start_s, end_s)
 
 

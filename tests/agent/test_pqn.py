@@ -15,11 +15,11 @@ from qfleet.core.errors import ConfigError
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, Clock, EnvSpec, StateDict
 from qfleet.engines import placement, registry
 from qfleet.engines.auto import settle, with_short_rollouts
+from qfleet.engines.cluster.state_arrays import copy_state
 from qfleet.engines.factories import make_objective, make_updater
 from qfleet.engines.parts import Parts
 from qfleet.engines.recording import updates_at_once
 from qfleet.engines.registry import build
-from qfleet.engines.tuning import copy_state
 from qfleet.memory.rollout import Rollout
 from qfleet.networks.factory import make_network
 from qfleet.telemetry.faults import FaultLog

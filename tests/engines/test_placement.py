@@ -14,6 +14,7 @@ from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.engines import placement
 from qfleet.engines.placement import RESERVED_BYTES, Acting, Placement, place_inference
+from qfleet.engines.tuning import Choice
 from qfleet.memory.sizing import USABLE_PERCENT, replay_bytes
 from qfleet.networks.factory import make_network
 from qfleet.networks.qnetwork import QNetwork
@@ -213,9 +214,8 @@ def network_on(device: torch.device) -> QNetwork:
 
 
 def choose(config: Config, place: Placement, source: FlatWeights) -> Acting:
-    return place_inference(
-        config, VECTORS, [2, 2], place, source, network_on, compiled=False, seed=0
-    )
+    config = config.replace(net_arch=(8,))
+    return place_inference(config, VECTORS, [2, 2], place, source, Choice("fp32", compiled=False))
 
 
 @pytest.mark.parametrize(("asked", "how"), [("auto", "no accelerator"), ("cpu", "asked for")])
@@ -262,9 +262,7 @@ def test_with_an_accelerator_the_quicker_one_chooses(
         [2, 2],
         Placement(CUDA, CUDA, ahead=True, capturable=True),
         FlatWeights(network_on(CPU)),
-        lambda _: network_on(CPU),
-        compiled=False,
-        seed=0,
+        Choice("fp32", compiled=False),
     )
     assert acting.env_steps_per_s == max(rates.values())
     told = f"cpu {rates['cpu']:.0f}/s, cuda {rates['cuda']:.0f}/s"

@@ -13,13 +13,13 @@ from torch import Tensor
 from qfleet.accelerator.compiling import PLAINER, Compilable, switch
 from qfleet.config.config import Config
 from qfleet.core.types import EnvSpec
+from qfleet.engines.cluster.state_arrays import copy_state
 from qfleet.engines.torch_settings import TorchSettings
 from qfleet.engines.tuning import (
     Choice,
     apply_asked,
     apply_choice,
     candidates,
-    copy_state,
     may_compile,
     tune,
     tuning_key,

@@ -135,15 +135,15 @@ def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path: Path) -> None:
         write_chrome_trace(Trace(), tmp_path / "file" / "trace.json")
 
 
-def test_spans_of_other_processes_come_onto_our_clock() -> None:
+def test_spans_of_other_processes_become_lanes_of_their_own() -> None:
     trace = Trace()
     trace.lane("driver").add("learn", 100.0, 101.0)
     spans = {
-        "worker 1": [("env", 5.0, 6.0), ("idle", 6.0, 7.5)],
-        "worker 0": [("env", 1000.0, 1002.0)],
+        "worker 1": [("env", 100.0, 101.0), ("idle", 101.0, 102.5)],
+        "worker 0": [("env", 100.0, 102.0)],
         "worker 2": [],
     }
-    merge_lanes(trace, spans, {"worker 1": 95.0, "worker 0": -900.0, "worker 2": 0.0})
+    merge_lanes(trace, spans)
     assert [lane.name for lane in trace.lanes] == ["driver", "worker 1", "worker 0", "worker 2"]
     assert trace.lane("worker 1").spans() == [("env", 100.0, 101.0), ("idle", 101.0, 102.5)]
     assert trace.lane("worker 0").spans() == [("env", 100.0, 102.0)]
@@ -152,8 +152,9 @@ def test_spans_of_other_processes_come_onto_our_clock() -> None:
 
 def test_a_full_trace_shows_all_workers_up_to_one_moment() -> None:
     trace = Trace(limit=4)
-    spans = {name: [("env", t, t + 1.0) for t in (0.0, 1.0, 2.0)] for name in ("a", "b")}
-    merge_lanes(trace, spans, {"a": 0.0, "b": 0.5})
+    begins_s = {"a": (0.0, 1.0, 2.0), "b": (0.5, 1.5, 2.5)}
+    spans = {name: [("env", t, t + 1.0) for t in times] for name, times in begins_s.items()}
+    merge_lanes(trace, spans)
     assert [span[1] for span in trace.lane("a").spans()] == [0.0, 1.0]
     assert [span[1] for span in trace.lane("b").spans()] == [0.5, 1.5]
     assert trace.dropped == 2

@@ -64,7 +64,7 @@ def test_who_asks_hears_why_it_was_refused(tmp_path: Path) -> None:
             pass
         asking.join()
     assert [str(error) for error in failures] == [
-        "a wish for other workers was refused: no room for 3"
+        "the request for other workers was refused: no room for 3"
     ]
 
 
@@ -76,11 +76,11 @@ def test_wishes_of_an_earlier_sitting_are_forgotten(tmp_path: Path) -> None:
 
 def test_nobody_is_asked_where_nobody_trains(tmp_path: Path) -> None:
     assert not is_locked(tmp_path)
-    with pytest.raises(UserError, match="nobody trains in"):
+    with pytest.raises(UserError, match="no run is training in"):
         resize_request.ask(tmp_path, 3)
     with RunLock(tmp_path):
         assert is_locked(tmp_path)
-        with pytest.raises(UserError, match="did not look"):
+        with pytest.raises(UserError, match="did not answer"):
             resize_request.ask(tmp_path, 3, wait_s=0.2)
     assert not is_locked(tmp_path)
     assert not (tmp_path / resize_request.FILE).exists()
@@ -135,7 +135,7 @@ def test_how_many_there_are_is_not_guessed(tmp_path: Path) -> None:
     for said, workers in [
         (resize_request.agreed(1), 1),
         (resize_request.agreed(12), 12),
-        ("a wish for other workers was refused: no room for 3", None),
+        ("the request for other workers was refused: no room for 3", None),
         ("3 workers: a run that began with 2 may have 1 to 2", None),
     ]:
         (tmp_path / resize_request.ANSWER).write_text(said)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qfleet.engines.actors.messages import Report, Tally
+from qfleet.engines.cluster.processes_hook import SteadyRate
 from qfleet.telemetry.fleet import TRAFFIC, FleetAccount, ShardAccount, WorkerAccount, shares_of
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Lane, SpanRecord
@@ -27,14 +28,14 @@ class Account:
     workers: int
     servers: int
     timers: Timers = field(default_factory=Timers)
-    """The learner's."""
+    """The learner's timers."""
     lane: Lane | None = None
-    """The learner's, if a trace is recorded."""
+    """The learner's lane, if a trace is recorded."""
     began_s: float = field(default_factory=time.monotonic)
     bytes_sent: int = 0
-    """By the learner: weights, once for all actors, and priorities."""
+    """Sent by the learner: weights, once for all actors, and priorities."""
     bytes_received: int = 0
-    """By the learner: samples."""
+    """Received by the learner: samples."""
     messages: int = 0
     """Calls of actors and shards, and weights that were stored."""
     broadcasts: int = 0
@@ -42,8 +43,7 @@ class Account:
     _uncompressed_bytes: int = 0
     _learner: tuple[tuple[float, dict[str, float]], ...] = ()
     """At the first and at the newest block: time, and the learner's seconds by stage."""
-    _steady: tuple[float, int] | None = None
-    """When every actor had sent a block: time, and env steps until then."""
+    _rate: SteadyRate = field(default_factory=SteadyRate)
 
     def __post_init__(self) -> None:
         self._actors = [WorkerAccount(number) for number in range(self.workers)]
@@ -56,14 +56,14 @@ class Account:
 
     # --- events ---------------------------------------------------------------------------------
 
-    def took(self, number: int, report: Report, env_steps: int, age: int, now_s: float) -> None:
+    def record(self, number: int, report: Report, env_steps: int, age: int, now_s: float) -> None:
         """Add a block of ``env_steps`` that was collected with weights ``age`` updates old."""
         actor = self._actors[number]
         actor.host = report.host
         actor.env_steps += env_steps
         actor.wall_s += report.wall_s
         actor.processor_s += report.processor_s
-        actor.bytes_sent += report.letter_bytes
+        actor.bytes_sent += report.block_bytes
         actor.bytes_received += report.weight_bytes
         actor.messages += report.messages
         actor.staleness[age] += 1
@@ -71,10 +71,10 @@ class Account:
             actor.seconds[stage] += spent_s
         self._uncompressed_bytes += report.plain_bytes
         self._learner = (*self._learner[:1], (now_s, dict(self.timers.seconds)))
-        if self._steady is None and all(each.env_steps for each in self._actors):
-            self._steady = (now_s, self._env_steps())
+        steps = [each.env_steps for each in self._actors]
+        self._rate.record(now_s, sum(steps), all(steps))
 
-    def saw(self, number: int, life: int, report: Report, ordered_s: float) -> None:
+    def add_spans(self, number: int, life: int, report: Report, ordered_s: float) -> None:
         """Add the spans of a block; ``ordered_s``: when it was ordered, by ``perf_counter`` here.
 
         The actor was waiting, so it began when the order arrived. The order that arrived fastest
@@ -85,35 +85,23 @@ class Account:
             known_s = self._offsets_s.get((number, life), float("-inf"))
             self._offsets_s[number, life] = max(known_s, ordered_s - report.began_s)
 
-    def replaced(self, number: int) -> None:
+    def count_restart(self, number: int) -> None:
         self._actors[number].restarts += 1
 
-    def heard(self, shard: int, tally: Tally) -> None:
+    def set_tally(self, shard: int, tally: Tally) -> None:
         """Set what this shard has done since it was started."""
         self._tallies[shard][-1] = tally
 
-    def lost(self, number: int, transitions: int) -> None:
+    def add_loss(self, number: int, transitions: int) -> None:
         """Count a shard that died with ``transitions`` in it; an empty one has its number now."""
         self._tallies[number].append(Tally())
         self._lost[number] += transitions
-
-    def sent(self, size_bytes: int) -> None:
-        self.bytes_sent += size_bytes
-
-    def received(self, size_bytes: int) -> None:
-        self.bytes_received += size_bytes
 
     # --- results --------------------------------------------------------------------------------
 
     def env_steps_per_s(self) -> float | None:
         """Return the rate from when every actor had sent a block to the newest block."""
-        if self._steady is None or self._learner[-1][0] <= self._steady[0]:
-            return None
-        since_s, before = self._steady
-        return (self._env_steps() - before) / (self._learner[-1][0] - since_s)
-
-    def _env_steps(self) -> int:
-        return sum(actor.env_steps for actor in self._actors)
+        return self._rate.env_steps_per_s()
 
     def account(self) -> FleetAccount | None:
         """Return the account of all processes; None before the first block."""
@@ -122,7 +110,7 @@ class Account:
             return None
         return FleetAccount(
             update=None,
-            wall_s=self._learner[-1][0] - self.began_s,
+            wall_s=self._rate.newest[0] - self.began_s,
             driver_processor_s=time.process_time() - self._processor_s,
             workers=workers,
             uncompressed_bytes_sent=self._uncompressed_bytes,

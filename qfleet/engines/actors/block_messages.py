@@ -1,6 +1,6 @@
 """Blocks of rows as messages: a ``Block`` is encoded as a ``BlockMessage``, and decoded again.
 
-Actions travel in as few bytes as hold them, uint8 frames compressed where replay is to be.
+Actions are uint8 if all fit. uint8 frames are compressed if the replay memory is.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ class BlockMessage:
     life: int
     """How often this actor was replaced before."""
     start: int
-    """Number of the first row, counted from the first of this life: so that gaps are seen."""
+    """Number of the first row, counted from the first row of this life, to detect gaps."""
     version: int
     frames: NDArray[Any] | bytes
-    """``[T, N, *frame_shape]``; bytes where they are compressed."""
+    """``[T, N, *frame_shape]``; bytes if they are compressed."""
     frame_shape: tuple[int, ...]
     action: NDArray[Any]
     reward: NDArray[np.float32]
     flags: NDArray[np.uint8]
     priority: NDArray[np.float32] | None
-    """``[P, N]``, of the newest P rows that have n rows after them."""
+    """``[P, N]``: priorities of the newest P rows that have n rows after them."""
 
     @property
     def nbytes(self) -> int:
-        """Of the columns; what wraps them is not counted."""
+        """Bytes of the columns, without Ray's headers."""
         frames = len(self.frames) if isinstance(self.frames, bytes) else self.frames.nbytes
         priority = 0 if self.priority is None else self.priority.nbytes
         return frames + self.action.nbytes + self.reward.nbytes + self.flags.nbytes + priority
 
     @property
     def plain_nbytes(self) -> int:
-        """The same, were frames not compressed."""
+        """Bytes of the columns without compression."""
         if not isinstance(self.frames, bytes):
             return self.nbytes
-        # Only frames of single bytes are.
+        # Only uint8 frames are compressed.
         return self.nbytes - len(self.frames) + self.action.size * math.prod(self.frame_shape)
 
 
@@ -61,13 +61,11 @@ def encode(
     priority: NDArray[np.float32] | None,
     compression: Compression,
 ) -> BlockMessage:
-    """A copy: the block may be overwritten afterwards."""
-    frames: NDArray[Any] | bytes = np.ascontiguousarray(block.obs.numpy())
+    """Return a copy of the block as a message: the block may be overwritten afterwards."""
+    frames: NDArray[Any] | bytes = np.array(block.obs.numpy(), order="C")
     if compression == "lz4":
         compress, _ = load_codec()
         frames = compress(frames)
-    else:
-        frames = np.array(frames)
     narrow = np.uint8 if num_actions <= 256 else np.int64
     return BlockMessage(
         actor=actor,
@@ -83,19 +81,18 @@ def encode(
     )
 
 
-def decode(letter: BlockMessage) -> Block:
-    """The block, in memory of its own: what comes from another process may be read-only."""
-    rows, envs = letter.action.shape
-    if isinstance(letter.frames, bytes):
+def decode(message: BlockMessage) -> Block:
+    """Return the block, copied: arrays of another process may be read-only."""
+    if isinstance(message.frames, bytes):
         _, decompress = load_codec()
-        plain = np.frombuffer(bytearray(decompress(letter.frames)), dtype=np.uint8)
-        frames = plain.reshape(rows, envs, *letter.frame_shape)
+        plain = np.frombuffer(bytearray(decompress(message.frames)), dtype=np.uint8)
+        frames = plain.reshape(*message.action.shape, *message.frame_shape)
     else:
-        frames = np.array(letter.frames)
+        frames = np.array(message.frames)
     return Block(
         obs=torch.from_numpy(frames),
-        action=torch.from_numpy(letter.action.astype(np.int64)),
-        reward=torch.from_numpy(np.array(letter.reward)),
-        flags=torch.from_numpy(np.array(letter.flags)),
-        version=letter.version,
+        action=torch.from_numpy(message.action.astype(np.int64)),
+        reward=torch.from_numpy(np.array(message.reward)),
+        flags=torch.from_numpy(np.array(message.flags)),
+        version=message.version,
     )

@@ -14,7 +14,7 @@ from qfleet.engines.actors.account import Account
 from qfleet.engines.cluster.ray_cluster import Cluster
 
 INTERVAL_S = 0.2
-"""Least time between two versions: actors take over a new one once per block, at most."""
+"""Shortest time between two versions: actors load a new one at most once per block."""
 
 
 class Broadcast:
@@ -27,28 +27,22 @@ class Broadcast:
     ) -> None:
         self._cluster, self._source, self._account, self._clock = cluster, source, account, clock
         self.lag = Lag()
-        self._store(0)
+        self.restart(0)
 
     def publish(self, version: int) -> None:
         if version > self.version and self._clock() - self._stored_s >= INTERVAL_S:
-            self._store(version)
-
-    def restart(self, version: int) -> None:
-        self._store(version)
+            self.restart(version)
 
     def refresh(self) -> int:
         return self.version
 
-    def record_lag(self, updates: int) -> None:
-        self.lag.record(updates)
-
-    def _store(self, version: int) -> None:
-        # A copy: the learner goes on with these very weights.
+    def restart(self, version: int) -> None:
+        # A copy: the learner changes its weights in place.
         weights = np.array(self._source.data.detach().cpu().numpy())
         self.reference: Any = self._cluster.put(weights)
-        """Stands for the weights; old ones are let go when no actor needs them any more."""
+        """Ray's reference of the weights; old ones are freed when no actor needs them."""
         self.version = version
         self._stored_s = self._clock()
-        self._account.sent(weights.nbytes)
+        self._account.bytes_sent += weights.nbytes
         self._account.messages += 1
         self._account.broadcasts += 1

@@ -16,21 +16,20 @@ import torch
 
 from qfleet.agent.schedules import rows_per_block
 from qfleet.config.config import Config
-from qfleet.core.errors import ClusterError, ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.core.seeding import env_seeds
 from qfleet.core.types import Clock, EnvSpec
 from qfleet.engines import serial
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.broadcast import Broadcast
 from qfleet.engines.actors.fleet import ActorFleet
-from qfleet.engines.actors.remote_actor import RemoteActor, actor_seed
+from qfleet.engines.actors.remote_actor import actor_seed
 from qfleet.engines.actors.replay import (
-    LETTERS_PER_ACTOR,
+    BLOCKS_PER_ACTOR,
     PREFETCHED,
     NothingToSample,
     ShardedReplay,
 )
-from qfleet.engines.actors.shard import ReplayShard
 from qfleet.engines.actors.shares import ring_capacity
 from qfleet.engines.cluster.processes_hook import ProcessesHook
 from qfleet.engines.cluster.ray_cluster import (
@@ -38,15 +37,15 @@ from qfleet.engines.cluster.ray_cluster import (
     STORE_BYTES,
     Cluster,
     check_memory,
+    check_store,
     open_cluster,
 )
-from qfleet.engines.factories import make_learner
+from qfleet.engines.factories import check_replay_fits, make_learner
 from qfleet.engines.parts import LoopParts, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.engines.tuning import apply_asked
 from qfleet.envs.factory import make_envs
-from qfleet.memory.sizing import check_fits
 from qfleet.networks.factory import make_network
 from qfleet.telemetry.timeline import draw_workers
 from qfleet.telemetry.timers import Timers
@@ -55,7 +54,7 @@ from qfleet.telemetry.trace import Trace
 VERSIONS = 4
 """Versions of the weights that the object store holds: the newest, and those still being read."""
 BURST_BYTES = 64 * 2**20
-"""Samples drawn at once take no more than this, but for a single batch that does."""
+"""Largest size of the samples drawn at once, except for a single larger batch."""
 
 
 def build(setup: Setup) -> LoopParts:
@@ -76,36 +75,18 @@ def build(setup: Setup) -> LoopParts:
     lane = Trace().lane("learner") if setup.trace else None
     timers = Timers(lane)
     account = Account(config.workers, config.servers, timers, lane)
-    needed = store_bytes(config, spec, _weight_bytes(config, spec))
+    network = make_network(config, spec, torch.device("cpu"), 0)
+    needed = store_bytes(config, spec, sum(weight.nbytes for weight in network.parameters()))
     with contextlib.ExitStack() as made:
         cluster = made.enter_context(_open(config, needed))
-        _check_store(cluster, needed)
-        memory = ShardedReplay(
-            cluster,
-            config,
-            spec,
-            faults,
-            account,
-            seeds.memory,
-            spawn=lambda actors, life: cluster.spawn(ReplayShard, config, spec, actors, life),
-        )
+        contents, lower = "samples, blocks and weights", "--batch-size, --workers or --block-rows"
+        check_store(cluster, cluster.store_bytes(), needed, contents, lower)
+        memory = ShardedReplay(cluster, config, spec, faults, account, seeds.memory)
         learner = make_learner(config, spec, place, memory, clock, timers, drawing="communicate")
         apply_asked(config, learner.networks)
         learner.burst_updates = min(learner.burst_updates, _batches_at_once(config, spec))
         channel = Broadcast(cluster, learner.weights, account)
-        actors = ActorFleet(
-            cluster,
-            config,
-            spec,
-            channel,
-            clock,
-            timers,
-            faults,
-            account,
-            spawn=lambda number, life: cluster.spawn(
-                RemoteActor, config, number, life, setup.restarted_at, setup.trace is not None
-            ),
-        )
+        actors = ActorFleet(cluster, setup, spec, channel, clock, timers, account)
         each = [actor_seed(seeds.envs, i, 0, setup.restarted_at) for i in range(config.workers)]
         return LoopParts(
             setup=setup,
@@ -130,17 +111,14 @@ def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
     """Advance the loop until ``keep_going`` returns False, then wait for the device."""
     while True:
         try:
-            serial.run(parts, keep_going)
-            break
+            return serial.run(parts, keep_going)
         except NothingToSample:
             # All shards died in the middle of a burst, which was reported: collect first.
             continue
-    if parts.device.type != "cpu":
-        torch.accelerator.synchronize(parts.device)
 
 
 def _set_threads(config: Config, spec: EnvSpec) -> None:
-    """The learner takes the cores that the actors leave: two on one core would wait in turns."""
+    """Give the learner the cores that the actors leave: on a shared core both would wait."""
     left = (os.cpu_count() or 1) - (0 if config.address else config.workers)
     set_threads(config.threads, spec)
     if not config.threads:
@@ -163,7 +141,7 @@ def _note(config: Config, cluster: Cluster) -> str:
 
 
 def _check_rings(config: Config, spec: EnvSpec) -> None:
-    """Every actor has a ring of its own: it must hold its blocks, and all must fit in memory."""
+    """Check that each actor's ring holds its blocks, and that all rings fit in memory."""
     rows = config.n_steps + spec.frame_stack + rows_per_block(config)
     if ring_capacity(config) < rows * config.envs:
         raise ConfigError(
@@ -172,13 +150,7 @@ def _check_rings(config: Config, spec: EnvSpec) -> None:
             f"use at least {rows * config.envs * config.workers}"
         )
     if not config.address:
-        check_fits(
-            spec,
-            config.envs,
-            config.buffer_size,
-            config.prioritized_replay,
-            compression=config.replay_compression,
-        )
+        check_replay_fits(config, spec, config.buffer_size, torch.device("cpu"))
 
 
 def _frame_bytes(spec: EnvSpec) -> int:
@@ -193,26 +165,10 @@ def _batches_at_once(config: Config, spec: EnvSpec) -> int:
     return max(1, BURST_BYTES // _batch_bytes(config, spec))
 
 
-def _weight_bytes(config: Config, spec: EnvSpec) -> int:
-    network = make_network(config, spec, torch.device("cpu"), 0)
-    return sum(parameter.nbytes for parameter in network.parameters())
-
-
 def store_bytes(config: Config, spec: EnvSpec, weight_bytes: int) -> int:
-    """What may be under way at one time, in the cluster's object store."""
+    """Return the bytes that may be in the cluster's object store at one time."""
     at_once = min(_batches_at_once(config, spec), 32)
     samples = (PREFETCHED + 1) * at_once * _batch_bytes(config, spec)
     block = rows_per_block(config) * config.envs * _frame_bytes(spec)
-    letters = (LETTERS_PER_ACTOR + 2) * config.workers * block
-    return samples + letters + VERSIONS * weight_bytes
-
-
-def _check_store(cluster: Cluster, needed_bytes: int) -> None:
-    """Ray would go on by writing to the disk, many times slower: say it instead."""
-    there = cluster.store_bytes()
-    if there < needed_bytes:
-        raise ClusterError(
-            f"the object store of cluster {cluster.address} has {there / 2**20:.0f} MiB, too few "
-            f"for {needed_bytes / 2**20:.0f} MiB of samples, blocks and weights; give it more "
-            "(ray start --object-store-memory) or lower --batch-size, --workers or --block-rows"
-        )
+    blocks = (BLOCKS_PER_ACTOR + 2) * config.workers * block
+    return samples + blocks + VERSIONS * weight_bytes

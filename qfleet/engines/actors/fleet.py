@@ -1,4 +1,4 @@
-"""The actors as one collector. In: a function that spawns an actor; out: blocks, first done first.
+"""The actors as one collector: it returns blocks in the order in which actors finish them.
 
 An actor is given its next slice when its last block is taken, so it works while the learner learns,
 one block ahead at most: the rate limiter says when a block may be taken. An actor that dies or does
@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from qfleet.agent import schedules
 from qfleet.agent.schedules import rows_per_block
 from qfleet.algorithms.exploration import epsilon_ladder
-from qfleet.config.config import Config
 from qfleet.core.types import Clock, EnvSpec, Episode, StateDict
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.broadcast import Broadcast
 from qfleet.engines.actors.messages import Order, Report
-from qfleet.engines.actors.replay import FarBlock
+from qfleet.engines.actors.remote_actor import RemoteActor
+from qfleet.engines.actors.replay import RemoteBlock
 from qfleet.engines.cluster.member_pool import Member, MemberPool
 from qfleet.engines.cluster.ray_cluster import Cluster
-from qfleet.telemetry.faults import FaultLog
+from qfleet.engines.parts import Setup
 from qfleet.telemetry.timers import Timers
 
 LOOK_S = 1.0
@@ -35,8 +34,8 @@ LOOK_S = 1.0
 class _Actor(Member):
     version: int = -1
     """Version of its weights."""
-    letter: Any = None
-    """Reference of the rows that it collects, or has collected."""
+    message: Any = None
+    """Reference of the ``BlockMessage`` that it collects, or has collected."""
     ordered_s: float = 0.0
     """Time of its last order, by ``perf_counter``."""
 
@@ -47,22 +46,22 @@ class ActorFleet:
     def __init__(
         self,
         cluster: Cluster,
-        config: Config,
+        setup: Setup,
         spec: EnvSpec,
         channel: Broadcast,
         clock: Clock,
         timers: Timers,
-        faults: FaultLog,
         account: Account,
-        spawn: Callable[[int, int], Any],
     ) -> None:
-        """``spawn`` starts an actor with a number and a life, and returns its handle."""
+        config, traced = setup.config, setup.trace is not None
         self._config, self._spec, self._channel, self._clock = config, spec, channel, clock
-        self._faults, self._account, self._waiting = faults, account, timers.span("idle")
+        self._faults, self._account, self._waiting = setup.faults, account, timers.span("idle")
         self._pool = MemberPool(
             cluster,
             "actor",
-            lambda actor: spawn(actor.number, actor.life),
+            lambda actor: cluster.spawn(
+                RemoteActor, config, actor.number, actor.life, setup.restarted_at, traced
+            ),
             [_Actor(number) for number in range(config.workers)],
             timeout_s=config.worker_timeout_s,
             max_failures=config.max_env_restarts,
@@ -72,7 +71,7 @@ class ActorFleet:
         self._done: deque[tuple[_Actor, Report]] = deque()
         self._episodes: list[Episode] = []
 
-    def collect(self, rows: int) -> FarBlock:
+    def collect(self, rows: int) -> RemoteBlock:
         """Return the block that was done first; an empty one if none is done for a while."""
         for actor in self._pool.members.values():
             if not actor.ordered_s:  # the first call
@@ -82,19 +81,19 @@ class ActorFleet:
                 self._take_results()
         envs = self._config.envs
         if not self._done:
-            return FarBlock.of(self._spec, 0, envs, self._clock.updates, actor=0, letter=None)
+            return RemoteBlock.of(self._spec, 0, envs, self._clock.updates, actor=0, message=None)
         actor, report = self._done.popleft()
-        letter = actor.letter
+        message = actor.message
         self._note(actor, report)
         self._order(actor, min(rows, rows_per_block(self._config)))
-        return FarBlock.of(self._spec, report.rows, envs, report.version, actor.number, letter)
+        return RemoteBlock.of(self._spec, report.rows, envs, report.version, actor.number, message)
 
     def _order(self, actor: _Actor, rows: int) -> None:
         order = Order(rows, self._channel.version, self._clock.progress)
         weights = self._channel.reference if actor.version != order.version else None
         work = actor.handle.work.options(num_returns=2)
         actor.ordered_s = time.perf_counter()
-        report, actor.letter = work.remote(order, weights)
+        report, actor.message = work.remote(order, weights)
         actor.version = order.version
         self._account.messages += 1
         # An actor never waits for others: it answers when its slice is done, or it hangs.
@@ -112,7 +111,7 @@ class ActorFleet:
         if not self._pool.waits_for_room(actor):
             self._pool.count_failure(actor, loss)
             self._faults("actor", f"{loss}; replaced")
-            self._account.replaced(actor.number)
+            self._account.count_restart(actor.number)
         self._pool.replace(actor)
         actor.version = -1
         self._order(actor, rows_per_block(self._config))
@@ -122,8 +121,8 @@ class ActorFleet:
         for kind, message in report.faults:
             self._faults(kind, message)
         env_steps, age = report.rows * self._config.envs, self._clock.updates - report.version
-        self._account.took(actor.number, report, env_steps, age, time.monotonic())
-        self._account.saw(actor.number, actor.life, report, actor.ordered_s)
+        self._account.record(actor.number, report, env_steps, age, time.monotonic())
+        self._account.add_spans(actor.number, actor.life, report, actor.ordered_s)
 
     def take_episodes(self) -> list[Episode]:
         """Return the episodes that ended in the blocks taken since the last call."""

@@ -1,6 +1,6 @@
-"""What passes between the processes: orders and reports of actors, questions and answers of shards.
+"""Messages between the processes: orders and reports of actors, requests and replies of shards.
 
-All of it is plain data: numbers, arrays, names. Rows themselves travel as letters.
+They are plain data: numbers, arrays, names. Rows travel as block messages (``block_messages.py``).
 """
 
 from __future__ import annotations
@@ -21,47 +21,48 @@ class Order(NamedTuple):
 
     rows: int
     version: int
-    """Of the weights that come along, or of those that the actor has."""
+    """Version of the weights sent with the order, or of those that the actor has."""
     progress: int
-    """Env steps of the whole run so far, which ε follows where it is no ladder."""
+    """Env steps of the whole run so far; ε depends on them unless there is a ladder."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What an actor did; its letter travels beside it, straight to the replay memory."""
+    """What an actor did; its block message goes directly to the replay memory."""
 
     rows: int
     version: int
-    letter_bytes: int
+    block_bytes: int
+    """Size of the block message."""
     plain_bytes: int
-    """The same without compression."""
+    """Its size without compression."""
     weight_bytes: int
-    """That came with the order; 0 where it had the newest."""
+    """Size of the weights sent with the order; 0 if the actor had the newest."""
     messages: int
-    """The order, which the report answers, the letter, and weights if they came."""
+    """Order (which the report answers), block message, and weights if they were sent."""
     host: str
     began_s: float
-    """When it was told to begin, by its ``perf_counter``."""
+    """When the order arrived, by the actor's ``perf_counter``."""
     wall_s: float
-    """From its last report to this one; from its first order to the first."""
+    """Time since its last report; before the first report, since its first order."""
     processor_s: float
-    """Over the same time."""
+    """Processor time over the same period."""
     episodes: list[Episode] = field(default_factory=list)
     faults: list[tuple[str, str]] = field(default_factory=list)
     """Kind and message of every fault of the environments that was survived."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Where that wall time went, by stage; idle is before the order came."""
+    """The wall time by stage; idle is the time before the order arrived."""
     spans: list[SpanRecord] = field(default_factory=list)
-    """The same one by one, where a trace is wanted."""
+    """The spans of that time, if a trace is recorded."""
 
 
 COLUMNS = ("obs", "action", "reward", "discount", "next_obs")
-"""Of a batch, those that a shard sends."""
+"""Columns of a batch that a shard sends."""
 
 
 @dataclass(frozen=True)
-class News:
-    """Errors that samples turned out to have, for the ring of ``actor``."""
+class PriorityUpdate:
+    """New priorities of samples from the ring of ``actor``."""
 
     actor: int
     index: NDArray[np.int64]
@@ -76,34 +77,34 @@ class Tally(NamedTuple):
     """What a shard has done since it was started."""
 
     env_steps: int = 0
-    """That it received."""
+    """Env steps received."""
     samples: int = 0
-    """That it gave."""
+    """Samples sent."""
     bytes_in: int = 0
     bytes_out: int = 0
     processor_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What every call comes back with."""
+class ShardReply:
+    """The reply to every call of a shard."""
 
     holdings: dict[int, Holding]
-    """Of each ring, by actor."""
+    """What each ring holds, by actor."""
     tally: Tally
 
 
 @dataclass(frozen=True)
-class Drawn(Answer):
+class SampleReply(ShardReply):
     """Samples of several rings, one ring after another."""
 
     columns: tuple[NDArray[Any], ...]
-    """``COLUMNS``, ``[B, …]`` each; none where nothing was asked for."""
+    """``COLUMNS``, ``[B, …]`` each; empty if there is no sample."""
     index: NDArray[np.int64]
-    """Within its ring."""
+    """Index of each sample within its ring."""
     actor: NDArray[np.int64]
     probability: NDArray[np.float64]
-    """Within its ring."""
+    """Probability of each sample within its ring."""
 
     @property
     def nbytes(self) -> int:

@@ -1,8 +1,8 @@
-"""An actor in a process of its own. In: orders and weights; out: reports, and letters of rows.
+"""An actor in a process of its own. In: orders and weights; out: reports and block messages.
 
 It is the ordinary ``Actor`` with a network of its own on the CPU. With prioritised replay it also
-computes the first priority of each transition, by its own network, so that the memory need not
-treat all new ones alike. Every call is one slice of work (``member_pool.py``).
+computes the first priority of each transition with its own network. Every call is one slice of work
+(``member_pool.py``).
 """
 
 from __future__ import annotations
@@ -79,15 +79,9 @@ class RemoteActor:
         self._weights = FlatWeights(self._network)
         inference = HostInference(self._network, HOST, spec.obs_dtype, own_seed)
         rows = rows_per_block(config)
-        self._actor = Actor(
-            [self._envs],
-            inference,
-            config,
-            self._timers,
-            rows,
-            own_seed,
-            ladder=own_ladder(config, number),
-        )
+        ladder = own_ladder(config, number)
+        envs = [self._envs]
+        self._actor = Actor(envs, inference, config, self._timers, rows, own_seed, ladder=ladder)
         self._rows_made = 0
         objective = make_objective(config, HOST, own_seed)
         self._priorities = (
@@ -96,7 +90,7 @@ class RemoteActor:
             else None
         )
         self._processor_s = time.process_time()
-        """Processor time by its last report; starting up belongs to no slice."""
+        """Processor time at its last report; the start of the process is not counted."""
 
     def work(
         self, order: Order, weights: NDArray[np.float32] | None
@@ -115,7 +109,7 @@ class RemoteActor:
             with self._timers.span("learn"):
                 priority = self._priorities(block)
         with self._timers.span("communicate"):
-            letter = encode(
+            message = encode(
                 block,
                 self._number,
                 self._life,
@@ -132,8 +126,8 @@ class RemoteActor:
             Report(
                 rows=block.rows,
                 version=block.version,
-                letter_bytes=letter.nbytes,
-                plain_bytes=letter.plain_nbytes,
+                block_bytes=message.nbytes,
+                plain_bytes=message.plain_nbytes,
                 weight_bytes=0 if weights is None else weights.nbytes,
                 messages=2 if weights is None else 3,
                 host=self._host,
@@ -145,7 +139,7 @@ class RemoteActor:
                 seconds={stage: s - before[stage] for stage, s in self._timers.seconds.items()},
                 spans=[] if self._lane is None else self._lane.take(),
             ),
-            letter,
+            message,
         )
 
     def ping(self) -> None:

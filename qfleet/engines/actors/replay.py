@@ -1,4 +1,4 @@
-"""The shards of the replay memory as one ``Memory``. In: references of letters; out: batches.
+"""The shards of the replay memory as one ``Memory``. In: references of blocks; out: batches.
 
 The next samples are drawn while the learner learns from the last ones, so their priorities are up
 to two bursts of updates old. A shard that dies is replaced by an empty one; the others are sampled
@@ -22,7 +22,8 @@ from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, ClusterError, MemberLost, QfleetError, ValueLost
 from qfleet.core.types import Batch, Block, EnvSpec, StateDict
 from qfleet.engines.actors.account import Account
-from qfleet.engines.actors.messages import COLUMNS, Drawn, News
+from qfleet.engines.actors.messages import COLUMNS, PriorityUpdate, SampleReply
+from qfleet.engines.actors.shard import ReplayShard
 from qfleet.engines.actors.shares import Holding, allot, relative_rarity, ring_slots, shares_of
 from qfleet.engines.cluster.member_pool import Member, MemberPool
 from qfleet.engines.cluster.ray_cluster import Cluster
@@ -31,9 +32,9 @@ from qfleet.storage.segments import Segments
 from qfleet.telemetry.faults import FaultLog
 
 PREFETCHED = 2
-"""Draws under way while the learner learns: one to take up next, one behind it."""
-LETTERS_PER_ACTOR = 2
-"""Letters of an actor on their way to its shard; with more, collecting waits for the shard."""
+"""Requests in flight while the learner learns: the next one, and the one after it."""
+BLOCKS_PER_ACTOR = 2
+"""Blocks of an actor in flight to its shard; with more, collecting waits for the shard."""
 ROWS_OF_A_LIFE = 2**40
 """More rows than a ring ever takes: rows of different lives have different numbers."""
 
@@ -46,17 +47,17 @@ class NothingToSample(QfleetError):
 
 
 @dataclass
-class FarBlock(Block):
-    """A block whose contents are in another process: here it has shapes alone."""
+class RemoteBlock(Block):
+    """A block whose contents are in another process: here it only has shapes."""
 
     actor: int = 0
-    letter: Any = None
-    """Reference of the ``BlockMessage``, which travels from the actor to its shard directly."""
+    message: Any = None
+    """Reference of the ``BlockMessage``, which the actor sends to its shard directly."""
 
     @classmethod
     def of(
-        cls, spec: EnvSpec, rows: int, envs: int, version: int, actor: int, letter: Any
-    ) -> FarBlock:
+        cls, spec: EnvSpec, rows: int, envs: int, version: int, actor: int, message: Any
+    ) -> RemoteBlock:
         def shaped(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty((rows, envs, *shape), dtype=dtype, device="meta")
 
@@ -67,7 +68,7 @@ class FarBlock(Block):
             flags=shaped(torch.uint8),
             version=version,
             actor=actor,
-            letter=letter,
+            message=message,
         )
 
 
@@ -76,7 +77,7 @@ class _Request:
     """A request for samples of several shards."""
 
     shares: dict[int, float]
-    parts: list[Drawn] = field(default_factory=list)
+    parts: list[SampleReply] = field(default_factory=list)
     """Answers of shards that hold samples."""
 
 
@@ -99,9 +100,7 @@ class ShardedReplay:
         faults: FaultLog,
         account: Account,
         seed: int,
-        spawn: Callable[[list[int], int], Any],
     ) -> None:
-        """``spawn`` starts the shard of some actors with a life, and returns its handle."""
         self.device = torch.device("cpu")
         self._cluster, self._config, self._spec = cluster, config, spec
         self._faults, self._account = faults, account
@@ -109,8 +108,8 @@ class ShardedReplay:
         self._slots = ring_slots(config)
         self._requests: deque[_Request] = deque()
         self._samples: deque[Samples] = deque()
-        self._news: list[News] = []
-        # With less, after a loss, few transitions would be learnt from many times over.
+        self._updates: list[PriorityUpdate] = []
+        # With fewer, after a loss, each transition would be sampled many times.
         self._least = max(1, min(config.learning_starts, config.buffer_size) // 2)
         self._shards = [
             _Shard(number, actors=list(range(number, config.workers, config.servers)))
@@ -119,7 +118,7 @@ class ShardedReplay:
         self._pool = MemberPool(
             cluster,
             "replay shard",
-            lambda shard: spawn(shard.actors, shard.life),
+            lambda shard: cluster.spawn(ReplayShard, config, spec, shard.actors, shard.life),
             self._shards,
             max_failures=config.max_env_restarts,
             advice="is there memory for --buffer-size?",
@@ -128,12 +127,12 @@ class ShardedReplay:
     # --- in -----------------------------------------------------------------------------------
 
     def extend(self, block: Block) -> None:
-        """Send a block's letter to the shard of its actor; do not wait until it arrives."""
-        assert isinstance(block, FarBlock), "actors send their blocks themselves"
+        """Send a block to the shard of its actor; do not wait until it arrives."""
+        assert isinstance(block, RemoteBlock), "actors send their blocks themselves"
         if block.rows:
             shard = self._shards[block.actor % len(self._shards)]
-            self._call(shard, shard.handle.insert.remote(block.letter))
-            while len(shard.calls) > LETTERS_PER_ACTOR * len(shard.actors) + PREFETCHED:
+            self._call(shard, shard.handle.insert.remote(block.message))
+            while len(shard.calls) > BLOCKS_PER_ACTOR * len(shard.actors) + PREFETCHED:
                 self._take_answer(shard)
         self._take_ready_answers()
 
@@ -144,7 +143,7 @@ class ShardedReplay:
     # --- out ----------------------------------------------------------------------------------
 
     def can_sample(self) -> bool:
-        """Return whether half of the transitions are there that a run begins to learn with."""
+        """Return whether there are at least half of the transitions at which learning starts."""
         self._take_ready_answers()
         return sum(held.starts for held in self.holdings().values()) >= self._least
 
@@ -166,12 +165,11 @@ class ShardedReplay:
         """Keep new priorities; they travel with the next request for samples."""
         if not self._config.prioritized_replay:
             return
-        flat = index.cpu().numpy()
         found = priority.detach().float().cpu().numpy()
-        ring = flat // self._slots
+        ring, slot = np.divmod(index.cpu().numpy(), self._slots)
         for number in np.unique(ring).tolist():
-            of_it = ring == number
-            self._news.append(News(number, flat[of_it] % self._slots, found[of_it]))
+            own = ring == number
+            self._updates.append(PriorityUpdate(number, slot[own], found[own]))
 
     def _request(self, count: int) -> None:
         """Request ``count`` samples, of each shard its share, and send new priorities along."""
@@ -180,12 +178,12 @@ class ShardedReplay:
             raise NothingToSample("the replay memory was lost with its shards")
         wanted = allot(count, shares, self._random)
         request = _Request(shares)
-        news, self._news = self._news, []
+        updates, self._updates = self._updates, []
         for shard in self._shards:
             own = {ring: wanted[ring] for ring in shard.actors if ring in wanted}
-            sent = [entry for entry in news if entry.actor in shard.actors]
+            sent = [update for update in updates if update.actor in shard.actors]
             if own or sent:
-                self._account.sent(sum(entry.nbytes for entry in sent))
+                self._account.bytes_sent += sum(update.nbytes for update in sent)
                 self._call(shard, shard.handle.exchange.remote(sent, own), request)
         self._requests.append(request)
 
@@ -197,8 +195,8 @@ class ShardedReplay:
         if request.parts:
             self._samples.append(self._join(request.parts, request.shares))
 
-    def _join(self, parts: Sequence[Drawn], shares: dict[int, float]) -> Samples:
-        """Shuffle the shards' samples: a burst is cut into batches, which must all be alike."""
+    def _join(self, parts: Sequence[SampleReply], shares: dict[int, float]) -> Samples:
+        """Shuffle the shards' samples: every batch of a burst must be a sample of all shards."""
         total = sum(len(part.index) for part in parts)
         places = np.split(
             self._random.permutation(total), np.cumsum([len(part.index) for part in parts])[:-1]
@@ -259,17 +257,17 @@ class ShardedReplay:
             self._lose(shard, str(error))
             return
         except ValueLost as error:
-            # A letter. The shard sees from the next one that rows are missing, and cuts there.
+            # A block. The shard sees from the next one that rows are missing, and ends episodes.
             shard.calls.popleft()
             self._faults("letter", str(error))
             return
         shard.calls.popleft()
         shard.failures, shard.is_ready = 0, True
         shard.holdings = answer.holdings
-        self._account.heard(shard.number, answer.tally)
+        self._account.set_tally(shard.number, answer.tally)
         if request is not None:
-            assert isinstance(answer, Drawn)
-            self._account.received(answer.nbytes)
+            assert isinstance(answer, SampleReply)
+            self._account.bytes_received += answer.nbytes
             if len(answer.index):
                 request.parts.append(answer)
 
@@ -279,7 +277,7 @@ class ShardedReplay:
         lost = sum(held.starts for held in shard.holdings.values())
         total = sum(held.starts for held in self.holdings().values())
         self._faults("replay_shard", f"{loss}: {lost} of {total} transitions lost, refilling")
-        self._account.lost(shard.number, lost)
+        self._account.add_loss(shard.number, lost)
         shard.calls.clear()
         shard.holdings = {}
         self._pool.replace(shard)
@@ -287,17 +285,17 @@ class ShardedReplay:
     # --- the rest of a memory -------------------------------------------------------------------
 
     def generators(self) -> list[torch.Generator]:
-        """Return none: the shards draw."""
+        """Return an empty list: the generators are in the shards."""
         return []
 
     def compilables(self) -> list[Compilable]:
         return []
 
     def close(self) -> None:
-        """The shards end with their cluster."""
+        """Do nothing: the shards end with their cluster."""
 
     def state_dict(self) -> StateDict:
-        """Return all rings by actor, whichever shard has them; frames are fetched when read."""
+        """Return all rings by actor, of all shards; frames are fetched when they are read."""
         rings = {}
         for shard in self._shards:
             for actor in shard.actors:
@@ -322,7 +320,7 @@ class ShardedReplay:
         theirs, ours = state["actors"], self._config.workers
         if theirs != ours:
             raise CheckpointError(
-                f"the stored replay memory is that of {theirs} actors, not of {ours}; resume with "
+                f"the stored replay memory is of {theirs} actors, not of {ours}; resume with "
                 f"--workers {theirs}"
             )
         for shard in self._shards:
@@ -341,7 +339,7 @@ class ShardedReplay:
 
 
 class _RemotePieces(Sequence[Tensor]):
-    """Pieces of a ring's frames, each fetched when it is read: all need not fit here."""
+    """Pieces of a ring's frames, each fetched when it is read: memory need not hold all."""
 
     def __init__(
         self, fetch: Callable[[_Shard, Any], Any], shard: _Shard, actor: int, count: int

@@ -49,7 +49,7 @@ class Member:
 
     @property
     def grace_s(self) -> float:
-        """Seconds that a process has on top of its deadline while it has yet to start."""
+        """Return the seconds added to a process's deadline until it has started."""
         return 0.0 if self.is_ready else TIMEOUT_S
 
 

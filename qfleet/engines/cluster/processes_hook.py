@@ -1,8 +1,9 @@
-"""What a run reports about the processes that it used; for both Ray engines."""
+"""Reports of a run about the processes that it used, for both Ray engines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +12,25 @@ from qfleet.telemetry.fleet import Processes
 from qfleet.telemetry.fleet_plots import draw_fleet
 from qfleet.telemetry.fleet_table import fleet_lines
 from qfleet.telemetry.trace import Trace, merge_lanes
+
+
+@dataclass
+class SteadyRate:
+    """Env steps per second from when every process had reported once to the newest report."""
+
+    newest: tuple[float, int] = (0.0, 0)
+    """Time of the newest report, and the env steps of all processes by then."""
+    _since: tuple[float, int] | None = None
+
+    def record(self, now_s: float, env_steps: int, have_all_reported: bool) -> None:
+        self.newest = (now_s, env_steps)
+        if self._since is None and have_all_reported:
+            self._since = self.newest
+
+    def env_steps_per_s(self) -> float | None:
+        if self._since is None or self.newest[0] <= self._since[0]:
+            return None
+        return (self.newest[1] - self._since[1]) / (self.newest[0] - self._since[0])
 
 
 class CountedProcesses(Processes, Protocol):
@@ -25,11 +45,11 @@ class CountedProcesses(Processes, Protocol):
         ...
 
 
+@dataclass
 class ProcessesHook(EngineHook):
     """Adds the account of all processes to the result, the terminal, the plots and the trace."""
 
-    def __init__(self, processes: CountedProcesses) -> None:
-        self.processes = processes
+    processes: CountedProcesses
 
     def result(self) -> Mapping[str, Any]:
         account = self.processes.account()
@@ -41,8 +61,7 @@ class ProcessesHook(EngineHook):
 
     def on_end(self, folder: Path, trace: Trace | None) -> Sequence[str]:
         if trace is not None:
-            lanes = dict(self.processes.lanes())
-            merge_lanes(trace, lanes, dict.fromkeys(lanes, 0.0))
+            merge_lanes(trace, dict(self.processes.lanes()))
         account = self.processes.account()
         if account is None:
             return ()

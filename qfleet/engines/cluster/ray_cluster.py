@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qfleet.config.validation import check_address
 from qfleet.core.errors import (
     ClusterError,
     GivenUp,
@@ -137,11 +138,11 @@ class Cluster:
         except (failures.ObjectStoreFullError, failures.OutOfDiskError) as error:
             raise StoreFullError(_store_full(error)) from error
 
-    def first(self, pending: list[Any], who: str) -> Any:
+    def first(self, pending: list[Any], name: str) -> Any:
         """Return the first of these references whose value, or failure, arrives."""
         done, _ = self.ray.wait(pending, num_returns=1, timeout=self.timeout_s)
         if not done:
-            raise _silence_of(who, self.timeout_s)
+            raise _silence_of(name, self.timeout_s)
         return done[0]
 
     def ready(self, pending: list[Any], wait_s: float) -> list[Any]:
@@ -152,8 +153,8 @@ class Cluster:
         also, _ = self.ray.wait(rest, num_returns=len(rest), timeout=0) if rest else ([], [])
         return [*done, *also]
 
-    def get(self, reference: Any, who: str, wait_s: float | None = None) -> Any:
-        """Return the value of a reference, or raise a ClusterError about ``who``.
+    def get(self, reference: Any, name: str, wait_s: float | None = None) -> Any:
+        """Return the value of a reference, or raise a ClusterError about ``name``.
 
         The deadline is ``wait_s``, by default the ``timeout_s`` of the cluster.
         """
@@ -162,23 +163,23 @@ class Cluster:
         try:
             return self.ray.get(reference, timeout=wait_s)
         except failures.GetTimeoutError:
-            raise _silence_of(who, wait_s) from None
+            raise _silence_of(name, wait_s) from None
         except failures.ActorUnavailableError as error:
             # The process may be alive: the connection broke, and may be restored.
-            raise MemberSilent(f"{who} cannot be reached ({_first_line(error)})") from None
+            raise MemberSilent(f"{name} cannot be reached ({_first_line(error)})") from None
         except failures.RayActorError as error:
-            raise MemberLost(f"{who} died ({_cause(error)}){RUN_AGAIN}") from None
+            raise MemberLost(f"{name} died ({_cause(error)}){RUN_AGAIN}") from None
         except failures.RayTaskError as error:
             if isinstance(error.cause, GivenUp | StoreFullError):
                 raise error.cause from None
             if isinstance(error.cause, failures.ObjectStoreFullError | failures.OutOfDiskError):
                 raise StoreFullError(_store_full(error.cause)) from error
             if isinstance(error.cause, failures.ObjectLostError):
-                raise ValueLost(f"what {who} was sent was lost with its machine") from error
+                raise ValueLost(f"what {name} was sent was lost with its machine") from error
             cause = f"{type(error.cause).__name__}: {_first_line(error.cause)}"
-            raise ClusterError(f"{who} failed: {cause}") from error
+            raise ClusterError(f"{name} failed: {cause}") from error
         except failures.RayError as error:
-            raise ClusterError(f"{who} was lost: {_first_line(error)}") from error
+            raise ClusterError(f"{name} was lost: {_first_line(error)}") from error
 
     def node_ip(self) -> str:
         """Return the address of the node that this process is on."""
@@ -216,6 +217,18 @@ def open_cluster(
     return _join(workers, address, timeout_s)
 
 
+def check_store(
+    cluster: Cluster, there_bytes: int, needed_bytes: int, contents: str, lower: str
+) -> None:
+    """Refuse an object store that is too small: Ray would write to the disk, many times slower."""
+    if there_bytes < needed_bytes:
+        raise ClusterError(
+            f"the object store of cluster {cluster.address} has {there_bytes / 2**20:.0f} MiB, too "
+            f"few for {needed_bytes / 2**20:.0f} MiB of {contents}; give it more "
+            f"(ray start --object-store-memory) or lower {lower}"
+        )
+
+
 def check_memory(processes: int, each_bytes: int = LEAST_BYTES) -> None:
     """Refuse more processes than fit into this machine's memory: Ray would start them all."""
     from qfleet.memory.sizing import available_bytes  # torch, which --help need not wait for
@@ -224,7 +237,7 @@ def check_memory(processes: int, each_bytes: int = LEAST_BYTES) -> None:
     if processes > most:
         raise UserError(
             f"{processes} processes do not fit into the memory of this machine, which has room for "
-            f"at most {most}; ask for fewer workers or servers, or join a cluster with --address"
+            f"at most {most}; lower --workers or --servers, or join a cluster with --address"
         )
 
 
@@ -331,6 +344,7 @@ def _check_unused(ray: Any) -> None:
 
 @contextlib.contextmanager
 def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
+    check_address(address)
     settings = _QUIET | _JOINING
     if address != "auto":
         host = _probe(address)
@@ -348,7 +362,7 @@ def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
                 if (there := cluster.processors()) < workers:  # some would never be placed
                     raise ClusterError(
                         f"cluster {cluster.address} has {there} processors, too few for {workers} "
-                        "workers; ask for fewer workers or add nodes"
+                        "workers; lower --workers or add nodes"
                     )
                 # Again: while connecting, Ray installed a handler of its own.
                 with sigterm_unwinds(theirs):
@@ -360,16 +374,14 @@ def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
 
 def _probe(address: str) -> str:
     """Return the host of ``host:port`` if a Ray server answers there; Ray itself would hang."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or "/" in host:
-        raise UserError(f"address '{address}' is no host:port, as in 10.0.0.1:6379")
+    host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S) as line:
             line.sendall(_GREETING)
-            # With TLS there is no answer to a plain greeting: an open port must do.
+            # With TLS there is no answer to a plain greeting: an open port must suffice.
             if os.environ.get("RAY_USE_TLS") != "1" and line.recv(_FRAME_BYTES)[3:4] != _SETTINGS:
-                raise OSError("what listens there is no Ray")
-    except (OSError, OverflowError) as error:
+                raise OSError("the server there is not Ray")
+    except OSError as error:
         raise ClusterError(
             f"no cluster answers at {address} ({error}); start one with: ray start --head"
         ) from None
@@ -436,8 +448,8 @@ def _silence() -> Iterator[None]:
         os.close(before)
 
 
-def _silence_of(who: str, waited_s: float) -> MemberSilent:
-    return MemberSilent(f"{who} did not answer within {waited_s:g} s{IF_SLOW}")
+def _silence_of(name: str, waited_s: float) -> MemberSilent:
+    return MemberSilent(f"{name} did not answer within {waited_s:g} s{IF_SLOW}")
 
 
 def _store_full(error: BaseException) -> str:

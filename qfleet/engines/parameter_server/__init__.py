@@ -1,11 +1,11 @@
-"""Gradients of many workers in, one vector of weights out: the parts of a parameter server.
+"""The parameter server: many workers send gradients, servers hold one vector of weights.
 
-layout       a flat vector in, its even slices out
+layout       even slices of a flat vector
 shard        one slice, its optimiser and version; every push applied exactly once
-admission    which gradients make an update, and who has to wait
-schemes      what servers do with what is no gradient: elastic averaging, local SGD, ADMM
-compression  vectors in, fewer bytes out, and back
-clipping     a worker's whole gradient in, the same clipped or marked as bad out
+admission    which gradients form an update, and which workers have to wait
+schemes      schemes without gradients in messages: elastic averaging, local SGD, ADMM
+compression  vectors in fewer bytes, and back
+clipping     clips a worker's whole gradient, or marks it as bad
 
-Nothing here waits, sleeps or knows of processes: who calls, calls one method at a time.
+These modules never wait and know nothing of processes; their methods are called one at a time.
 """

@@ -32,7 +32,6 @@ from typing import NamedTuple
 
 import torch
 
-from qfleet.core.errors import ConfigError
 from qfleet.core.types import StateDict
 from qfleet.engines.parameter_server.compression import unpack
 from qfleet.engines.parameter_server.wire import Push
@@ -45,7 +44,7 @@ SAVED = ("worker", "sequence", "gradient", "staleness", "learning_rate", "weight
 
 
 class Moment(NamedTuple):
-    """What a policy knows besides the gradient itself."""
+    """The workers that are present, and the time."""
 
     present: frozenset[int]
     now_s: float
@@ -61,33 +60,30 @@ class Decision(NamedTuple):
 NOTHING = Decision()
 
 
+# ruff: noqa: ARG002 (the arguments are for subclasses)
 class Admission:
     """Base of the policies: every gradient is an update on arrival, and no worker waits."""
 
     def join(self, worker: int, moment: Moment) -> None:
-        """A worker is present from now on (and in ``moment.present``)."""
+        """Add a worker, which is in ``moment.present`` from now on."""
 
     def expect(self, worker: int, turn: int) -> None:
-        """The next gradient of a present worker will be for this turn or a later one."""
+        """Expect the next gradient of a present worker for this turn or a later one."""
 
     def arrive(self, push: Push, moment: Moment) -> Decision:
         """Decide about a gradient of a present worker that does not have to wait."""
-        del moment
         return NOTHING if push.gradient is None else Decision((push,))
 
     def settle(self, moment: Moment) -> Decision:
         """Decide whether an update is due, after a worker left or time has passed."""
-        del moment
         return NOTHING
 
     def waits(self, worker: int) -> bool:
         """Return whether the worker may not compute its next gradient yet."""
-        del worker
         return False
 
     def turn(self, worker: int) -> int:
         """Return the turn of the worker's next gradient; 0 in policies without turns."""
-        del worker
         return 0
 
     def state_dict(self) -> StateDict:
@@ -158,8 +154,6 @@ class Sync(_Barrier):
 
     def __init__(self, backup: int = 0) -> None:
         super().__init__()
-        if backup < 0:
-            raise ConfigError(f"backup must be ≥ 0 (workers), got {backup}")
         self._backup = backup
         self._round = 0
         self._expected: dict[int, int] = {}
@@ -167,14 +161,12 @@ class Sync(_Barrier):
 
     def join(self, worker: int, moment: Moment) -> None:
         """Forget what was expected of an earlier worker with this number."""
-        del moment
         self._expected.pop(worker, None)
 
     def expect(self, worker: int, turn: int) -> None:
         self._expected[worker] = max(turn, self._expected.get(worker, 0))
 
     def turn(self, worker: int) -> int:
-        del worker
         return self._round
 
     def arrive(self, push: Push, moment: Moment) -> Decision:
@@ -188,7 +180,7 @@ class Sync(_Barrier):
         return self.settle(moment)
 
     def settle(self, moment: Moment) -> Decision:
-        """A worker that arrived and left is not counted, but its gradient is in the mean."""
+        """Close the round if all have arrived; the gradient of one that then left counts too."""
         waiting, present = self._waiting, moment.present
         if not waiting:
             return NOTHING
@@ -222,10 +214,6 @@ class Hybrid(_Barrier):
 
     def __init__(self, k: int | None = None, window_s: float = math.inf) -> None:
         super().__init__()
-        if k is not None and k < 1:
-            raise ConfigError(f"k must be ≥ 1 (gradients per update), got {k}")
-        if not window_s >= 0:
-            raise ConfigError(f"window_s must be ≥ 0, got {window_s:g}")
         self._k, self._window_s = k, window_s
         # Not in the state: the clock of the process that restores it has another origin.
         self._ends_s: float | None = None
@@ -262,8 +250,6 @@ class BoundedStaleness(_Barrier):
 
     def __init__(self, bound: int) -> None:
         super().__init__()
-        if bound < 0:
-            raise ConfigError(f"the staleness bound must be ≥ 0 (clocks), got {bound}")
         self._bound = bound
         self._clocks: dict[int, int] = {}
 
@@ -355,8 +341,6 @@ class AgeLimit(_Guard):
 
     def __init__(self, inner: Admission, limit: int) -> None:
         super().__init__(inner)
-        if limit < 0:
-            raise ConfigError(f"the age limit must be ≥ 0 (updates), got {limit}")
         self._limit = limit
 
     def _refusal(self, push: Push) -> str:
@@ -374,10 +358,6 @@ class Outliers(_Guard):
 
     def __init__(self, inner: Admission, window: int, sigmas: float) -> None:
         super().__init__(inner)
-        if window < 2:
-            raise ConfigError(f"the window must have ≥ 2 values, got {window}")
-        if not sigmas > 0:
-            raise ConfigError(f"sigmas must be > 0, got {sigmas:g}")
         self._sigmas = sigmas
         self._newest: dict[str, deque[float]] = {
             kind: deque(maxlen=window) for kind in ("losses", "norms")
@@ -386,7 +366,7 @@ class Outliers(_Guard):
     def _refusal(self, push: Push) -> str:
         assert push.gradient is not None
         norm = float(torch.linalg.vector_norm(unpack(push.gradient)))
-        # Both are recorded, whatever the first one says.
+        # Both are recorded, even if the first one is unusual.
         usual = [self._is_usual("norms", norm)]
         if push.loss is not None:
             usual.append(self._is_usual("losses", push.loss))

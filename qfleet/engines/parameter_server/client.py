@@ -90,7 +90,7 @@ class Traffic:
     packing_s: float = 0.0
     """Time of compressing the vectors that were sent."""
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Of pushes and exchanges, over all shards: as in the replies, or ``UNANSWERED`` and so on."""
+    """Number of pushes and exchanges of all shards by outcome (a reply's, or one of the above)."""
     sent: list[dict[int, int]] = field(default_factory=list)
     """By shard and epoch: the number after that of the last message that was accepted there."""
     calls: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT_CALLS))
@@ -112,13 +112,13 @@ class Servers:
         ``life`` is the number of earlier workers with this worker's number.
         """
         self._worker, self._lines, self._timers = worker, list(lines), timers
-        self._life = life
+        self._life, self._numbers = life, range(len(lines))
         self._slices = cut(size, len(lines))
         self._compressors = [make_compressor() for _ in lines]
         self._known: list[Stamp | None] = [None] * len(lines)
         self._sequences = [0] * len(lines)
         self._turn = 0
-        """Of the next gradient: the largest that a shard has reported, and above the last one."""
+        """The turn of the next gradient: the largest that a shard reported, above the last one."""
         self._unanswered: dict[int, tuple[int, int]] = {}
         """By shard: epoch and number of the message that got no reply."""
         self.takes_part = False
@@ -133,16 +133,16 @@ class Servers:
 
     def join(self, into: Tensor) -> None:
         """Take part in all shards, again where necessary, and fetch the newest weights."""
-        self._take(self._enter(range(len(self._lines))), into)
+        self._take(self._enter(self._numbers), into)
         self.takes_part = True
 
     def look(self, into: Tensor) -> None:
         """Fetch the newest weights without taking part: no other worker waits for this one."""
-        self._take(self._ask({number: Pull() for number in range(len(self._lines))}), into)
+        self._take(self._ask(dict.fromkeys(self._numbers, Pull())), into)
 
     def ping(self) -> None:
         """Send an empty message to every server, to measure what a message costs."""
-        self._ask({number: Ping() for number in range(len(self._lines))})
+        self._ask(dict.fromkeys(self._numbers, Ping()))
 
     def push(
         self, vector: Tensor, learning_rate: float, loss: float | None, weight: float, into: Tensor
@@ -193,7 +193,7 @@ class Servers:
         if not self.takes_part:
             # A worker that only looked takes part from its first gradient on, stale as that is.
             looked = list(self._known)
-            entered = self._enter(range(len(self._lines)))
+            entered = self._enter(self._numbers)
             self._known, self.takes_part = looked, True
             self._learn_turn(entered)
             if any(reply.stamp != looked[number] for number, reply in entered.items()):
@@ -270,7 +270,9 @@ class Servers:
         if lost:
             if sent is not None:
                 self._count(replies)
-                self._miss(lost)
+                self.traffic.outcomes[UNANSWERED] += len(lost)
+                for n in lost:
+                    self._unanswered[n] = self._stamp(n).epoch, self._sequences[n]
             raise ServersLost(lost)
         return replies
 
@@ -296,11 +298,6 @@ class Servers:
             traffic.bytes_received += reply.weights.nbytes
             traffic.plain_bytes_received += plain_bytes
         return traffic.bytes_sent + traffic.bytes_received - before
-
-    def _miss(self, numbers: list[int]) -> None:
-        self.traffic.outcomes[UNANSWERED] += len(numbers)
-        for number in numbers:
-            self._unanswered[number] = self._stamp(number).epoch, self._sequences[number]
 
     def _count(self, replies: dict[int, Reply]) -> None:
         for number, reply in replies.items():

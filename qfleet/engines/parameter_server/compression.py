@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qfleet.config.config import Config
-from qfleet.core.errors import ConfigError
 
 Array: TypeAlias = NDArray[Any]
 """All entries of a vector, as float32, as float16, or as int16: the bits of bfloat16, a type that
@@ -52,8 +51,6 @@ class TopK:
 
     def __init__(self, share: float) -> None:
         """Send this ``share`` of the entries, rounded up; 1 sends all of them unchanged."""
-        if not 0 < share <= 1:
-            raise ConfigError(f"the share of entries to send must be > 0 and ≤ 1, got {share:g}")
         self._share = share
         self.kept: Tensor | None = None
         """The entries not sent yet; None before the first gradient, and always for share 1."""

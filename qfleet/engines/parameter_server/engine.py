@@ -19,56 +19,41 @@ from qfleet.config.config import Config
 from qfleet.core.types import Clock, EnvSpec, StateDict
 from qfleet.engines.cluster.processes_hook import ProcessesHook
 from qfleet.engines.cluster.ray_cluster import LEAST_BYTES_WITH_TORCH, check_memory
+from qfleet.engines.factories import check_replay_fits
 from qfleet.engines.parameter_server import resize_request
 from qfleet.engines.parameter_server.fleet import Fleet
 from qfleet.engines.parameter_server.limits import several
-from qfleet.engines.parts import Model, Parts, Setup
+from qfleet.engines.parts import Parts, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.factory import make_envs
-from qfleet.memory.sizing import check_fits
 from qfleet.networks.factory import make_network
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.timeline import draw_workers
 from qfleet.telemetry.timers import Timers
 
 
-@dataclass(kw_only=True)
-class ServerParts(Parts):
-    """The parts of the process that supervises servers and workers."""
-
-    collector: Fleet
-    fetched: FetchedModel
-
-    @property
-    def model(self) -> Model:
-        return self.fetched
-
-
-def build(setup: Setup) -> ServerParts:
+def build(setup: Setup) -> Parts:
     """Create the parts of the supervising process."""
     config, faults, seeds = setup.config, setup.faults, setup.seeds
     device, closing = torch.device("cpu"), contextlib.ExitStack()
     envs = make_envs(config, 1, seeds.envs, training=False, on_fault=faults)
     spec = envs.spec
     envs.close()
-    _check_here(config, spec)
+    if not config.address:
+        Placement.of(config, spec, in_background=False)  # refuses what the workers would refuse
+    _check_room(config, spec, config.workers + config.servers, config.buffer_size)
     set_threads(config.threads, spec)
     clock, timers = Clock(frame_skip=spec.frame_skip), Timers()
     network = make_network(config, spec, device, seeds.network)
     weights = FlatWeights(network)
-    fleet = Fleet(
-        config,
-        clock,
-        timers,
-        faults,
-        weights.data,
-        setup.restarted_at,
-        setup.trace is not None,
-        lambda workers: _check_more(config, spec, workers),
-    )
+
+    def check_more(workers: int) -> None:
+        _check_room(config, spec, workers, workers * -(-config.buffer_size // config.workers))
+
+    fleet = Fleet(setup, clock, timers, weights.data, check_more)
     servers = f"{config.servers} server{'s' if config.servers > 1 else ''}"
-    return ServerParts(
+    return Parts(
         setup=setup,
         spec=spec,
         device=device,
@@ -77,7 +62,7 @@ def build(setup: Setup) -> ServerParts:
         timers=[timers],
         collector=fleet,
         evaluator=setup.make_evaluator(network, device, closing),
-        fetched=FetchedModel(network, weights, fleet),
+        model=FetchedModel(network, weights, fleet),
         notes=[f"{several(config.workers)} and {servers}, {config.update}"],
         hooks=[FleetHook(fleet)],
         draw_timeline=draw_workers,
@@ -85,9 +70,11 @@ def build(setup: Setup) -> ServerParts:
     )
 
 
-def run(parts: ServerParts, keep_going: Callable[[], bool]) -> None:
+def run(parts: Parts, keep_going: Callable[[], bool]) -> None:
     """Have the workers train until ``keep_going`` returns False or all steps are taken."""
-    parts.collector.run(keep_going, lambda: parts.fetched.lr_scale)
+    fleet = parts.collector
+    assert isinstance(fleet, Fleet)
+    fleet.run(keep_going, lambda: parts.model.lr_scale)
 
 
 class FetchedModel:
@@ -114,42 +101,23 @@ class FetchedModel:
         self.lr_scale = state["lr_scale"]
 
 
+@dataclass
 class FleetHook(ProcessesHook):
     """Also handles requests for another number of workers (``qfleet scale``)."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        super().__init__(fleet)
-        self.fleet = fleet
+    processes: Fleet
 
     def on_turn(self, folder: Path) -> str | None:
-        return resize_request.handle(folder, self.fleet.resize)
+        return resize_request.handle(folder, self.processes.resize)
 
 
-def _check_here(config: Config, spec: EnvSpec) -> None:
-    """Refuse what workers on this machine would refuse, before any of them is started."""
+def _check_room(config: Config, spec: EnvSpec, processes: int, transitions: int) -> None:
+    """Check that this machine has memory for more processes and all their replay memories.
+
+    A worker checks only its own replay memory.
+    """
     if config.address:
         return
-    Placement.of(config, spec, in_background=False)
-    # A worker checks only its own replay memory, and all of them are on this machine.
-    _check_memories(config, spec, config.buffer_size)
-    check_memory(config.workers + config.servers, LEAST_BYTES_WITH_TORCH)
-
-
-def _check_more(config: Config, spec: EnvSpec, workers: int) -> None:
-    """Check that this machine has room for this many further workers and their memories."""
-    if config.address:
-        return
-    check_memory(workers, LEAST_BYTES_WITH_TORCH)
-    _check_memories(config, spec, workers * -(-config.buffer_size // config.workers))
-
-
-def _check_memories(config: Config, spec: EnvSpec, transitions: int) -> None:
     if config.replay:
-        check_fits(
-            spec,
-            config.envs,
-            transitions,
-            config.prioritized_replay,
-            on_disk=Path(config.replay_dir) if config.replay_dir else None,
-            compression=config.replay_compression,
-        )
+        check_replay_fits(config, spec, transitions, torch.device("cpu"))
+    check_memory(processes, LEAST_BYTES_WITH_TORCH)

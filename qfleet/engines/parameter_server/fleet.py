@@ -1,8 +1,7 @@
-"""Servers and workers of one run. In: what a run wants; out: steps, episodes, weights, accounts.
+"""Servers and workers of one run, as its collector: episodes, weights and accounts.
 
-``Fleet`` is what a run sees of them, and stands where other engines have a collector. It opens the
-cluster, has servers (``servers.py``) and workers (``supervisor.py``) started, and then only looks:
-fetches weights, settles the clock, and asks the run's clockwork whether to go on.
+``Fleet`` opens the cluster and starts servers (``servers.py``) and workers (``supervisor.py``).
+While they train, it fetches weights, sets the run's clock, and checks whether to go on.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import Clock, Episode, StateDict
 from qfleet.engines.cluster.ray_cluster import STORE_BYTES, Cluster, open_cluster
@@ -23,36 +21,33 @@ from qfleet.engines.parameter_server.store import check_store, store_bytes
 from qfleet.engines.parameter_server.supervisor import Supervisor
 from qfleet.engines.parameter_server.wire import INLINE_VECTOR_BYTES
 from qfleet.engines.parameter_server.worker import Report
-from qfleet.telemetry.faults import FaultLog
+from qfleet.engines.parts import Setup
 from qfleet.telemetry.fleet import TRAFFIC, FleetAccount
 from qfleet.telemetry.timers import STAGES, Timers
 from qfleet.telemetry.trace import SpanRecord
 
 FETCH_S = 0.5
-"""How often the run fetches weights."""
+"""Seconds between two fetches of the weights."""
 
 
 class Fleet:
     def __init__(
         self,
-        config: Config,
+        setup: Setup,
         clock: Clock,
         timers: Timers,
-        faults: FaultLog,
         weights: Tensor,
-        restarted_at: int,
-        traced: bool,
-        check_more: Callable[[int], None] = lambda _: None,
+        check_more: Callable[[int], None],
     ) -> None:
-        """``weights`` are the run's own: what it evaluates and saves.
+        """``weights`` are those that the run evaluates and saves.
 
-        ``check_more`` refuses so many workers more than there are, if the machine has no room.
+        ``check_more`` raises ConfigError if the machine has no room for this many more workers.
         """
-        self._check_more, self._wanted = check_more, config.workers
-        self._config, self._clock, self._timers, self._faults = config, clock, timers, faults
-        self._weights, self._restarted_at, self._traced = weights, restarted_at, traced
+        self._setup, self._config, self._wanted = setup, setup.config, setup.config.workers
+        self._clock, self._timers, self._weights = clock, timers, weights
+        self._check_more = check_more
         self._optimiser: StateDict | None = None
-        """Of all servers together, as it was last seen or loaded."""
+        """The optimiser state of all servers together, as last fetched or loaded."""
         self._base_env_steps = self._base_updates = 0
         self._base_skipped = 0.0
         self._base_seconds: dict[str, float] = {}
@@ -65,7 +60,7 @@ class Fleet:
     # --- the run ------------------------------------------------------------------------------
 
     def run(self, keep_going: Callable[[], bool], lr_scale: Callable[[], float]) -> None:
-        """Train until ``keep_going`` says no, or all steps are taken."""
+        """Train until ``keep_going`` returns False or all steps are taken."""
         config = self._config
         self._base_env_steps, self._base_updates = self._clock.env_steps, self._clock.updates
         self._base_seconds = dict(self._timers.seconds)
@@ -78,18 +73,10 @@ class Fleet:
         ) as cluster:
             check_store(cluster, needed)
             self._cluster = cluster
-            servers = ServerRow(config, cluster, self._faults, self._weights, self._optimiser)
-            supervisor = Supervisor(
-                config,
-                cluster,
-                servers,
-                self._faults,
-                self._restarted_at,
-                self._traced,
-                self._base_env_steps,
-                lr_scale,
-            )
-            supervisor.resize(self._wanted)  # as somebody may have asked meanwhile
+            faults = self._setup.faults
+            servers = ServerRow(config, cluster, faults, self._weights, self._optimiser)
+            supervisor = Supervisor(self._setup, cluster, servers, self._base_env_steps, lr_scale)
+            supervisor.resize(self._wanted)  # a request may have come before the start
             self._servers, self._supervisor = servers, supervisor
             has_started = False
             try:
@@ -119,26 +106,24 @@ class Fleet:
                 servers.fetch_into(self._weights)
                 fetched_s = time.monotonic()
             self._settle_clock(supervisor)
-            if self._clock.env_steps >= self._config.steps:
-                return
-            if not keep_going():
+            if self._clock.env_steps >= self._config.steps or not keep_going():
                 return
             supervisor.news.wait(LOOK_S)
             supervisor.news.clear()
 
     def _settle_clock(self, supervisor: Supervisor) -> None:
         with supervisor.lock:
-            self._clock.env_steps = self._base_env_steps + supervisor.env_steps()
             heard = [worker.reports for worker in supervisor.workers.values() if worker.reports]
-            reports = [report for lives in heard for report in lives]
+        reports = [report for lives in heard for report in lives]
+        self._clock.env_steps = self._base_env_steps + sum(report.env_steps for report in reports)
         self._clock.updates = self._base_updates + sum(report.updates for report in reports)
         for stage in STAGES if reports else ():
-            # Of a worker on average, all that had its number taken together.
+            # The mean over workers; all lives of one number count as one worker.
             spent_s = sum(report.seconds[stage] for report in reports) / len(heard)
             self._timers.seconds[stage] = self._base_seconds[stage] + spent_s
 
     def resize(self, workers: int) -> None:
-        """From now on so many workers: others join, or the last ones leave after their slice."""
+        """Change the number of workers: new ones join, or the last leave after their slice."""
         limits.check(self._config, workers)
         if workers > self._wanted:
             self._check_more(workers - self._wanted)
@@ -149,17 +134,17 @@ class Fleet:
         if self._supervisor is not None:
             self._supervisor.resize(workers)
 
-    # --- what a run asks ----------------------------------------------------------------------
+    # --- what a run reads ---------------------------------------------------------------------
 
     def take_episodes(self) -> list[Episode]:
         return [] if self._supervisor is None else self._supervisor.take_episodes()
 
     def exploration_rate(self) -> float:
-        reports = self._reports()
-        return sum(r.exploration_rate for r in reports) / len(reports) if reports else 1.0
+        rates = [report.exploration_rate for report in self._reports()]
+        return sum(rates) / len(rates) if rates else 1.0
 
     def metrics(self) -> dict[str, float]:
-        """Of the workers' newest updates: means, but the largest value and all skipped ones."""
+        """Return means of the workers' newest metrics; ``skipped`` is a sum, |Q| a maximum."""
         found = [report.metrics for report in self._reports() if report.metrics]
         if not found:
             return {}
@@ -169,20 +154,15 @@ class Fleet:
         return means
 
     def _skipped(self) -> float:
-        """Gradients of all workers that were not finite, since the run began."""
-        if self._supervisor is None:
-            return self._base_skipped
-        with self._supervisor.lock:
-            workers = list(self._supervisor.workers.values())
-            return self._base_skipped + sum(
-                report.metrics.get("skipped", 0.0) for each in workers for report in each.reports
-            )
+        """Return the number of non-finite gradients of all workers since the run began."""
+        counts = [report.metrics.get("skipped", 0.0) for report in self._reports(all_lives=True)]
+        return self._base_skipped + sum(counts)
 
-    def _reports(self) -> list[Report]:
-        return [] if self._supervisor is None else self._supervisor.reports()
+    def _reports(self, all_lives: bool = False) -> list[Report]:
+        return [] if self._supervisor is None else self._supervisor.reports(all_lives)
 
     def pids(self) -> dict[str, int]:
-        """Processes that were heard of, by name: ``worker 0``, ``server 1`` …"""
+        """Return pids by name (``worker 0``, ``server 1`` …) of processes that have reported."""
         if self._supervisor is None or self._servers is None:
             return {}
         with self._supervisor.lock:
@@ -194,13 +174,13 @@ class Fleet:
         return workers | dict(self._servers.pids())
 
     def lanes(self) -> Iterator[tuple[str, list[SpanRecord]]]:
-        """What every worker did when, where a trace is wanted."""
+        """Return the spans of every worker, if a trace is recorded."""
         workers = {} if self._supervisor is None else self._supervisor.workers
         for number, worker in sorted(workers.items()):
             yield f"worker {number}", worker.spans
 
     def state_dict(self) -> StateDict:
-        """What the servers know besides the weights. Workers' memories and envs are not kept."""
+        """Return the servers' state besides the weights; memories and envs are not saved."""
         servers, supervisor = self._servers, self._supervisor
         if servers is not None and supervisor is not None and not supervisor.is_over:
             snapshots = servers.peek()
@@ -220,21 +200,13 @@ class Fleet:
                 "resume with the update that it had"
             )
         self._optimiser = dict(state["optimiser"]) or None
-        self._base_skipped = state.get("skipped", 0.0)  # older checkpoints say nothing
+        self._base_skipped = state.get("skipped", 0.0)  # older checkpoints have none
         return False
 
     # --- accounts -----------------------------------------------------------------------------
 
     def env_steps_per_s(self) -> float | None:
-        """From when every worker had reported once until the newest report."""
-        supervisor = self._supervisor
-        if supervisor is None or supervisor.steady is None:
-            return None
-        with supervisor.lock:
-            since_s, before = supervisor.steady
-            if supervisor.newest_s <= since_s:
-                return None
-            return (supervisor.env_steps() - before) / (supervisor.newest_s - since_s)
+        return None if self._supervisor is None else self._supervisor.rate.env_steps_per_s()
 
     def counts(self) -> dict[str, Any]:
         return {}
@@ -245,21 +217,21 @@ class Fleet:
         return {name: account.total(name) if account else None for name in TRAFFIC}
 
     def account(self) -> FleetAccount | None:
-        """What everybody did and cost; None before anybody has reported."""
+        """Return the account of all processes; None before the first report."""
         servers, supervisor = self._servers, self._supervisor
         if servers is None or supervisor is None:
             return None
         with supervisor.lock:
-            everybody = dict(sorted(supervisor.workers.items()))
-            accounts = [worker.account(number) for number, worker in everybody.items()]
-            traffic = [r.traffic for worker in everybody.values() for r in worker.reports]
+            workers = [worker for _, worker in sorted(supervisor.workers.items())]
+            accounts = [worker.account() for worker in workers]
+            traffic = [report.traffic for worker in workers for report in worker.reports]
         if not traffic:
             return None
         if not supervisor.is_over:
             servers.ask_accounts()
         return FleetAccount(
             update=self._config.update,
-            wall_s=supervisor.newest_s - self._began_s,
+            wall_s=supervisor.rate.newest[0] - self._began_s,
             driver_processor_s=time.process_time() - self._processor_s,
             workers=tuple(accounts),
             servers=tuple(servers.accounts()),

@@ -1,10 +1,9 @@
 """Counts the gradients that are lost with a server. In: message numbers. Out: their number.
 
-A server that dies loses the messages since its last snapshot. It cannot be asked any more, but the
-workers number their messages to a server and report the last number, and the snapshot has the
-number that it includes. The difference is lost. For a worker that died itself, the servers report
-its last number when it leaves. Only if worker and server die together is the number unknown; that
-is counted too.
+A server that dies loses the messages since its last snapshot. Workers number their messages to a
+server and report the last number, and the snapshot has the last number that it includes: the
+difference is lost. For a worker that died itself, the servers report its last number when it
+leaves. Only if worker and server die together is the number unknown; that is counted too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Another number of workers for a run in progress. In: a wish; out: a run that has so many.
+"""Change the number of workers of a run in progress (``qfleet scale``).
 
-Who asks and who trains share nothing but the run's folder. So a wish is a file there: the run looks
-for it between its other duties, takes it away, and leaves an answer beside it.
+The process that requests it and the run share only the run's folder. A request is a file there: the
+run checks for it between turns of its loop, removes it, and writes an answer beside it.
 """
 
 from __future__ import annotations
@@ -23,53 +23,55 @@ from qfleet.storage.vacancy import how_to_start_anew
 FILE, ANSWER = ".workers", ".workers-answer"
 LOOK_S = 0.1
 WAIT_S = 120.0
-"""How long a run may take to look: it does not while it evaluates."""
+"""Deadline of the answer: a run does not check for requests while it evaluates."""
 
 
 def check_training(folder: Path, workers: int) -> None:
-    """Whether anybody is there to be asked for so many."""
+    """Raise UserError, with the command to start it, unless a run is training in the folder."""
     if is_locked(folder):
         return
     if has_checkpoint(folder / "checkpoints"):
-        mend = f"go on with: qfleet resume {folder}"
+        fix = f"continue with: qfleet resume {folder}"
     else:
-        mend = f"it has no checkpoint, so start it anew with: {how_to_start_anew(folder)}"
-    raise UserError(f"nobody trains in '{folder}'; {mend} --workers {max(workers, 1)}")
+        fix = f"it has no checkpoint, so start it again with: {how_to_start_anew(folder)}"
+    raise UserError(f"no run is training in '{folder}'; {fix} --workers {max(workers, 1)}")
 
 
 def workers_now(folder: Path, config: Config) -> int | None:
-    """As last agreed in this sitting, or as it began; None if the last answer was a refusal."""
+    """Return the workers by the last answer, or at the start; None if that was a refusal."""
     try:
-        said = (folder / ANSWER).read_text()
+        answer = (folder / ANSWER).read_text()
     except FileNotFoundError:
         return config.workers
     except (OSError, ValueError):
         return None
-    number = re.match(r"\d+", said)
-    return int(number[0]) if number is not None and said == agreed(int(number[0])) else None
+    number = re.match(r"\d+", answer)
+    return int(number[0]) if number is not None and answer == agreed(int(number[0])) else None
 
 
 def ask(folder: Path, workers: int, wait_s: float = WAIT_S) -> None:
-    """Leave the wish, and wait until the run has answered."""
+    """Write the request, and wait for the run's answer; raise UserError if it is a refusal."""
     check_training(folder, workers)
-    wish, answer = folder / FILE, folder / ANSWER
+    request = folder / FILE
     try:
-        answer.unlink(missing_ok=True)
-        atomic_write_text(wish, str(workers))
+        (folder / ANSWER).unlink(missing_ok=True)
+        atomic_write_text(request, str(workers))
     except OSError as error:
-        raise UserError(f"cannot leave a wish in '{folder}': {error.strerror}") from None
+        raise UserError(
+            f"cannot write the resize request in '{folder}': {error.strerror}"
+        ) from None
     try:
-        said = _answer(folder, wait_s)
+        answer = _wait_for_answer(folder, wait_s)
     finally:
-        # Nobody waits for it any more; another's wish stays.
+        # Remove it if the run has not; the request of another process stays.
         with contextlib.suppress(OSError, ValueError):
-            if int(wish.read_text()) == workers:
-                wish.unlink()
-    if said != agreed(workers):
-        raise UserError(said)
+            if int(request.read_text()) == workers:
+                request.unlink()
+    if answer != agreed(workers):
+        raise UserError(answer)
 
 
-def _answer(folder: Path, wait_s: float) -> str:
+def _wait_for_answer(folder: Path, wait_s: float) -> str:
     until_s = time.monotonic() + wait_s
     while time.monotonic() < until_s:
         with contextlib.suppress(OSError):
@@ -77,7 +79,7 @@ def _answer(folder: Path, wait_s: float) -> str:
         if not is_locked(folder):
             return f"the run in '{folder}' has ended meanwhile"
         time.sleep(LOOK_S)
-    return f"'{folder}' did not look for {wait_s:g} s; is it stopped?"
+    return f"the run in '{folder}' did not answer within {wait_s:g} s; is it stopped?"
 
 
 def agreed(workers: int) -> str:
@@ -85,24 +87,23 @@ def agreed(workers: int) -> str:
 
 
 def handle(folder: Path, resize: Callable[[int], None]) -> str | None:
-    """Do what somebody wishes, if anybody does; what to tell of it."""
-    wish = folder / FILE
+    """Call ``resize`` if there is a request, and return the answer; None if there is none."""
     try:
-        workers = int(wish.read_text())
+        workers = int((folder / FILE).read_text())
         resize(workers)
-        said = agreed(workers)
+        answer = agreed(workers)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, QfleetError) as error:
-        said = f"a wish for other workers was refused: {error}"
+        answer = f"the request for other workers was refused: {error}"
     with contextlib.suppress(OSError):
-        wish.unlink(missing_ok=True)
-        atomic_write_text(folder / ANSWER, said)
-    return said
+        (folder / FILE).unlink(missing_ok=True)
+        atomic_write_text(folder / ANSWER, answer)
+    return answer
 
 
 def forget(folder: Path) -> None:
-    """What was wished of an earlier sitting is no wish of this one."""
+    """Remove request and answer of an earlier process of this run."""
     for name in (FILE, ANSWER):
         with contextlib.suppress(OSError):
             (folder / name).unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from qfleet.core.types import StateDict
 
 
 def elastic_difference(weights: Tensor, centre: Tensor, alpha: float) -> Tensor:
-    """EASGD (1412.6651): subtract it from the worker, add it to the centre; the sum is unchanged.
+    """Return what EASGD (1412.6651) subtracts from the worker and adds to the centre.
 
     With ``alpha`` above 1/m, m workers at once move the centre beyond their mean.
     """

@@ -167,7 +167,7 @@ class Server:
             return self._when_free(wait)
 
     def exchange(self, exchange: Exchange) -> Reply:
-        """Elastic averaging; the weights of the reply are the difference to subtract."""
+        """Average elastically; the weights of the reply are the difference to subtract."""
         with self._changed:
             if not self._is_present(exchange.worker, exchange.life):
                 return self._absent()
@@ -250,7 +250,7 @@ class RemoteServer(Server):
 
 
 def _threads(config: Config, weights: int) -> int:
-    """Threads of an optimiser's step: several for a long vector, because memory limits it."""
+    """Return the threads of an optimiser's step: several for a long vector (memory-bound)."""
     if weights < THREADED_FROM:
         return 1
     return max(1, min(MOST_THREADS, (os.cpu_count() or 1) // config.servers))

@@ -1,4 +1,4 @@
-"""The servers of one run, in order. In: requests of its supervisor to all of them; out: answers.
+"""The servers of one run, in order. In: calls of its supervisor to all of them; out: answers.
 
 They are started on the node of the process that trains, so that the loss of a node costs workers,
 but no server. A server that dies is replaced by one that goes on from its last snapshot, in a new
@@ -47,7 +47,7 @@ class _Server(Member):
     part: slice = field(default_factory=lambda: slice(0))
     """Its slice of the weights."""
     begin: tuple[Any, ...] = ()
-    """What the next process begins with: weights, state of the optimiser, epoch, snapshot."""
+    """Arguments of the next process: weights, optimiser state, epoch, snapshot."""
     snapshot: StateDict = field(default_factory=dict)
     account: dict[str, Any] = field(default_factory=dict)
     """Its newest account; empty until the first answer."""
@@ -100,7 +100,7 @@ class ServerRow:
                 if time.monotonic() > until_s:
                     raise ClusterError(
                         f"server {server.number} of {len(calls)} did not start within "
-                        f"{TIMEOUT_S:g} s; ask for fewer --servers"
+                        f"{TIMEOUT_S:g} s; lower --servers"
                     )
             server.snapshot = self._pool.get(server, call)
         self.ask_accounts()
@@ -167,7 +167,7 @@ class ServerRow:
                 server.ledger.unknown += not is_known
 
     def heard(self, worker: int, sent: list[dict[int, int]]) -> None:
-        """Note how many messages a worker reports to have sent, by server and epoch."""
+        """Record how many messages a worker reports to have sent, by server and epoch."""
         for server, counts in zip(self._servers, sent, strict=True):
             server.ledger.heard(worker, counts)
 
@@ -215,13 +215,8 @@ class ServerRow:
         A worker that is cut off reports servers as lost that are alive.
         """
         server = self._servers[number]
-        if server.life != renewals:
-            return False
-        try:
-            self._pool.get(server, server.handle.ping.remote(), ANSWER_S)
-        except MemberLost:
-            return True
-        return False
+        is_same = server.life == renewals
+        return is_same and self._answer(server, server.handle.ping.remote()) is None
 
     def replace(self, number: int) -> None:
         """Replace a server by one that goes on from its last snapshot."""
@@ -255,8 +250,7 @@ class ServerRow:
 
     def pids(self) -> Iterator[tuple[str, int]]:
         for server in self._servers:
-            account = server.account  # the supervisor's thread may replace it
-            if account:
+            if account := server.account:  # the supervisor's thread may replace it
                 yield f"server {server.number}", account["pid"]
 
     def accounts(self) -> list[ServerAccount]:

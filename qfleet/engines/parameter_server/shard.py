@@ -49,7 +49,7 @@ class Counters:
     dropped: Counter[str] = field(default_factory=Counter)
     """By reason."""
     bytes_in: int = 0
-    """Of vectors, as they travelled."""
+    """Bytes of vectors, as they were sent."""
     bytes_out: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
     """Number of gradients by their staleness (updates) on arrival."""
@@ -65,7 +65,7 @@ class Counters:
 
 
 class _Record(NamedTuple):
-    """What the shard knows of a worker, whether it is present or not."""
+    """The last message of a worker, whether it is present or not."""
 
     sequence: int = 0
     """The number of its next message."""

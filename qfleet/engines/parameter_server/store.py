@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qfleet.config.config import Config
-from qfleet.core.errors import ClusterError
+from qfleet.engines.cluster import ray_cluster
 from qfleet.engines.cluster.ray_cluster import Cluster
 from qfleet.engines.parameter_server.server import make_shard_optimiser
 
@@ -38,12 +38,5 @@ def store_bytes(config: Config, weights: Tensor) -> int:
 
 
 def check_store(cluster: Cluster, needed_bytes: int) -> None:
-    """Refuse a store that is too small: Ray would write to the disk, many times slower."""
-    there = cluster.store_bytes_here()
-    if there < needed_bytes:
-        raise ClusterError(
-            f"the object store of this node of cluster {cluster.address} has "
-            f"{there / 2**20:.0f} MiB, too few for {needed_bytes / 2**20:.0f} MiB of gradients, "
-            "weights and snapshots; give it more (ray start --object-store-memory) or lower "
-            "--workers or --net-arch"
-        )
+    contents, lower = "gradients, weights and snapshots", "--workers or --net-arch"
+    ray_cluster.check_store(cluster, cluster.store_bytes_here(), needed_bytes, contents, lower)

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from qfleet.config.config import Config
 from qfleet.core.types import Episode
 from qfleet.engines.cluster.member_pool import Member, MemberPool
+from qfleet.engines.cluster.processes_hook import SteadyRate
 from qfleet.engines.cluster.ray_cluster import Cluster
 from qfleet.engines.parameter_server.servers import LOOK_S, ServerRow
 from qfleet.engines.parameter_server.worker import RemoteWorker, Report, WorkOrder
-from qfleet.telemetry.faults import FaultLog
+from qfleet.engines.parts import Setup
 from qfleet.telemetry.fleet import WorkerAccount
 from qfleet.telemetry.timers import COMPUTING, KIND_OF, STAGES
 from qfleet.telemetry.trace import SpanRecord
@@ -53,7 +53,7 @@ class WorkerState(Member):
 
     @property
     def reports(self) -> list[Report]:
-        """The last report of every life."""
+        """The last report of each life."""
         return self.earlier if self.report is None else [*self.earlier, self.report]
 
     def total(self, what: str) -> Any:
@@ -65,16 +65,14 @@ class WorkerState(Member):
         self.report, self.granted = None, 0
         self.logged_faults.clear()
 
-    def account(self, number: int) -> WorkerAccount:
+    def account(self) -> WorkerAccount:
         reports = self.reports
         traffic = [report.traffic for report in reports]
-        outcomes: Counter[str] = Counter()
-        for each in traffic:
-            outcomes.update(each["outcomes"])
+        outcomes = sum((Counter(each["outcomes"]) for each in traffic), Counter[str]())
         totals = ("env_steps", "updates", "wall_s", "processor_s")
         sent = ("bytes_sent", "bytes_received", "messages", "packing_s")
         return WorkerAccount(
-            number=number,
+            number=self.number,
             host=reports[-1].host if reports else "",
             seconds={stage: sum(r.seconds[stage] for r in reports) for stage in STAGES},
             outcomes=dict(outcomes),
@@ -90,18 +88,16 @@ class Supervisor:
 
     def __init__(
         self,
-        config: Config,
+        setup: Setup,
         cluster: Cluster,
         servers: ServerRow,
-        faults: FaultLog,
-        restarted_at: int,
-        traced: bool,
         base_env_steps: int,
         lr_scale: Callable[[], float],
     ) -> None:
         """``base_env_steps`` were taken before this run was resumed."""
-        self._config, self._cluster, self._servers, self._faults = config, cluster, servers, faults
-        self._restarted_at, self._traced = restarted_at, traced
+        config = setup.config
+        self._setup, self._config, self._faults = setup, config, setup.faults
+        self._cluster, self._servers = cluster, servers
         self._base_env_steps, self._lr_scale = base_env_steps, lr_scale
         self._pool: MemberPool[WorkerState] = MemberPool(
             cluster, "worker", self._spawn, timeout_s=config.worker_timeout_s
@@ -117,10 +113,7 @@ class Supervisor:
         """Held while reports, or sums over them, are read or written."""
         self.news = threading.Event()
         """Set when a worker has reported, or something failed."""
-        self.steady: tuple[float, int] | None = None
-        """When every worker had reported once: time, and env steps by then."""
-        self.newest_s = time.monotonic()
-        """Time of the newest report."""
+        self.rate = SteadyRate()
 
     # --- for the run's own thread -------------------------------------------------------------
 
@@ -132,8 +125,8 @@ class Supervisor:
             self._pool.spawn(self.workers[number])
         if not self._servers.await_start(keep_going):
             return False
-        # All join before any begins: else the first would make rounds on its own, and the others
-        # would collect while it learns, and the other way round, from then on.
+        # All join before any begins: otherwise the first would make rounds on its own, and from
+        # then on the others would collect while it learns, and the other way round.
         self._servers.join(list(self.workers))
         for worker in self.workers.values():
             self._set_to_work(worker)
@@ -169,9 +162,11 @@ class Supervisor:
             episodes, self._episodes = self._episodes, []
         return episodes
 
-    def reports(self) -> list[Report]:
-        """Return the newest report of each worker that is at work."""
+    def reports(self, all_lives: bool = False) -> list[Report]:
+        """Return the newest report of each worker at work, or the last one of every life."""
         with self.lock:
+            if all_lives:
+                return [report for w in self.workers.values() for report in w.reports]
             return [w.report for w in self.workers.values() if w.report is not None]
 
     # --- the thread ---------------------------------------------------------------------------
@@ -252,7 +247,7 @@ class Supervisor:
                 else:
                     self._take_report(worker, report)
                     self._servers.leave({worker.number: worker.life})
-        for worker in busy:  # so that servers make the update that waits for theirs
+        for worker in busy:  # so that servers make the updates that wait for them
             self._leave_dead(worker)
 
     # --- one worker ---------------------------------------------------------------------------
@@ -267,8 +262,8 @@ class Supervisor:
             worker.number,
             self._servers.handles,
             # A replacement must not play the first episodes of its predecessor again.
-            self._restarted_at + worker.life,
-            self._traced,
+            self._setup.restarted_at + worker.life,
+            self._setup.trace is not None,
             worker.life,
             self._thread.is_alive(),  # whether it joins late
             processors=0 if is_extra else 1,
@@ -304,7 +299,7 @@ class Supervisor:
         self._pool.call(worker, worker.handle.work.remote(order))
 
     def _share(self, number: int) -> float:
-        """Return a worker's pace in its own working time, as a share of the quickest one's."""
+        """Return a worker's pace in its own working time, as a share of the fastest one's."""
         if not self._config.balance:
             return 1.0
         paces = {n: _pace(w.report) for n, w in self.workers.items() if w.report is not None}
@@ -319,10 +314,8 @@ class Supervisor:
             worker.report, worker.granted, worker.failures = report, 0, 0
             worker.spans += _shifted(report, time.perf_counter())
             self._episodes += [Episode(*episode) for episode in report.episodes]
-            self.newest_s = time.monotonic()
-            at_work = (w for w in self.workers.values() if w.handle is not None)
-            if self.steady is None and all(w.report for w in at_work):
-                self.steady = (self.newest_s, self.env_steps())
+            have_all = all(w.report for w in self.workers.values() if w.handle is not None)
+            self.rate.record(time.monotonic(), self.env_steps(), have_all)
         for kind, (count, messages) in report.faults.items():
             for _ in range(count - worker.logged_faults[kind]):
                 self._faults(kind, f"worker {worker.number}: {messages[-1]}")
@@ -336,7 +329,7 @@ class Supervisor:
         room = "" if self._pool.has_room() else " when there is room"
         self._faults("worker", f"{loss}; another takes its place{room}")
         self._pool.count_failure(worker, loss)
-        # It may only be cut off, and come back: servers must not listen to two of one number.
+        # It may only be disconnected: servers must not accept two workers with one number.
         self._leave_dead(worker)
         self._end_life(worker)
         if worker.number < self._wanted:
@@ -348,12 +341,12 @@ class Supervisor:
 
 
 def _shifted(report: Report, now_s: float) -> list[SpanRecord]:
-    """A report's spans on this process's clock; the way here counts as no time."""
+    """Return a report's spans on this process's clock; the transfer counts as no time."""
     shift_s = now_s - report.clock_s
     return [(stage, start + shift_s, end + shift_s) for stage, start, end in report.spans]
 
 
 def _pace(report: Report) -> float:
-    """Env steps per second of collecting and learning, without messages and waits."""
+    """Return env steps per second of collecting and learning, without messages and waits."""
     spent = sum(report.seconds[stage] for stage in STAGES if KIND_OF[stage] == COMPUTING)
     return report.env_steps / max(spent, 1e-9)

@@ -57,7 +57,7 @@ class Push(NamedTuple):
     """The number of this worker's message to this shard, from 0."""
     epoch: int
     version: int
-    """Of the weights that the gradient was computed on."""
+    """Version of the weights that the gradient was computed on."""
     gradient: Vector | None
     """This shard's slice, clipped by the worker. The shard sets None where it must not be used."""
     learning_rate: float
@@ -68,7 +68,7 @@ class Push(NamedTuple):
     """The turn it is for (``admission.py``); None: the current turn of the shard."""
     life: int = 0
     patience_s: float = 0.0
-    """How long the server may hold the call while the worker has to wait."""
+    """Seconds that the server may hold the call while the worker has to wait."""
     staleness: int = 0
     """Set by the shard: the updates made since the weights that it was computed on."""
 
@@ -110,9 +110,9 @@ class Reply(NamedTuple):
 
     epoch: int
     version: int
-    """Of the shard after the request, and of ``weights``."""
+    """Version of the shard after the request, and of ``weights``."""
     outcome: str = ""
-    """Of a push or an exchange: ``applied``, ``kept`` (for an update with others), ``dropped``, or
+    """The fate of a push or exchange: ``applied``, ``kept`` (for a later update), ``dropped``, or
     ``past``: a repetition so old that its reply is forgotten. Empty: the shard ignored it."""
     reason: str = ""
     """Why it was dropped."""
@@ -123,7 +123,7 @@ class Reply(NamedTuple):
     """The newest weights, or the difference to subtract after an exchange. None: the caller has
     them already, has to wait, or nothing was exchanged."""
     waited_s: float = 0.0
-    """How long the server held the call."""
+    """Seconds that the server held the call."""
     is_present: bool = True
     """False: the worker was removed and has to join again."""
     turn: int = 0

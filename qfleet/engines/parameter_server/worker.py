@@ -1,7 +1,7 @@
 """One worker: environments, memory and learner of its own, and weights that are on servers.
 
-In: what the supervisor tells it before a slice of work; out: what it did in it. A plain class: it
-runs the very loop that ``--engine serial`` runs, with an updater that asks the servers.
+In: an order before each slice of work; out: a report after it. ``Worker`` is a plain class that
+runs the loop of the serial engine, with an updater that calls the servers.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ LANE = "learner"
 
 
 class WorkOrder(NamedTuple):
-    """What a worker has to know for its next slice."""
+    """The limits and settings of a worker's next slice."""
 
     elsewhere_env_steps: int
-    """What the others have done."""
+    """Env steps of all other workers so far."""
     until_env_steps: int
-    """Stop at so many steps of its own."""
+    """The slice ends when the worker has taken this many env steps in all."""
     slice_s: float
-    """Stop after so long."""
+    """The slice ends after this time."""
     lr_scale: float = 1.0
     share: float = 1.0
-    """Of what a round asks of the quickest worker: of its steps and of its samples."""
+    """Steps and samples per round, as a share of those of the fastest worker."""
     renewed: tuple[tuple[int, Any], ...] = ()
-    """Servers that stand in for others since the last slice, and their lines."""
+    """Number and connection of each server that was replaced since the last slice."""
 
 
 class Report(NamedTuple):
-    """What a worker did so far, and in this slice."""
+    """What a worker did: totals of this life, and episodes and spans of this slice."""
 
     env_steps: int
     updates: int
     episodes: list[tuple[int, float, int]]
-    """Of this slice: env, return, length."""
+    """Env, return and length of each episode of this slice."""
     metrics: dict[str, float]
     exploration_rate: float
     wall_s: float
-    """Since its first slice began."""
+    """Time since its first slice began."""
     seconds: dict[str, float]
     processor_s: float
     traffic: dict[str, Any]
     faults: dict[str, tuple[int, list[str]]]
-    """So far, by kind: how many, and the first few."""
+    """By kind: the number of faults so far, and the first few messages."""
     spans: list[SpanRecord]
-    """Of this slice, where a trace is wanted; no two overlap."""
+    """The spans of this slice, without overlap, if a trace is recorded."""
     clock_s: float
     """This worker's ``perf_counter`` at the end."""
     lost_servers: tuple[int, ...]
@@ -72,7 +72,7 @@ class Report(NamedTuple):
 
 
 def worker_config(config: Config, number: int) -> Config:
-    """A worker's own settings: its share of what is counted over the whole run."""
+    """Return a worker's own settings: its share of those that count over the whole run."""
     workers = config.workers
     least = (config.n_steps + 2) * max(config.envs, 1) + config.batch_size
     return config.replace(
@@ -95,19 +95,18 @@ class Worker:
         lines: Sequence[Line],
         restarted_at: int = 0,
         traced: bool = False,
-        clock: Callable[[], float] = time.monotonic,
         life: int = 0,
         is_late: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``config`` is the run's; ``lines`` lead to its servers, in order.
+        """``config`` is the run's; ``lines`` are the connections to its servers, in order.
 
-        ``life`` counts those that had this number before. Who ``is_late`` comes when others have
-        long begun, who must not wait while it fills its memory.
+        ``life`` counts the earlier workers with this number. ``is_late``: the other workers have
+        begun already, and must not wait while this one fills its memory.
         """
-        self._clock = clock
+        self._clock, self._host = clock, socket.gethostname()
         self._faults = FaultLog()
         self._trace = Trace() if traced else None
-        self._told_spans = 0
         self._servers: Servers
         self._updater: RemoteUpdater
 
@@ -115,7 +114,7 @@ class Worker:
             self._servers = Servers(
                 number, weights.data.numel(), lines, timers, lambda: make_compressor(config), life
             )
-            self._servers.on_entering = self._fall_in_step
+            self._servers.on_entering = self._align_bursts
             self._updater = make_remote_updater(config, weights, self._servers)
             return self._updater
 
@@ -127,7 +126,7 @@ class Worker:
         )
         self._processor_s = time.process_time()
         self._inside_s = 0.0
-        """Spent on messages and waits in the middle of learning."""
+        """Time of messages and waits that the timers also count as learning."""
         self._began_s: float | None = None
         self._is_late, self._has_joined = is_late, False
         self._share = 1.0
@@ -135,7 +134,7 @@ class Worker:
         self._lost: tuple[int, ...] = ()
 
     def work(self, order: WorkOrder) -> Report:
-        """One slice: the loop goes on until time or steps are up, or a server is lost."""
+        """Run the loop until the slice's time or steps are used up, or a server is lost."""
         parts = self._parts
         parts.clock.elsewhere_env_steps = order.elsewhere_env_steps
         parts.learner.lr_scale = order.lr_scale
@@ -148,7 +147,7 @@ class Worker:
             self._join(order)
             self._lost = ()
             self._servers.ping()
-            before_s = self._apart_s()
+            before_s = self._waiting_s()
             try:
                 serial.run(
                     parts,
@@ -157,20 +156,20 @@ class Worker:
                     ),
                 )
             finally:
-                self._inside_s += self._apart_s() - before_s
+                self._inside_s += self._waiting_s() - before_s
         except ServersLost as error:
             self._lost = error.numbers
             if self._own.replay:
-                # A burst was cut short: what it came to counts. (A rollout is begun again.)
+                # The burst was interrupted: its finished updates count. (A rollout starts again.)
                 parts.clock.updates = self._updater.made
         return self._report()
 
-    def _apart_s(self) -> float:
+    def _waiting_s(self) -> float:
         seconds = self._parts.timers[0].seconds
         return seconds["communicate"] + seconds["idle"]
 
     def _take_share(self, share: float) -> None:
-        """Collect and learn from less in each round, if others are quicker."""
+        """Collect and learn from less in each round, if other workers are faster."""
         self._share = share
         parts, envs = self._parts, self._own.envs
         train_freq = max(1, round(share * self._own.train_freq / envs)) * envs
@@ -187,29 +186,24 @@ class Worker:
             self._parts.learner.move_target(1.0)
             self._has_joined = True
         elif self._parts.clock.updates == 0 and not self._servers.takes_part:
-            # Its memory is filling, and others go on: it is to begin with the newest weights.
+            # Its memory is not full enough yet, and the others go on: fetch the newest weights.
             self._updater.join(takes_part=False)
             self._parts.learner.move_target(1.0)
         elif order.renewed or self._lost:
-            # Or a server that only could not be reached: what it has heard, it knows.
+            # Also after a connection was lost: the server reports which messages it received.
             self._updater.join(self._servers.takes_part)
 
-    def _fall_in_step(self, first_round: int) -> None:
-        """Who is late begins its first burst of updates somewhere in one of the others'.
+    def _align_bursts(self, first_round: int) -> None:
+        """Skip some updates, so that a late worker ends its first burst with the other workers.
 
-        It is to end a burst with them, by leaving some updates out. Else all would collect in turns
-        from now on, and be waited for. (A rollout is used up whole.)
+        It joins in the middle of a burst of theirs. Without this, the workers would collect at
+        different times from then on and wait for each other. (A rollout is always used in full.)
         """
         if self._own.update == "sync" and self._own.replay:
             self._parts.limiter.forgive(first_round % self._own.gradient_steps)
 
     def _report(self) -> Report:
         parts = self._parts
-        spans: list[SpanRecord] = []
-        if self._trace is not None:
-            every = self._trace.lane(LANE).spans()
-            spans = apart(every[self._told_spans :])
-            self._told_spans = len(every)
         seconds = dict(parts.timers[0].seconds)
         seconds["learn"] -= self._inside_s
         traffic = self._servers.traffic
@@ -232,61 +226,42 @@ class Worker:
                 kind: (count, self._faults.first_messages(kind))
                 for kind, count in self._faults.counts.items()
             },
-            spans=spans,
+            spans=[] if self._trace is None else without_overlap(self._trace.lane(LANE).take()),
             clock_s=time.perf_counter(),
             lost_servers=self._lost,
-            host=self._host(),
+            host=self._host,
             pid=os.getpid(),
-        )  # fmt: skip
-
-    def _host(self) -> str:
-        return socket.gethostname()
+        )
 
     def close(self) -> None:
         self._parts.close()
 
 
 class RemoteWorker(Worker):
-    """A worker in a process of its own: its lines are made there."""
+    """A worker in a process of its own, which connects to the servers' handles."""
 
-    def __init__(
-        self,
-        config: Config,
-        number: int,
-        handles: Sequence[Any],
-        restarted_at: int,
-        traced: bool,
-        life: int,
-        is_late: bool,
-    ) -> None:
+    def __init__(self, config: Config, number: int, handles: Sequence[Any], *others: Any) -> None:
         ignore_sigterm_if_blocked()
         self._cluster = from_inside(TIMEOUT_S)
-        self._node_ip = self._cluster.node_ip()
-        lines = [self._line(shard, handle) for shard, handle in enumerate(handles)]
-        super().__init__(config, number, lines, restarted_at, traced, life=life, is_late=is_late)
-
-    def _line(self, shard: int, handle: Any) -> Line:
-        return RemoteLine(self._cluster, handle, shard)
-
-    def _host(self) -> str:
-        """With its address: machines may be of one name."""
-        return f"{super()._host()} ({self._node_ip})"
+        lines = [RemoteLine(self._cluster, handle, shard) for shard, handle in enumerate(handles)]
+        super().__init__(config, number, lines, *others)
+        self._host += f" ({self._cluster.node_ip()})"  # several machines may have one name
 
     def ping(self) -> bool:
-        """Here."""
+        """Return True: a cheap call that proves the process is alive."""
         return True
 
     def work(self, order: WorkOrder) -> Report:
-        renewed = tuple((shard, self._line(shard, handle)) for shard, handle in order.renewed)
+        renewed = tuple((n, RemoteLine(self._cluster, handle, n)) for n, handle in order.renewed)
         try:
             return super().work(order._replace(renewed=renewed))
         except GivenUp:
-            # Whoever gave it up could not reach it to end it, and its processor is wanted.
+            # The supervisor cannot reach this process to end it, and needs its processor.
             os._exit(1)
 
 
-def apart(spans: Sequence[SpanRecord]) -> list[SpanRecord]:
-    """Spans of one thread in order of time, those that have others inside cut around them."""
+def without_overlap(spans: Sequence[SpanRecord]) -> list[SpanRecord]:
+    """Return the spans of one thread by time; a span with others inside is cut around them."""
     cut: list[SpanRecord] = []
     inside: list[SpanRecord] = []
     for stage, start_s, end_s in spans:  # in the order in which they ended

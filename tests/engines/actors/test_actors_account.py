@@ -10,7 +10,7 @@ import pytest
 from qfleet.engines.actors import remote_actor
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.block_messages import encode
-from qfleet.engines.actors.messages import News, Order, Report, Tally
+from qfleet.engines.actors.messages import Order, PriorityUpdate, Report, Tally
 from qfleet.engines.actors.remote_actor import RemoteActor
 from qfleet.engines.actors.shard import ReplayShard
 from qfleet.lab.speedup import Case, sweep
@@ -27,7 +27,7 @@ def report(idle_s: float = 0.0, **changes: Any) -> Report:
     fields: dict[str, Any] = {
         "rows": 5,
         "version": 0,
-        "letter_bytes": 100,
+        "block_bytes": 100,
         "plain_bytes": 400,
         "weight_bytes": 0,
         "messages": 2,
@@ -48,13 +48,13 @@ def made(account: Account) -> FleetAccount:
 
 def test_a_rate_is_that_of_actors_at_work() -> None:
     account = Account(workers=2, servers=1)
-    account.took(0, report(), 10, 0, 5.0)
-    account.took(0, report(), 10, 0, 6.0)
+    account.record(0, report(), 10, 0, 5.0)
+    account.record(0, report(), 10, 0, 6.0)
     assert account.env_steps_per_s() is None
-    account.took(1, report(), 10, 0, 7.0)
+    account.record(1, report(), 10, 0, 7.0)
     assert account.env_steps_per_s() is None
-    account.took(0, report(), 30, 0, 9.0)
-    account.took(1, report(), 10, 0, 11.0)
+    account.record(0, report(), 30, 0, 9.0)
+    account.record(1, report(), 10, 0, 11.0)
     assert account.env_steps_per_s() == 40 / 4
 
 
@@ -63,12 +63,12 @@ def test_slices_of_all_lives_add_up_to_an_actors_account() -> None:
     account = Account(2, 1, timers, began_s=1.0)
     assert account.account() is None
     timers.seconds["idle"] = 100.0  # before the first block came; or in an earlier sitting
-    account.took(0, report(weight_bytes=64, messages=3), 10, 0, 5.0)
+    account.record(0, report(weight_bytes=64, messages=3), 10, 0, 5.0)
     timers.seconds.update(idle=101.0, learn=4.0, communicate=1.0)
-    account.took(0, report(idle_s=3.0), 10, 7, 9.0)
+    account.record(0, report(idle_s=3.0), 10, 7, 9.0)
     timers.seconds.update(idle=102.0, learn=6.0)
-    account.replaced(0)
-    account.took(0, report(idle_s=1.0), 10, 7, 15.0)
+    account.count_restart(0)
+    account.record(0, report(idle_s=1.0), 10, 7, 15.0)
     found = made(account)
     (actor,) = found.workers  # the other one never reported
     assert (actor.number, actor.host, actor.env_steps, actor.updates) == (0, "here", 30, None)
@@ -89,11 +89,11 @@ def test_slices_of_all_lives_add_up_to_an_actors_account() -> None:
 
 def test_a_shards_lives_add_up_and_what_was_lost_is_told() -> None:
     account = Account(workers=1, servers=2)
-    account.took(0, report(), 10, 0, 5.0)
-    account.heard(1, Tally(10, 8, 100, 900, 0.5))
-    account.heard(1, Tally(20, 16, 200, 1800, 1.0))  # since it was started, not since the last
-    account.lost(1, 18)
-    account.heard(1, Tally(5, 4, 50, 450, 0.25))
+    account.record(0, report(), 10, 0, 5.0)
+    account.set_tally(1, Tally(10, 8, 100, 900, 0.5))
+    account.set_tally(1, Tally(20, 16, 200, 1800, 1.0))  # since it was started, not since the last
+    account.add_loss(1, 18)
+    account.set_tally(1, Tally(5, 4, 50, 450, 0.25))
     idle, busy = made(account).shards
     assert idle == ShardAccount(0, 0.0, 0, 0, 0, 0, restarts=0, lost=0)
     assert busy == ShardAccount(1, 1.25, 25, 20, 250, 2250, restarts=1, lost=18)
@@ -104,7 +104,7 @@ def test_a_shards_lives_add_up_and_what_was_lost_is_told() -> None:
 def test_the_lab_reads_shares_and_staleness_of_actors() -> None:
     account = Account(workers=1, servers=1)
     for second in (5.0, 7.0):
-        account.took(0, report(idle_s=2.0), 20, 3, second)
+        account.record(0, report(idle_s=2.0), 20, 3, second)
     told = made(account).as_dict() | {"env_steps_per_s": account.env_steps_per_s()}
     (point,) = sweep([Case("async", 1.0, 1)], 40, 1, lambda _: told)
     assert (point.env_steps, point.env_steps_per_s) == (40, 10.0)
@@ -140,7 +140,7 @@ def test_an_actor_says_how_long_it_waited_for_its_order(monkeypatch: pytest.Monk
     assert {stage for stage, _, _ in first.spans} == {"env", "act", "learn", "communicate"}
     starts = [start_s for _, start_s, _ in first.spans + second.spans]
     assert starts == sorted(starts)
-    assert first.plain_bytes == first.letter_bytes == letter.nbytes
+    assert first.plain_bytes == first.block_bytes == letter.nbytes
 
 
 def test_without_a_trace_no_span_travels() -> None:
@@ -153,7 +153,7 @@ def test_a_shard_counts_what_it_received_and_gave() -> None:
     letter = encode(random_block(10, 2, 4), 0, 0, 0, 3, None, "none")
     tally = shard.insert(letter).tally
     assert tally[:4] == (20, 0, letter.nbytes, 0)
-    news = News(0, np.array([3, 4]), np.ones(2, np.float32))
+    news = PriorityUpdate(0, np.array([3, 4]), np.ones(2, np.float32))
     drawn = shard.exchange([news], {0: 6})
     assert drawn.tally[:4] == (20, 6, letter.nbytes + 24, drawn.nbytes)
     # Two observations of two floats, action, reward, discount; index, ring and probability.
@@ -179,8 +179,8 @@ def test_lanes_are_put_on_the_learners_clock_by_the_quickest_order() -> None:
     # Its clock is 90 s ahead; it was starting when the first order came, the others took 1 and 2 s.
     for ordered_s, began_s in ((10.0, 150.0), (70.0, 161.0), (80.0, 172.0)):
         spans = [("env", began_s, began_s + 1.0)]
-        account.saw(0, 0, report(began_s=began_s, spans=spans), ordered_s)
-    account.saw(0, 1, report(began_s=5.0, spans=[("act", 5.0, 6.0)]), 100.0)
+        account.add_spans(0, 0, report(began_s=began_s, spans=spans), ordered_s)
+    account.add_spans(0, 1, report(began_s=5.0, spans=[("act", 5.0, 6.0)]), 100.0)
     assert dict(account.lanes()) == {
         "learner": [("learn", 50.0, 51.0)],
         "actor 0": [

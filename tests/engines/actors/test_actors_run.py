@@ -206,9 +206,9 @@ def test_an_actor_that_dies_is_replaced_and_its_ring_goes_on(clusters: list[OneP
         assert "restarts      actor 1 ×1" in fleet_lines(account)
         # Its ring holds the rows of both lives.
         shard = clusters[0].living("ReplayShard")[0].instance
-        life, start = shard._kept[1].follows
+        life, start = shard._rings[1].follows
         assert life == 1
-        assert len(shard._kept[1].ring) > start * 2
+        assert len(shard._rings[1].ring) > start * 2
 
 
 def test_an_actor_that_dies_time_and_again_ends_the_run(clusters: list[OneProcess]) -> None:
@@ -286,8 +286,8 @@ def test_a_letter_that_is_lost_with_its_machine_costs_itself_alone(
 
         def losing(rows: int) -> Any:
             block = collect(rows)
-            if not lost and block.letter is not None:
-                block.letter.lost = True
+            if not lost and block.message is not None:
+                block.message.lost = True
                 lost.append(block)
             return block
 
@@ -362,7 +362,7 @@ def test_priorities_of_learnt_samples_reach_their_rings(clusters: list[OneProces
         memory._request(1)
         for actor, places in ((0, [3, 7]), (1, [3])):
             shard = clusters[0].living("ReplayShard")[actor].instance
-            leaves = shard._kept[actor].prioritized.leaves
+            leaves = shard._rings[actor].sampler.leaves
             assert sorted(torch.topk(leaves, len(places)).indices.tolist()) == places
 
 
@@ -412,13 +412,13 @@ def test_checkpoints_hold_the_rings_and_servers_may_change(
         actor: kept.ring.state_dict()
         for handle in clusters[0].handles
         if handle.kind == "ReplayShard"
-        for actor, kept in handle.instance._kept.items()
+        for actor, kept in handle.instance._rings.items()
     }
     with built(config.replace(servers=1)) as parts:
         parts.memory.load_state_dict(checkpoint.parts["memory"])
         shard = clusters[1].living("ReplayShard")[0].instance
         for actor, state in before.items():
-            ring = shard._kept[actor].ring.state_dict()
+            ring = shard._rings[actor].ring.state_dict()
             assert ring["total_rows"] == state["total_rows"] > 0
             for name in ("action", "reward", "flags"):
                 assert torch.equal(ring[name], state[name])
@@ -440,7 +440,7 @@ def test_a_checkpoint_has_no_frames_of_a_shard_that_was_lost(
         save_checkpoint(tmp_path / "checkpoints", number, memory, {}, keep=9)
         saved: StateDict = load_checkpoint(tmp_path / "checkpoints").parts["memory"]
         for shard in cluster.living("ReplayShard"):
-            for actor, kept in shard.instance._kept.items():
+            for actor, kept in shard.instance._rings.items():
                 there, here = saved["rings"][str(actor)], kept.ring.state_dict()
                 assert len(here["frames"].tensors) > 3
                 for mine, stored in zip(

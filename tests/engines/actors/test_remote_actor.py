@@ -81,7 +81,7 @@ def test_weights_and_their_version_come_with_the_order() -> None:
     report, letter = actor.work(Order(5, 17, 0), weights)
     assert torch.equal(actor._weights.data, flat.data)
     assert (report.rows, report.version, letter.version) == (5, 17, 17)
-    assert report.letter_bytes == letter.nbytes > 0
+    assert report.block_bytes == letter.nbytes > 0
     block = decode(letter)
     chosen = network.q_values(block.obs.view(-1, 4)).argmax(1)
     assert torch.equal(chosen, block.action.view(-1))
@@ -98,7 +98,7 @@ def test_first_priorities_are_the_learners_errors_of_the_same_rows(head: str) ->
     )
     actor = RemoteActor(config, 0)
     shard = ReplayShard(config, actor._spec, [0])
-    ring, sizes = shard._kept[0].ring, []
+    ring, sizes = shard._rings[0].ring, []
     for _ in range(8):
         _, letter = actor.work(Order(5, 0, 0), None)
         shard.insert(letter)

@@ -9,7 +9,7 @@ import torch
 from qfleet.config.config import Config
 from qfleet.core.types import SKIP, Block, EnvSpec
 from qfleet.engines.actors.block_messages import BlockMessage, decode, encode
-from qfleet.engines.actors.messages import News
+from qfleet.engines.actors.messages import PriorityUpdate
 from qfleet.engines.actors.shard import ReplayShard
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import UniformSampler
@@ -99,7 +99,7 @@ def test_rows_that_do_not_follow_each_other_are_kept_apart(gap: str) -> None:
     shard.insert(letter_of(part(block, 0, 10), 0))
     life, start = (1, 0) if gap == "another life" else (0, 14)
     shard.insert(letter_of(part(block, 10, 20), start, life))
-    ring = shard._kept[0].ring
+    ring = shard._rings[0].ring
     # The last row before the gap is where its episode was cut, and no start any more.
     assert bool((ring._flag_rows[9] & SKIP).bool().all())
     before = ring.gather(torch.tensor([8]), torch.tensor([0]))
@@ -118,7 +118,7 @@ def test_first_priorities_reach_the_rows_that_they_are_of() -> None:
     shard = ReplayShard(config, SPEC, [0])
     shard.insert(letter_of(part(block, 0, 10), 0, priority=errors[:8]))
     shard.insert(letter_of(part(block, 10, 20), 10, priority=errors[8:18]))
-    sampler = shard._kept[0].prioritized
+    sampler = shard._rings[0].sampler
     assert sampler is not None
     expected = np.power(errors[:18] + 1e-6, 0.6)
     np.testing.assert_allclose(sampler.leaves[:36].view(18, 2), expected, rtol=1e-5)
@@ -136,7 +136,7 @@ def test_a_new_shard_takes_the_newest_of_an_old_actors_priorities() -> None:
     shard = ReplayShard(config, SPEC, [0])
     # The actor knows of ten rows before these; the shard does not.
     shard.insert(letter_of(block, 10, priority=errors))
-    sampler = shard._kept[0].prioritized
+    sampler = shard._rings[0].sampler
     assert sampler is not None
     sampler.mass()
     expected = np.power(errors[2:] + 1e-6, 0.6)
@@ -148,7 +148,7 @@ def test_news_change_priorities_before_the_draw() -> None:
     shard = ReplayShard(config, SPEC, [0])
     block = random_block(20, 2, 4, skip=0.0)
     shard.insert(letter_of(block, 0, priority=np.full((18, 2), 1e-3, np.float32)))
-    news = News(0, np.array([7]), np.array([1e9], dtype=np.float32))
+    news = PriorityUpdate(0, np.array([7]), np.array([1e9], dtype=np.float32))
     drawn = shard.exchange([news], {0: 20})
     assert (drawn.index == 7).all()
     assert (drawn.actor == 0).all()

@@ -12,8 +12,7 @@ from qfleet.config.config import Config
 from qfleet.core.types import SKIP
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.block_messages import encode
-from qfleet.engines.actors.replay import FarBlock, ShardedReplay
-from qfleet.engines.actors.shard import ReplayShard
+from qfleet.engines.actors.replay import RemoteBlock, ShardedReplay
 from qfleet.engines.actors.shares import Holding, allot, relative_rarity, shares_of
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import PrioritizedSampler
@@ -32,7 +31,6 @@ def make_replay(config: Config, cluster: OneProcess, spec: Any = SPEC) -> Sharde
         FaultLog(),
         Account(config.workers, config.servers),
         seed=3,
-        spawn=lambda actors, life: cluster.spawn(ReplayShard, config, spec, actors, life),
     )
 
 
@@ -42,7 +40,7 @@ def insert(
     envs = block.action.shape[1]
     fields = {"life": 0, "priority": None, "compression": "none", **more}
     letter = encode(block, actor, start=start, num_actions=SPEC.num_actions, **fields)
-    far = FarBlock.of(SPEC, block.rows, envs, 0, actor, cluster.put(letter))
+    far = RemoteBlock.of(SPEC, block.rows, envs, 0, actor, cluster.put(letter))
     replay.extend(far)
 
 
@@ -104,7 +102,7 @@ def test_every_transition_has_the_probability_and_weight_of_one_big_memory(serve
     shares = shares_of(replay.holdings())
     assert sorted(shares) == list(range(workers))
     for handle in cluster.living("ReplayShard"):
-        for actor, kept in handle.instance._kept.items():
+        for actor, kept in handle.instance._rings.items():
             everything = torch.arange(rows * envs)
             within = kept.probability(everything).reshape(rows, envs)
             np.testing.assert_allclose(shares[actor] * within, leaves[:, actor], rtol=1e-6)

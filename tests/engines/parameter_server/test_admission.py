@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from qfleet.config.config import Config
+from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
 from qfleet.engines.parameter_server.admission import (
     Admission,
@@ -301,20 +304,21 @@ def test_who_leaves_while_waiting_and_returns_is_not_asked_twice(admission: Admi
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("update", "name", "value"),
     [
-        (lambda: Sync(backup=-1), "backup must be -1"),
-        (lambda: Hybrid(0), "k must be 0"),
-        (lambda: Hybrid(window_s=-1.0), "window_s must be -1"),
-        (lambda: BoundedStaleness(-1), "bound must be -1"),
-        (lambda: Outliers(Async(), window=1, sigmas=3.0), "window must 1"),
-        (lambda: Outliers(Async(), window=9, sigmas=0.0), "sigmas must be 0"),
-        (lambda: AgeLimit(Async(), limit=-1), "limit must be -1"),
+        ("sync", "backup_workers", -1),
+        ("hybrid", "hybrid_workers", -1),
+        ("hybrid", "hybrid_window_s", -1.0),
+        ("hybrid", "hybrid_window_s", math.nan),
+        ("ssp", "staleness", -1),
+        ("sync", "outlier_sigmas", -1.0),
+        ("async", "max_gradient_age", -1),
     ],
 )
-def test_settings_that_cannot_work_are_refused(make: Callable[[], Admission], words: str) -> None:
-    with pytest.raises(ConfigError, match=says(*words.split())):
-        make()
+def test_settings_that_cannot_work_are_refused(update: str, name: str, value: float) -> None:
+    config = Config(engine="parameter-server").replace(update=update, **{name: value})
+    with pytest.raises(ConfigError, match=says(name, "must be", repr(value))):
+        validate(config)
 
 
 events = st.lists(

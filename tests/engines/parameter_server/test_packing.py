@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qfleet.config.config import Config
+from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
 from qfleet.engines.parameter_server.admission import Async
 from qfleet.engines.parameter_server.compression import Cast, Compressor, TopK, bytes_of, unpack
@@ -125,5 +127,6 @@ def test_numbers_beyond_half_precision_are_refused_not_bent() -> None:
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.1, math.nan])
 def test_a_share_that_is_none_is_refused(share: float) -> None:
-    with pytest.raises(ConfigError, match=says(f"{share:g}", "0", "1")):
-        TopK(share)
+    config = Config(engine="parameter-server", gradient_compression="top-k", top_k_share=share)
+    with pytest.raises(ConfigError, match=says("top_k_share", repr(share))):
+        validate(config)

@@ -91,7 +91,8 @@ def test_what_others_of_a_number_and_earlier_sittings_did_counts() -> None:
         0: WorkerState(0, report=report_of(3, 30, 1.0, 2.0), earlier=[report_of(5, 50, 4.0, 6.0)]),
         1: WorkerState(1, report=report_of(10, 100, 0.0, 10.0)),
     }
-    supervisor = Supervisor(config, *[None] * 3, 0, False, 1000, lambda: 1.0)  # type: ignore[arg-type]
+    nothing: Any = None
+    supervisor = Supervisor(parts.setup, nothing, nothing, 1000, lambda: 1.0)
     supervisor.workers.update(workers)
     fleet._supervisor = supervisor
     fleet._settle_clock(supervisor)

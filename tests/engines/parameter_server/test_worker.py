@@ -20,7 +20,7 @@ from qfleet.engines.parameter_server.layout import cut
 from qfleet.engines.parameter_server.ledger import Ledger
 from qfleet.engines.parameter_server.server import Server
 from qfleet.engines.parameter_server.wire import Join, Pull, Push, Reply, Request, Wait
-from qfleet.engines.parameter_server.worker import Worker, WorkOrder, apart, worker_config
+from qfleet.engines.parameter_server.worker import Worker, WorkOrder, without_overlap, worker_config
 from qfleet.engines.registry import build
 from qfleet.telemetry.faults import FaultLog
 from support.server_cases import DirectLine
@@ -425,7 +425,7 @@ def test_a_worker_that_comes_in_the_middle_of_a_burst_ends_it_with_the_others(
 
 def test_spans_inside_others_are_cut_out() -> None:
     spans = [("env", 0.0, 1.0), ("communicate", 3.0, 4.0), ("idle", 4.0, 5.0), ("learn", 2.0, 6.0)]
-    assert apart(spans) == [
+    assert without_overlap(spans) == [
         ("env", 0.0, 1.0), ("learn", 2.0, 3.0), ("communicate", 3.0, 4.0), ("idle", 4.0, 5.0),
         ("learn", 5.0, 6.0),
     ]  # fmt: skip
