@@ -290,6 +290,7 @@ class WeightsChannel(Protocol):
     """The channel that brings a *version* of the weights to the actors."""
 
     lag: Lag
+    """How many updates the weights of each stored block were behind."""
 
     def publish(self, version: int) -> None:
         """Publish the weights as ``version``; the learner calls this after updates."""
@@ -301,10 +302,6 @@ class WeightsChannel(Protocol):
 
     def refresh(self) -> int:
         """Take over the newest available weights for the next block; return their version."""
-        ...
-
-    def record_lag(self, updates: int) -> None:
-        """Record that a block's weights were ``updates`` updates behind when it was stored."""
         ...
 
 

@@ -73,9 +73,6 @@ class SameWeights:
     def refresh(self) -> int:
         return self._version
 
-    def record_lag(self, updates: int) -> None:
-        self.lag.record(updates)
-
 
 def collect(
     collector: Collector,
@@ -89,7 +86,7 @@ def collect(
     copying = timers.span("copy")
     while True:
         block = collector.collect(limiter.next_rows())
-        channel.record_lag(clock.updates - block.version)
+        channel.lag.record(clock.updates - block.version)
         with copying:
             memory.extend(block)
         clock.env_steps += block.rows * limiter.envs

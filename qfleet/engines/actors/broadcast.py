@@ -39,9 +39,6 @@ class Broadcast:
     def refresh(self) -> int:
         return self.version
 
-    def record_lag(self, updates: int) -> None:
-        self.lag.record(updates)
-
     def _store(self, version: int) -> None:
         # A copy: the learner goes on with these very weights.
         weights = np.array(self._source.data.detach().cpu().numpy())
