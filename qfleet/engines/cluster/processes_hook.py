@@ -41,8 +41,7 @@ class ProcessesHook(EngineHook):
 
     def on_end(self, folder: Path, trace: Trace | None) -> Sequence[str]:
         if trace is not None:
-            lanes = dict(self.processes.lanes())
-            merge_lanes(trace, lanes, dict.fromkeys(lanes, 0.0))
+            merge_lanes(trace, dict(self.processes.lanes()))
         account = self.processes.account()
         if account is None:
             return ()
