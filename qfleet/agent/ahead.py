@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 
@@ -25,12 +25,7 @@ from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import Block, Clock, Episode, StateDict, WeightsChannel
 from qfleet.telemetry.timers import Timers
 
-
-class _Collected(NamedTuple):
-    block: Block
-    episodes: list[Episode]
-
-
+_Collected: TypeAlias = tuple[Block, list[Episode]]
 BOOT_S = 60.0
 """Most seconds for the start of an environment's process."""
 CLOSE_S = 5.0
@@ -75,14 +70,16 @@ class Ahead:
         self._thread.start()
 
     def collect(self, rows: int) -> Block:
-        collected = self._finished() or self._result(self._start(rows, self._clock.env_steps))
+        future = self._under_way or self._start(rows, self._clock.env_steps)
+        self._under_way = None
+        block, episodes = self._result(future)
         self._block_ready()
-        self._episodes += collected.episodes
+        self._episodes += episodes
         if not self._lockstep:
-            after = self._clock.env_steps + collected.block.rows * self._config.envs
+            after = self._clock.env_steps + block.rows * self._config.envs
             following = next_rows(self._config, after)
             self._under_way = self._start(following, after) if following else None
-        return collected.block
+        return block
 
     def _start(self, rows: int, env_steps: int) -> Future[_Collected]:
         # The weights are refreshed here, while the actor is idle, and never later.
@@ -98,14 +95,9 @@ class Ahead:
             rows, version, env_steps, future = job
             try:
                 block = self._actor.collect(rows, version, env_steps)
-                future.set_result(_Collected(block, self._actor.take_episodes()))
+                future.set_result((block, self._actor.take_episodes()))
             except BaseException as error:  # ``_result`` raises it again
                 future.set_exception(error)
-
-    def _finished(self) -> _Collected | None:
-        """Wait for the block under way and return it; None if there is none."""
-        under_way, self._under_way = self._under_way, None
-        return None if under_way is None else self._result(under_way)
 
     def _result(self, future: Future[_Collected]) -> _Collected:
         # Longer than all timeouts and restarts of environments, which should come first.

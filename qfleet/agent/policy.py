@@ -105,10 +105,10 @@ class Policy:
         return played
 
 
-def _usable_device(config: Config, spec: EnvSpec, asked: str | None) -> torch.device:
-    """Return the device ``asked``, else the run's own, or ``auto`` if this machine lacks it."""
-    if asked is not None:
-        return resolve_device(asked, spec)
+def _usable_device(config: Config, spec: EnvSpec, name: str | None) -> torch.device:
+    """Return the device ``name``, else the run's own, or ``auto`` if this machine lacks it."""
+    if name is not None:
+        return resolve_device(name, spec)
     try:
         return resolve_device(config.device, spec)
     except ConfigError:
@@ -132,8 +132,8 @@ def _newest_policy(folder: Path, config: Config) -> StateDict:
     """Return weights and buffers of the newest checkpoint; an agent's is its population's."""
     if config.population > 1:
         raise ConfigError(
-            f"'{folder}' has {config.population} newest policies; name an agent, such as "
-            f"{agent_folder(folder, 0)}, or take the best"
+            f"'{folder}' has {config.population} newest policies; give an agent's folder, e.g. "
+            f"{agent_folder(folder, 0)}, or use the best"
         )
     run = population_folder(folder)
     checkpoint = load_checkpoint((run or folder) / "checkpoints", None, on_alert=_print_alert)

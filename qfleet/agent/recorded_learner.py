@@ -271,7 +271,7 @@ class RecordedLearner(Learner):
         return [*own, *(self._memory.compilables() if self._draws_recorded else [])]
 
     def record(self, updates_at_once: int, samples: Batch | None = None) -> None:
-        """Turn bursts into single launches. Bursts run a few times here: restore the state after.
+        """Turn bursts into single launches. This runs bursts: the caller restores the state.
 
         ``samples``, if the memory is on the host, is a burst's worth of samples on the device: only
         learning from them is recorded, and every burst's samples are copied there first.

@@ -42,7 +42,7 @@ class Lane:
             self.dropped += 1
 
     def spans(self) -> list[SpanRecord]:
-        """Return a copy of the spans; safe while the lane's thread goes on recording."""
+        """Return a copy of the spans; safe while the lane's thread records."""
         return self._spans.copy()
 
     def take(self) -> list[SpanRecord]:

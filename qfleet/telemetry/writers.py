@@ -10,7 +10,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from qfleet.core.errors import ConfigError
 from qfleet.core.files import atomic_write_text
@@ -20,12 +20,6 @@ from qfleet.telemetry.runs import read_metrics, run_name
 METRICS_FILE = "metrics.jsonl"
 TRACKER_FILE = "tracker.json"
 """File with the tracker's id of this run, so that a resumed run continues its curves."""
-
-
-class _Tracker(Protocol):
-    def log(self, env_steps: int, scalars: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Writers:
@@ -58,7 +52,7 @@ class Writers:
             purge_step = 0 if resume_env_steps is None else resume_env_steps + 1
             folder = str(run_dir / "tensorboard")
             self._tensorboard = board.SummaryWriter(folder, purge_step=purge_step)
-        self._tracker: _Tracker | None = None
+        self._tracker: _Wandb | _Mlflow | None = None
         if module is not None:
             tracker = _Wandb if track == "wandb" else _Mlflow
             self._tracker = tracker(module, run_dir, config, resume_env_steps is not None)

@@ -167,7 +167,7 @@ class Compete(Hook):
 
     def on_step(self, run: RunState) -> None:
         config, parts, clock = run.config, run.parts, run.parts.clock
-        interval = tournament.interval(config)
+        interval = config.pbt_interval or config.halving_interval
         if not interval or run.stopped_by is not None or clock.env_steps >= config.steps:
             return
         if len(parts.members) == 1 or not run.due("round", interval):

@@ -6,6 +6,7 @@ engine advances the loop and calls ``keep_going`` between turns, which calls the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -53,29 +54,18 @@ class Run(RunState):
         self._final: Result | None = None
         # Before anything is written: another run may be training in this folder.
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = RunLock(folder)
-        self._lock.__enter__()
-        self._torch_settings = TorchSettings()
         self._trace = Trace() if options.trace else None
-        try:
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(RunLock(folder))
+            opened.callback(TorchSettings().restore)
             if checkpoint is None:
                 check_vacant(folder)  # again: another run may have ended before the lock was ours
             resize_request.forget(folder)
             self._build(checkpoint)
-        except BaseException:
-            self._torch_settings.restore()
-            self._lock.close()
-            raise
-        if checkpoint is not None:
-            try:
+            opened.callback(lambda: self.parts.close())  # the parts of that moment
+            if checkpoint is not None:
                 self._restore(checkpoint)
-            except BaseException as error:
-                self.close()
-                if isinstance(error, KeyError):
-                    raise CheckpointError(
-                        f"'{checkpoint.path}' has no {error}: it is of another version of qfleet"
-                    ) from None
-                raise
+            self._opened = opened.pop_all()
 
     def _build(self, checkpoint: Checkpoint | None) -> None:
         restarted_at, members = 0, None
@@ -88,8 +78,13 @@ class Run(RunState):
         self.parts = registry.build(self.config, self.faults, restarted_at, self._trace, members)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        if self.load_state_dict(checkpoint.parts):
-            return
+        try:
+            if self.load_state_dict(checkpoint.parts):
+                return
+        except KeyError as error:
+            raise CheckpointError(
+                f"'{checkpoint.path}' has no {error}: it is of another version of qfleet"
+            ) from None
         self.progress.message(
             "the checkpoint has no state of the envs: open episodes were cut and restarted"
         )
@@ -228,6 +223,4 @@ class Run(RunState):
         self.interrupted_by = number
 
     def close(self) -> None:
-        self.parts.close()
-        self._torch_settings.restore()
-        self._lock.close()
+        self._opened.close()

@@ -37,11 +37,6 @@ class Move(NamedTuple):
     winner: int
 
 
-def interval(config: Config) -> int:
-    """Return the env steps between two rounds; 0: there are none."""
-    return config.pbt_interval or config.halving_interval
-
-
 def agents_of(parts: Parts) -> Agents:
     population = parts.find(PopulationHook)
     assert population is not None, "only populations have agents"
