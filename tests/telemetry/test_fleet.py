@@ -50,7 +50,7 @@ def test_time_is_computing_communicating_waiting_or_other() -> None:
     )
 
 
-def test_who_never_worked_does_not_count_in_the_mean() -> None:
+def test_a_worker_that_never_worked_does_not_count_in_the_mean() -> None:
     unborn = worker(3, 0, dict.fromkeys(SLOW, 0.0), wall_s=0.0)
     account = fleet(workers=(*fleet().workers, unborn))
     assert account.shares == fleet().shares
@@ -84,7 +84,7 @@ def test_a_little_slower_is_no_straggler() -> None:
     assert two_and(199).straggler == 2
 
 
-def test_who_made_no_step_is_named_without_a_ratio() -> None:
+def test_a_worker_without_a_step_is_named_without_a_ratio() -> None:
     account = fleet(workers=(worker(0, 100, SLOW), worker(1, 100, SLOW), worker(2, 0, SLOW)))
     assert account.straggler == 2
     assert account.straggler_ratio is None
@@ -215,7 +215,7 @@ def test_the_dictionary_is_plain_json() -> None:
     assert found["traffic"]["bytes_sent"] == 1000
 
 
-def test_a_fleet_of_nobody_is_all_null() -> None:
+def test_an_empty_fleet_is_all_null() -> None:
     found = json.loads(json.dumps(EMPTY.as_dict(), allow_nan=False))
     assert found["env_steps_per_s"] is found["message_cost"] is found["speed_up"] is None
     assert found["shares"] == dict.fromkeys((*KINDS, "other"))

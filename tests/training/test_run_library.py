@@ -132,7 +132,7 @@ def test_a_plateau_lowers_the_learning_rate(tmp_path: Path) -> None:
     assert rates == pytest.approx([1e-3, 1e-3, 1e-4, 1e-5])
 
 
-def test_a_sitting_changes_no_schedule(tmp_path: Path) -> None:
+def test_run_options_change_no_schedule(tmp_path: Path) -> None:
     halted = train(tmp_path / "halted", options=RunOptions(stop_after=300))
     whole = train(tmp_path / "whole")
     rows = [
@@ -282,7 +282,7 @@ def test_evaluating_changes_nothing_in_a_run(tmp_path: Path) -> None:
     assert often["actor"]["random"] == never["actor"]["random"]
 
 
-def test_a_missing_run_is_told_with_the_nearest(
+def test_a_missing_run_is_reported_with_the_nearest_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
