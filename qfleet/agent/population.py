@@ -35,7 +35,7 @@ def agent_seeds(config: Config, members: Sequence[int]) -> list[int]:
 def draw_values(config: Config) -> dict[str, list[float]]:
     """Return the agents' values of every field in VARIED, from ``vary`` and the run's seed."""
     values = {name: [float(getattr(config, name))] * config.population for name in VARIED}
-    for name, choice in config.json_object("vary").items():
+    for name, choice in json.loads(config.vary).items():
         if name not in VARIED:
             raise UnknownNameError("field to vary", name, VARIED)
         values[name] = _draw(name, choice, config)
@@ -89,7 +89,7 @@ class Agents:
         self._config, self._learner, self._memory, self._actor = config, learner, memory, actor
         self.members = list(members)
         drawn = draw_values(config)
-        self.varied: list[str] = [name for name in VARIED if name in config.json_object("vary")]
+        self.varied: list[str] = [name for name in VARIED if name in json.loads(config.vary)]
         self.values = {name: [drawn[name][agent] for agent in members] for name in VARIED}
         self._learner.relative_rates = torch.ones(
             (len(members), 1), device=learner.weights.data.device
