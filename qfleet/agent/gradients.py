@@ -131,7 +131,8 @@ class DenseGradient:
             return dense_forward(batch.obs, self._layers, self._biases, False)
 
     @torch.no_grad()
-    def __call__(self, outputs: list[Tensor], batch: Batch, target: Tensor) -> LossInfo:
+    def __call__(self, predicted: list[Tensor], batch: Batch, target: Tensor) -> LossInfo:
+        outputs = predicted
         action = batch.action.unsqueeze(1)
         prediction = outputs[-1].gather(1, action)
         error = prediction - target.unsqueeze(1)

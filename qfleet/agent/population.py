@@ -50,8 +50,7 @@ def _draw(name: str, choice: Any, config: Config) -> list[float]:
     if isinstance(choice, list) and choice and all(_is_number(value) for value in choice):
         if agents % len(choice):
             raise ConfigError(
-                f"vary {name}: the number of values must divide population ({agents}), got "
-                f"{len(choice)}"
+                f"vary {name}: its {len(choice)} values must divide evenly among {agents} agents"
             )
         return [float(choice[agent * len(choice) // agents]) for agent in range(agents)]
     if isinstance(choice, Mapping) and {"from", "to"} <= set(choice) <= {"from", "to", "log"}:
