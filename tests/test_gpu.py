@@ -444,8 +444,7 @@ def test_a_recorded_evaluation_equals_an_unrecorded_one() -> None:
     ]
     assert played[0] is not None
     assert played[1] is not None
-    assert torch.equal(played[0].returns, played[1].returns)
-    assert torch.equal(played[0].lengths, played[1].lengths)
+    assert played[0] == played[1]
 
 
 @pytest.mark.parametrize(

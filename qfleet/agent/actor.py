@@ -1,10 +1,10 @@
 """The actor: chooses actions, steps the environments, and hands over blocks of rows.
 
-In: one or more groups of environments and an inference. Out: ``Block`` (what to learn from) and
-finished episodes (what to report). It knows nothing of memories, learners, processes or devices.
+In: one or more groups of environments and an inference. Out: ``Block`` for learning and finished
+episodes for reports. It does not depend on memories, learners, processes or devices.
 
-Several groups take turns: while one is being inferred, the others step. They then stay *in flight*
-from one block to the next: whatever is received is answered with new actions at once.
+Several groups take turns: while actions of one are computed, the others step. Their steps stay *in
+flight* from one block to the next: a group that is received gets new actions at once.
 """
 
 from __future__ import annotations
@@ -44,11 +44,8 @@ class Rows:
         self.frames = frames
         self.actions = np.zeros(shape, dtype=np.int64)
         self.rewards = np.zeros(shape, dtype=np.float64)
-        self.terminated = np.zeros(shape, dtype=np.bool_)
-        self.truncated = np.zeros(shape, dtype=np.bool_)
-        self.invalid = np.zeros(shape, dtype=np.bool_)
-        self.fresh = np.zeros(shape, dtype=np.bool_)
-        self.life_lost = np.zeros(shape, dtype=np.bool_)
+        ends = np.zeros((5, *shape), dtype=np.bool_)
+        self.terminated, self.truncated, self.invalid, self.fresh, self.life_lost = ends
 
     def record(self, row: int, envs: slice, step: Step) -> None:
         self.rewards[row, envs] = step.reward
@@ -72,9 +69,9 @@ class Actor:
         blocks: int = 1,
         ladder: NDArray[np.float32] | None = None,
     ) -> None:
-        """``blocks`` blocks are filled in turn: a block is overwritten after that many calls.
+        """``blocks``: number of buffers; a block is overwritten after that many calls.
 
-        ``ladder``: the constant ε of each env, if these envs are some of many; None: the config's.
+        ``ladder``: the constant ε of each env; None: computed from the configuration.
         """
         self._groups, self._inference, self._config = groups, inference, config
         self._acting, self._stepping = timers.span("act"), timers.span("env")
@@ -86,7 +83,7 @@ class Actor:
         self._keeps_in_flight = len(groups) > 1
         self._in_flight = False
         self._sent_with = 0
-        """Version of the weights that chose what is in flight."""
+        """Version of the weights that chose the actions in flight."""
         self._stacked = self.spec.frame_stack > 1
         if ladder is None and config.exploration_ladder:
             ladder = epsilon_ladder(n, config.exploration_final_eps).numpy()
@@ -108,13 +105,13 @@ class Actor:
         """
         n = self.num_envs
         self._inference.begin_block()
-        # Drawn for the whole block at once: the draws cost more than their use.
+        # Drawn for the whole block at once: many small draws would cost more.
         chance = self._random.random((rows, n))
         random_actions = self._random.integers(self.spec.num_actions, size=(rows, n))
         number, then = self._newest, (self._newest + 1) % len(self._blocks)
         opening = self._first.copy()
         if self._keeps_in_flight and not self._in_flight:
-            # The very first row: explore, as every run does at its start.
+            # No observation has been received yet: the actions of the first row are random.
             start = self._random.integers(self.spec.num_actions, size=n)
             for group in range(len(self._groups)):
                 self._send(group, number, 0, np.zeros(n), start, env_steps)
@@ -146,7 +143,7 @@ class Actor:
         random_actions: NDArray[np.int64],
         env_steps: int,
     ) -> None:
-        """Choose the actions of this row and set the group's envs going."""
+        """Choose the actions of this row and send them to the group's envs."""
         envs, obs, columns = self._groups[group], self._obs[group], self._columns[group]
         filling = self._blocks[block]
         with self._acting:
@@ -177,7 +174,7 @@ class Actor:
         self._first[columns] = step.fresh
 
     def _block(self, number: int, rows: int, opening: NDArray[np.bool_], version: int) -> Block:
-        """The rows just collected: what can be worked out once per block is not done per row."""
+        """Return the collected rows; flags and episodes are computed once per block."""
         filled = self._blocks[number]
         self._count_episodes(filled, rows)
         flags = (filled.terminated[:rows] | filled.life_lost[:rows]) * np.uint8(TERMINATED)
@@ -212,32 +209,29 @@ class Actor:
         self._lengths += rows - start
 
     def land(self) -> None:
-        """Receive what is in flight and drop it; the run is over."""
+        """Receive and drop the steps in flight, at the end of a run."""
         if self._in_flight:
             for group in self._groups:
                 group.recv()
             self._in_flight = False
 
     def exploration_rate(self, env_steps: int) -> float:
-        """Return ε at ``env_steps`` of the run, or the mean of the ladder's."""
+        """Return ε at ``env_steps`` of the run, or the mean of the ladder."""
         if self._ladder is not None:
             return float(self._ladder.mean())
         return schedules.epsilon(self._config, env_steps)
 
     def take_episodes(self) -> list[Episode]:
-        """Episodes finished since the last call."""
+        """Return the episodes finished since the last call."""
         episodes, self._episodes = self._episodes, []
         return episodes
 
     def state_dict(self) -> StateDict:
-        states = None
-        if not self._in_flight:
-            given = [group.state_dict() for group in self._groups]
-            states = None if None in given else as_dict([s for s in given if s is not None])
+        states = [None if self._in_flight else group.state_dict() for group in self._groups]
         return {
             "random": self._random.bit_generator.state,
             "noise": self._inference.noise_state(),
-            "envs": states,
+            "envs": None if None in states else as_dict(states),
             "obs": as_dict([torch.from_numpy(np.array(obs)) for obs in self._obs]),
             "first": self._first.tolist(),
             "returns": self._returns.tolist(),
@@ -262,7 +256,7 @@ class Actor:
 
 
 class Inline:
-    """The actor is called when its block is needed."""
+    """A collector that calls the actor when its block is needed."""
 
     def __init__(self, actor: Actor, channel: WeightsChannel, clock: Clock) -> None:
         self._actor, self._channel, self._clock = actor, channel, clock

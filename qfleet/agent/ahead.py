@@ -1,10 +1,10 @@
-"""An actor in a thread of its own, one block ahead of the learner.
+"""An actor in its own thread, one block ahead of the learner.
 
 In: an actor and the weights channel. Out: blocks, in the order in which they were collected.
 
-A run stays reproducible. The thread gets work only when its last block is taken, with the weights
-of that moment, so block k + 1 is always collected with what was learnt from the blocks before k,
-however fast either side is; and the memory changes only between two bursts of updates.
+A run stays reproducible: the thread starts a block only when its last one is taken, with the
+weights of that moment. Block k + 1 is therefore always collected with weights learnt from the
+blocks before k, at any speed, and the memory changes only between two bursts of updates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 
@@ -25,20 +25,15 @@ from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import Block, Clock, Episode, StateDict, WeightsChannel
 from qfleet.telemetry.timers import Timers
 
-
-class _Collected(NamedTuple):
-    block: Block
-    episodes: list[Episode]
-
-
+_Collected: TypeAlias = tuple[Block, list[Episode]]
 BOOT_S = 60.0
-"""How long a restarted environment's process may take to come up."""
+"""Most seconds for the start of an environment's process."""
 CLOSE_S = 5.0
-"""How long the thread may take to finish its block when the run is over."""
+"""Most seconds for the thread to finish its block at the end of a run."""
 
 
 class Ahead:
-    """The actor works in a thread, one block ahead, or (``lockstep``) only while waited for."""
+    """A collector whose actor works in a thread, one block ahead or (``lockstep``) on demand."""
 
     def __init__(
         self,
@@ -54,8 +49,8 @@ class Ahead:
     ) -> None:
         """``block_ready`` is called in the caller's thread before it gets a block.
 
-        ``tensor_threads``: torch's threads for work that this thread asks for; None leaves its own
-        choice, which is every core, as it is for the learner's thread beside it.
+        ``tensor_threads``: number of torch's threads for this thread's work; None: every core, as
+        for the learner's thread.
         """
         self._actor, self._channel = actor, channel
         self._config, self._clock, self._lockstep = config, clock, lockstep
@@ -64,28 +59,30 @@ class Ahead:
         self._under_way: Future[_Collected] | None = None
         self._episodes: list[Episode] = []
         self._rows = 0
-        """Of the block under way."""
+        """Rows of the block under way."""
         self._jobs: queue.SimpleQueue[tuple[int, int, int, Future[_Collected]] | None]
         self._jobs = queue.SimpleQueue()
-        # A daemon, unlike an executor's threads: an environment that hangs must not keep the
-        # process from ending.
+        # A daemon, unlike an executor's threads: the process must end even if an environment
+        # hangs.
         self._thread = threading.Thread(
             target=self._work, args=(tensor_threads,), name="collector", daemon=True
         )
         self._thread.start()
 
     def collect(self, rows: int) -> Block:
-        collected = self._finished() or self._result(self._start(rows, self._clock.env_steps))
+        future = self._under_way or self._start(rows, self._clock.env_steps)
+        self._under_way = None
+        block, episodes = self._result(future)
         self._block_ready()
-        self._episodes += collected.episodes
+        self._episodes += episodes
         if not self._lockstep:
-            after = self._clock.env_steps + collected.block.rows * self._config.envs
+            after = self._clock.env_steps + block.rows * self._config.envs
             following = next_rows(self._config, after)
             self._under_way = self._start(following, after) if following else None
-        return collected.block
+        return block
 
     def _start(self, rows: int, env_steps: int) -> Future[_Collected]:
-        # The weights are taken over here, while the actor is idle, and never later.
+        # The weights are refreshed here, while the actor is idle, and never later.
         self._rows = rows
         future: Future[_Collected] = Future()
         self._jobs.put((rows, self._channel.refresh(), env_steps, future))
@@ -98,17 +95,12 @@ class Ahead:
             rows, version, env_steps, future = job
             try:
                 block = self._actor.collect(rows, version, env_steps)
-                future.set_result(_Collected(block, self._actor.take_episodes()))
-            except BaseException as error:  # raised again where the block is waited for
+                future.set_result((block, self._actor.take_episodes()))
+            except BaseException as error:  # ``_result`` raises it again
                 future.set_exception(error)
 
-    def _finished(self) -> _Collected | None:
-        """The block under way, once it is complete; None if there is none."""
-        under_way, self._under_way = self._under_way, None
-        return None if under_way is None else self._result(under_way)
-
     def _result(self, future: Future[_Collected]) -> _Collected:
-        # Envs that hang have their own deadline and restarts; this one is beyond all of them.
+        # Longer than all timeouts and restarts of environments, which should come first.
         restarts = self._config.max_env_restarts + 1
         waits = self._rows * max(1, self._config.env_groups) + restarts
         deadline_s = self._config.env_timeout_s * waits + BOOT_S * restarts
@@ -117,19 +109,19 @@ class Ahead:
                 return future.result(deadline_s)
         except FutureTimeout:
             if future.done():
-                raise  # an environment's own, from the thread
+                raise  # the timeout of an environment, from the thread
             raise EnvironmentFault(
                 f"no block of '{self._config.env}' within {deadline_s:g} s: an environment hangs; "
-                "run it with --vectorize async, which restarts such ones, or raise env_timeout_s"
+                "use --vectorize async, which restarts it, or raise env_timeout_s"
             ) from None
 
     def _settle(self) -> None:
-        """Wait for the block under way; it stays the next to be taken."""
+        """Wait for the block under way; ``collect`` returns it later."""
         if self._under_way is not None:
             self._result(self._under_way)
 
     def take_episodes(self) -> list[Episode]:
-        """Episodes finished in the blocks taken since the last call."""
+        """Return the episodes finished in the blocks taken since the last call."""
         episodes, self._episodes = self._episodes, []
         return episodes
 
@@ -137,13 +129,13 @@ class Ahead:
         return self._actor.exploration_rate(self._clock.env_steps)
 
     def state_dict(self) -> StateDict:
-        """The actor's state. With a block under way the envs are ahead of the memory: no state."""
+        """Return the actor's state, without the envs if they are ahead of the memory."""
         try:
             self._settle()
         except EnvironmentFault:
             if self._lockstep:
                 raise
-            # It is raised again when the block is taken; a checkpoint can be written without it.
+            # ``collect`` raises it again; a checkpoint can be written without the block.
         state = self._actor.state_dict()
         state["episodes"] = [[e.env, e.reward, e.length] for e in self._episodes]
         return state if self._lockstep else {**state, "envs": None}
@@ -152,11 +144,11 @@ class Ahead:
         return self._actor.load_state_dict(state)
 
     def land(self) -> None:
-        """Wait until no step is in flight; the run is over."""
+        """Wait until no step is in flight, at the end of a run."""
         self._settle()
         self._actor.land()
 
     def close(self) -> None:
-        """End the thread; what it collects is dropped."""
+        """End the thread; drop what it collects."""
         self._jobs.put(None)
         self._thread.join(CLOSE_S)

@@ -1,13 +1,13 @@
 """Evaluation of ``--engine device``: all episodes at once, one environment each, on the device.
 
 In: a function from observations to Q-values, and a tensor environment. Out: unclipped returns.
-Steps come in chunks, recorded where the device can; the host looks up once per chunk.
+Environments are stepped in chunks, each recorded as one launch if the device supports it; the host
+synchronises once per chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,20 +26,11 @@ from qfleet.envs.device.protocol import (
 )
 
 CHUNK = 64
-"""Steps between two looks of the host: enough to hide a launch, few enough to end soon."""
-
-
-class Played(NamedTuple):
-    """One episode per environment, on the host."""
-
-    returns: Tensor
-    """float64 ``[N]``."""
-    lengths: Tensor
-    """int64 ``[N]``."""
+"""Steps between two host synchronisations: enough to hide a launch, few enough to end soon."""
 
 
 class TensorEvaluator:
-    """The same episodes every time it is asked, with whatever Q-values there are by then."""
+    """Plays the same episodes at every evaluation, with the current Q-values."""
 
     def __init__(
         self,
@@ -52,15 +43,15 @@ class TensorEvaluator:
         graphs: bool = True,
         agents: int = 1,
     ) -> None:
-        """``seeds`` (int64 ``[N]``): one episode each. ``seed`` is that of random actions.
+        """``seeds`` (int64 ``[N]``): one episode each. ``seed``: seed of random actions.
 
-        So many ``agents`` play the same episodes, in environments side by side.
+        ``agents``: number of agents; each plays all episodes, in environments of its own.
         """
         self._q_values, self._env, self._epsilon = q_values, env, epsilon
         self._device, self._graphs = device, graphs
         self._seeds = seeds.to(device).repeat(agents)
         self._first_explorers = explorer_counters(seed, len(seeds), device).repeat(agents)
-        # Recorded kernels read and write fixed places: these.
+        # Recorded kernels read and write fixed addresses: these tensors.
         self._episodes = hold_episodes(begin_episodes(env, self._seeds))
         self._explorers = self._first_explorers.clone()
         self._steps = torch.arange(1, CHUNK + 1, device=device).view(-1, 1)
@@ -70,33 +61,28 @@ class TensorEvaluator:
         self._launch: Callable[[], None] | None = None
 
     @torch.no_grad()
-    def play(self, give_up: Callable[[], bool] = lambda: False) -> Played | None:
-        """Every episode to its end; None if ``give_up``, asked once a chunk, said yes before."""
+    def play(self, give_up: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        """Play every episode to its end; None if ``give_up``, called once per chunk, is True."""
         launch = self._launch or self.prepare()
-        self._restart()
-        while bool(self._playing.any()):
-            if give_up():
-                return None
-            launch()
-        # Copies even where the device is the host: the next evaluation writes to the same place.
-        played = Played(*(t.to("cpu", copy=True) for t in (self._returns, self._lengths)))
-        if not bool(played.returns.isfinite().all()):
-            raise EnvironmentFault(f"'{self._env.spec.env_id}' gave a NaN or Inf in an evaluation")
-        return played
-
-    def prepare(self) -> Callable[[], None]:
-        """Record a chunk, where the device can, with the network in the mode that it has now."""
-        self._launch = self._chunk
-        if self._graphs:
-            self._launch = record(self._chunk, self._device, (), "evaluation")
-        return self._launch
-
-    def _restart(self) -> None:
         copy_episodes(self._episodes, begin_episodes(self._env, self._seeds))
         self._explorers.copy_(self._first_explorers)
         self._playing.fill_(True)
         self._returns.zero_()
         self._lengths.zero_()
+        while bool(self._playing.any()):
+            if give_up():
+                return None
+            launch()
+        if not bool(self._returns.isfinite().all()):
+            raise EnvironmentFault(f"'{self._env.spec.env_id}' gave NaN or Inf in an evaluation")
+        return Evaluation(self._returns.tolist(), self._lengths.tolist())
+
+    def prepare(self) -> Callable[[], None]:
+        """Record a chunk if the device supports it, with the network's current mode."""
+        self._launch = self._chunk
+        if self._graphs:
+            self._launch = record(self._chunk, self._device, (), "evaluation")
+        return self._launch
 
     @torch.no_grad()
     def _chunk(self) -> None:
@@ -110,7 +96,7 @@ class TensorEvaluator:
             action = torch.where(explores[at], anything[at], greedy)
             episodes, step = step_episodes(self._env, episodes, action)
             obs = step.obs
-            # Environments whose episode is over play on, since all step together; nobody counts.
+            # All environments step together: those whose episode is over step on, uncounted.
             returns = returns + torch.where(playing, step.reward, 0.0)
             lengths = lengths + playing
             playing = playing & ~episodes.over & (lengths < LONGEST_EPISODE)
@@ -119,9 +105,3 @@ class TensorEvaluator:
         self._playing.copy_(playing)
         self._returns.copy_(returns)
         self._lengths.copy_(lengths)
-
-
-def as_evaluation(played: Played | None) -> Evaluation | None:
-    if played is None:
-        return None
-    return Evaluation(played.returns.tolist(), played.lengths.tolist())

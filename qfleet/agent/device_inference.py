@@ -1,10 +1,10 @@
-"""Acting on the device: newest frames go out, actions come back, stacks never leave.
+"""Inference on an accelerator: newest frames in, actions out; frame stacks stay on the device.
 
-Per group of environments: its newest frames lie in one contiguous pinned stretch of host memory and
-cross in one asynchronous copy, on a stream that is served before the learner's. One recorded graph
-then pushes them onto the group's stacks, runs the network and takes the best action, or draws one
-from an actor-critic's policy. The frames
-stay on the device for the memory there, so that every frame crosses the bus once.
+The newest frames of a group of environments lie in contiguous pinned host memory and are copied
+asynchronously, on a stream with a higher priority than the learner's. One recorded graph then
+pushes them onto the group's stacks, runs the network and takes the best action, or draws one from
+an actor-critic's policy. If the replay memory is on the device, the frames stay there for it, so
+that every frame crosses the bus once.
 """
 
 from __future__ import annotations
@@ -20,31 +20,29 @@ from torch import Tensor
 from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.graphs import record
 from qfleet.accelerator.streams import stream_of
+from qfleet.agent.inference import Inference
 from qfleet.algorithms.exploration import sample_actions
-from qfleet.core.seeding import restore_generator
 from qfleet.core.types import Block, EnvSpec
 from qfleet.networks.qnetwork import QNetwork
 
 PACKED_BYTES = 8 + 4 + 1
-"""Of a row's action, reward and flags."""
-
-
+"""Bytes of a row's action, reward and flags."""
 TIMED_EVERY = 32
-"""Copies of frames between two looks at the device's clock."""
+"""One in this many copies of frames is timed."""
 
 
 class Traffic:
-    """What crossed between host and device."""
+    """Copies between host and device."""
 
     def __init__(self) -> None:
         self.bytes_to_device = 0
         self.bytes_to_host = 0
         self.copies = 0
         self.bandwidth_bytes_per_s: float | None = None
-        """Of a recent copy of frames, as the device timed it."""
+        """Bandwidth of a recent copy of frames, by the device's clock."""
 
 
-class DeviceInference:
+class DeviceInference(Inference):
     """An ``Inference`` for a network on an accelerator."""
 
     def __init__(
@@ -58,7 +56,7 @@ class DeviceInference:
         frames_stay: bool,
         compiled: bool,
     ) -> None:
-        """``frames_stay``: blocks are wanted on the device, for a memory there."""
+        """``frames_stay``: blocks are delivered on the device, because the memory is there."""
         self._q_values = Compilable(network.q_values)
         self._q_values.on = compiled
         self._network, self._spec, self._device = network, spec, device
@@ -95,7 +93,7 @@ class DeviceInference:
         self.forget()
 
     def forget(self) -> None:
-        """Start from blank stacks, counters and seed: what came so far was for trying out."""
+        """Reset stacks, counters and seed after trial runs."""
         for stack in self._stacks:
             stack.zero_()
         self._noise.manual_seed(self._seed)
@@ -125,7 +123,7 @@ class DeviceInference:
                 shape, dtype=self._spec.torch_dtype, device=self._device
             )
             blocks, rows, envs = shape[:3]
-            # Whole words, so that every block's columns lie where their types may.
+            # Whole words, so that the columns of every block are aligned.
             width = -(-rows * envs * PACKED_BYTES // 8) * 8
             packed = torch.zeros((blocks, width), dtype=torch.uint8)
             self._packed, self._device_packed = packed.pin_memory(), packed.to(self._device)
@@ -146,7 +144,7 @@ class DeviceInference:
         opened: NDArray[np.bool_],
         needed: bool,
     ) -> NDArray[np.int64] | None:
-        """The stacks must see every frame, so the network runs whether ``needed`` or not."""
+        """Run the network even if its actions are not ``needed``: stacks need every frame."""
         timed = self._calls % TIMED_EVERY == 0
         self._calls += 1
         with self.stream:
@@ -159,15 +157,15 @@ class DeviceInference:
             self._graphs[group]()
             self._host_actions[group].copy_(self._actions[group], non_blocking=True)
             self._done.record(self.stream)
-            if self._frames_stay:  # which no action depends on
+            if self._frames_stay:  # after the actions, which do not depend on it
                 self._device_frames[block, row, columns] = self._incoming[group]
-        # Also where no action is needed: the pinned flags are written again next time.
+        # Even if no action is needed: the next call overwrites the pinned flags.
         self._done.synchronize()
         self._count(group, timed)
         return self._host_actions[group].numpy().copy() if needed else None
 
     def _send_opened(self, group: int, opened: NDArray[np.bool_]) -> None:
-        """Episodes open rarely: mostly there is nothing to say that was not said before."""
+        """Copy the flags to the device if they changed; mostly no episode opens."""
         any_opened = bool(opened.any())
         if not any_opened and not self._any_opened[group]:
             return
@@ -188,11 +186,12 @@ class DeviceInference:
             self.traffic.bandwidth_bytes_per_s = frame_bytes / max(copy_s, 1e-9)
 
     def deliver(self, number: int, block: Block) -> Block:
-        """The frames are on the device already; the other columns follow in one packed copy."""
+        """Copy the other columns in one packed copy; the frames are on the device already."""
         if not self._frames_stay:
             return block
         packed, on_device = self._packed[number], self._device_packed[number]
-        for host, column in zip(_columns(packed, block), _values(block), strict=True):
+        columns = (block.action, block.reward, block.flags)
+        for host, column in zip(_columns(packed, block), columns, strict=True):
             host.copy_(column)
         with self.stream:
             on_device.copy_(packed, non_blocking=True)
@@ -203,21 +202,11 @@ class DeviceInference:
             self._device_frames[number, : block.rows], action, reward, flags, block.version
         )
 
-    def noise_state(self) -> Tensor:
-        return self._noise.get_state()
-
-    def load_noise_state(self, state: Tensor) -> None:
-        restore_generator(self._noise, state)
-
-
-def _values(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    return block.action, block.reward, block.flags
-
 
 def _columns(packed: Tensor, block: Block) -> list[Tensor]:
-    """Views of packed bytes as a block's action, reward and flags."""
+    """Return views of packed bytes as a block's action, reward and flags."""
     views, start = [], 0
-    for column in _values(block):
+    for column in (block.action, block.reward, block.flags):
         stop = start + column.numel() * column.element_size()
         views.append(packed[start:stop].view(column.dtype).view(column.shape))
         start = stop

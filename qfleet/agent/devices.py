@@ -1,4 +1,4 @@
-"""Which device a name such as ``auto`` or ``cuda:1`` means for an environment."""
+"""Devices by name: ``auto``, ``cpu``, ``cuda:1`` …"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_image(spec: EnvSpec) -> bool:
 
 
 def resolve_device(name: str, spec: EnvSpec) -> torch.device:
-    """``auto``: the accelerator for images; small vectors are quicker on the CPU."""
+    """Return a usable device. ``auto``: an accelerator for images; else the CPU is faster."""
     if name == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return accelerator if accelerator is not None and is_image(spec) else torch.device("cpu")
@@ -23,5 +23,5 @@ def resolve_device(name: str, spec: EnvSpec) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"device '{name}' is not usable here ({reason}); try cpu") from None
+        raise ConfigError(f"device '{name}' is not available ({reason}); try cpu") from None
     return device

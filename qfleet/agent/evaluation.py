@@ -1,4 +1,4 @@
-"""Evaluation: the unclipped returns of a policy in environments of its own."""
+"""Evaluation: unclipped returns of a policy in separate environments."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.faults import FaultLog
 
 LONGEST_EPISODE = 27_000
-"""Steps after which an episode is cut: in an env without a time limit, a policy that never fails
-would play for ever. It is Atari's own limit at the usual frame skip: 108,000 frames."""
+"""Steps after which an episode is cut: without a time limit, a policy that never fails would play
+for ever. It is Atari's limit of 108,000 frames at the usual frame skip."""
 
 MOST_ENVS = 16
-"""Environments on the host that play an evaluation side by side."""
+"""Most environments on the host that play an evaluation together."""
 
 
 @dataclass
@@ -59,8 +59,8 @@ def evaluate_policy(
     random = np.random.default_rng(seed)
     n, num_actions = envs.num_envs, envs.spec.num_actions
     share = np.full(n, episodes // n) + (np.arange(n) < episodes % n)
-    finished = np.zeros(n, dtype=np.int64)
     returns, lengths = np.zeros(n), np.zeros(n, dtype=np.int64)
+    finished = np.zeros(n, dtype=np.int64)
     results: list[list[tuple[float, int]]] = [[] for _ in range(n)]
     was_training = network.training
     network.eval()
@@ -94,7 +94,7 @@ def evaluate_policy(
 
 
 class HostEvaluator:
-    """Plays the evaluations of a run on the host. Its environments are made at the first one."""
+    """Plays the evaluations of a run on the host. The first one makes its environments."""
 
     def __init__(
         self, config: Config, network: QNetwork, device: torch.device, seed: int, faults: FaultLog
@@ -109,14 +109,9 @@ class HostEvaluator:
         if self._envs is None:
             count = min(episodes, MOST_ENVS)
             self._envs = make_envs(config, count, self._seed, training=False, on_fault=self._faults)
+        network, epsilon = self._network, config.eval_eps
         return evaluate_policy(
-            self._network,
-            self._envs,
-            episodes,
-            config.eval_eps,
-            self._device,
-            self._seed,
-            give_up=give_up,
+            network, self._envs, episodes, epsilon, self._device, self._seed, give_up
         )
 
     def close(self) -> None:

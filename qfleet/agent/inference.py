@@ -1,9 +1,8 @@
-"""Actions: a batch of observations in, the best action of each out, or one drawn from a policy.
+"""Inference: a batch of observations in; out the best action of each, or one drawn from a policy.
 
-Everyone who acts — actors, evaluation, policies read back from disk — comes through here, so all of
-them see the same Q-values to the last bit. An ``Inference`` is how an actor asks; the one here
-takes whole observations, the one in ``qfleet/agent/device_inference.py`` keeps the stacks on the
-device and is sent only the newest frames.
+Actors, evaluation and saved policies all use ``make_greedy``, so they compute the same Q-values to
+the last bit. An actor calls an ``Inference``: ``HostInference`` takes whole observations;
+``DeviceInference`` keeps frame stacks on the device and is sent only the newest frames.
 """
 
 from __future__ import annotations
@@ -26,14 +25,17 @@ Greedy: TypeAlias = Callable[[NDArray[Any]], NDArray[np.int64]]
 
 
 class Inference(Protocol):
-    """What an actor needs to choose actions for its groups of environments."""
+    """Chooses actions for an actor's groups of environments."""
+
+    _noise: torch.Generator
+    """Source of noise in the weights, and of actions drawn from a policy."""
 
     def host_frames(self, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Memory ``[blocks, rows, envs, *frame]`` into which the actor writes newest frames."""
+        """Return memory ``[blocks, rows, envs, *frame]``, where the actor writes newest frames."""
         ...
 
     def begin_block(self) -> None:
-        """New weights may be in place, and new noise is due."""
+        """Draw new noise for the weights, which may be new."""
         ...
 
     def choose(
@@ -46,32 +48,32 @@ class Inference(Protocol):
         opened: NDArray[np.bool_],
         needed: bool,
     ) -> NDArray[np.int64] | None:
-        """Greedy actions of a group; ``needed`` False says that all will explore.
-
-        Those of an actor-critic are drawn from its policy.
+        """Return greedy actions of a group, or actions drawn from an actor-critic's policy.
 
         The newest frames are in ``host_frames[block, row, columns]``, whole observations in
-        ``obs``; ``opened`` marks those that open an episode.
+        ``obs``; ``opened`` marks those that open an episode. ``needed`` False: all will explore.
         """
         ...
 
     def deliver(self, number: int, block: Block) -> Block:
-        """A finished block, given on the host, where it is wanted; ``number`` is its place."""
+        """Return block ``number``, given on the host, on the device where it will be stored."""
         ...
 
-    def noise_state(self) -> Tensor: ...
+    def noise_state(self) -> Tensor:
+        return self._noise.get_state()
 
-    def load_noise_state(self, state: Tensor) -> None: ...
+    def load_noise_state(self, state: Tensor) -> None:
+        restore_generator(self._noise, state)
 
 
-class HostInference:
-    """The network is handed whole observations, and only when their actions matter."""
+class HostInference(Inference):
+    """Gives whole observations to the network, and only if their actions are needed."""
 
     def __init__(self, network: QNetwork, device: torch.device, dtype: str, seed: int) -> None:
         self._network, self._dtype = network, dtype
         self._noise = torch.Generator(device=device).manual_seed(seed)
         self._greedy = (
-            _Sampled(network, device, self._noise)
+            _make_sampled(network, device, self._noise)
             if network.head_kind == "actor-critic"
             else make_greedy(network, device)
         )
@@ -97,59 +99,47 @@ class HostInference:
     def deliver(self, _number: int, block: Block) -> Block:
         return block
 
-    def noise_state(self) -> Tensor:
-        return self._noise.get_state()
-
-    def load_noise_state(self, state: Tensor) -> None:
-        restore_generator(self._noise, state)
-
 
 def make_greedy(
     network: QNetwork, device: torch.device, batch: tuple[int, ...] | None = None
 ) -> Greedy:
-    """The quickest way to act with this network; it follows the network's weights in place.
+    """Return the fastest function from observations to actions; it uses the network's own weights.
 
-    ``batch`` is the shape of all observations to come, where it is known and they will be many.
+    ``batch``: the shape of all batches, if it is known and there will be many of them.
     """
     if device.type == "cpu" and network.is_plain_mlp:
         return _HostMLP(network)
     if batch is not None and why_no_graphs(device) is None:
         return _RecordedNetwork(network, device, batch)
-    return _Network(network, device)
 
-
-class _Network:
-    def __init__(self, network: QNetwork, device: torch.device) -> None:
-        self._network, self._device = network, device
-
-    def __call__(self, obs: NDArray[Any]) -> NDArray[np.int64]:
-        with torch.inference_mode():
-            values = self._network.q_values(torch.from_numpy(obs).to(self._device))
-            actions: NDArray[np.int64] = values.argmax(dim=1).cpu().numpy()
+    @torch.inference_mode()
+    def greedy(obs: NDArray[Any]) -> NDArray[np.int64]:
+        values = network.q_values(torch.from_numpy(obs).to(device))
+        actions: NDArray[np.int64] = values.argmax(dim=1).cpu().numpy()
         return actions
 
+    return greedy
 
-class _Sampled:
-    """Actions drawn from a policy, as training asks for them."""
 
-    def __init__(self, network: QNetwork, device: torch.device, generator: torch.Generator) -> None:
-        self._network, self._device, self._generator = network, device, generator
-        quick = device.type == "cpu" and network.is_plain_mlp
-        self._quick = _HostMLP(network) if quick else None
+def _make_sampled(network: QNetwork, device: torch.device, generator: torch.Generator) -> Greedy:
+    """Return a function that draws actions from the policy of an actor-critic, for training."""
+    mlp = _HostMLP(network) if device.type == "cpu" and network.is_plain_mlp else None
 
-    def __call__(self, obs: NDArray[Any]) -> NDArray[np.int64]:
-        with torch.inference_mode():
-            if self._quick is not None:
-                logits = torch.from_numpy(self._quick.values(obs))
-            else:
-                logits = self._network.q_values(torch.from_numpy(obs).to(self._device))
-            chance = torch.rand(len(obs), generator=self._generator, device=self._device)
-            actions: NDArray[np.int64] = sample_actions(logits, chance).cpu().numpy()
+    @torch.inference_mode()
+    def sampled(obs: NDArray[Any]) -> NDArray[np.int64]:
+        if mlp is not None:
+            logits = torch.from_numpy(mlp.values(obs))
+        else:
+            logits = network.q_values(torch.from_numpy(obs).to(device))
+        chance = torch.rand(len(obs), generator=generator, device=device)
+        actions: NDArray[np.int64] = sample_actions(logits, chance).cpu().numpy()
         return actions
+
+    return sampled
 
 
 class _RecordedNetwork:
-    """The same as one launch, for observations that come in one shape, thousands of times."""
+    """Greedy actions by one launch, for thousands of batches of one shape."""
 
     def __init__(self, network: QNetwork, device: torch.device, batch: tuple[int, ...]) -> None:
         self._network, self._device, self._batch = network, device, batch
@@ -172,9 +162,9 @@ class _RecordedNetwork:
 
 
 class _HostMLP:
-    """A plain MLP in numpy, on the very memory of the network's weights.
+    """A plain MLP in numpy, on the memory of the network's weights.
 
-    For one observation torch spends 120 µs around 20 µs of arithmetic; numpy needs 25 µs in all.
+    For one observation torch takes 140 µs, of which 20 µs are arithmetic; numpy takes 25 µs.
     """
 
     def __init__(self, network: QNetwork) -> None:
@@ -187,7 +177,7 @@ class _HostMLP:
         return actions
 
     def values(self, obs: NDArray[Any]) -> NDArray[np.float32]:
-        """What ``q_values`` gives: an actor-critic's last output is left out."""
+        """Return the same as ``q_values``: the last output of an actor-critic is left out."""
         x = obs
         *hidden, (last_weight, last_bias) = self._layers
         for weight, bias in hidden:

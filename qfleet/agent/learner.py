@@ -69,7 +69,7 @@ class Learner:
         most = PRIORITIZED_BURST if config.prioritized_replay else BURST_SAMPLES
         self.burst_updates = max(1, min(BURST_SAMPLES // self.batch_size, most))
         """Most gradient steps in a burst."""
-        # Each batch needs noise of its own; a torso's buffers (batch normalisation) depend on the
+        # Each batch needs its own noise; a torso's buffers (batch normalisation) depend on the
         # batch; and IQN's fractions of a whole burst would take gigabytes.
         self._has_buffers = any(True for _ in online.torso.buffers())
         self._terms_per_batch = config.noisy or self._has_buffers or config.head == "iqn"
@@ -164,7 +164,7 @@ class Learner:
         return self.online.q_values(obs)
 
     def read_metrics(self) -> dict[str, float]:
-        """Return numbers of the newest update; only here does the host wait for a device."""
+        """Return metrics of the newest update; only this call makes the host wait for a device."""
         if self._newest is None:
             return {}
         skipped = float(torch.as_tensor(self._skipped).sum())

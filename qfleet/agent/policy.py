@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.agent.devices import resolve_device
-from qfleet.agent.evaluation import Evaluation, evaluate_policy
+from qfleet.agent.evaluation import MOST_ENVS, Evaluation, evaluate_policy
 from qfleet.agent.inference import make_greedy
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config, read_fields
@@ -29,14 +30,14 @@ from qfleet.telemetry.faults import FaultLog
 
 
 class Policy:
-    """Observations in, actions out, both as the environment itself numbers them."""
+    """Observations in, actions out, both with the environment's own numbering."""
 
     def __init__(
         self, config: Config, spec: EnvSpec, state: dict[str, Any], device: str | None = None
     ) -> None:
         self.config, self.spec = config, spec
         self.device = _usable_device(config, spec, device)
-        # Not compiled: a policy that is asked a few times never earns the minutes back.
+        # Not compiled: compiling takes minutes, and most policies act only a few times.
         plain = config.replace(compile="off")
         self.network = make_network(plain, spec, self.device, Seeds.of(config.seed).network)
         self.network.eval()
@@ -44,22 +45,22 @@ class Policy:
         if weights.data.shape != state["weights"].shape:
             raise CheckpointError(
                 f"the saved policy has {state['weights'].numel()} weights, the network of "
-                f"config.json has {weights.data.numel()}; the two do not belong together"
+                f"config.json has {weights.data.numel()}; they are of different runs"
             )
         weights.data.copy_(state["weights"])
         for name, buffer in self.network.named_buffers():
             buffer.copy_(state["buffers"][name])
         self.greedy = make_greedy(self.network, self.device)
-        """Batches in, actions out, both counted from 0 as inside qfleet."""
+        """Batches of observations in, actions out, both counted from 0 as inside qfleet."""
 
     def act(self, obs: Any) -> int | NDArray[np.int64]:
-        """The greedy action for one observation (an int) or for a batch of them (an array)."""
+        """Return the greedy action of one observation (int), or of a batch (int64 ``[B]``)."""
         batch, is_single = self._batch(obs)
         actions = self.greedy(batch) + self.spec.first_action
         return int(actions[0]) if is_single else actions
 
     def q_values(self, obs: Any) -> NDArray[np.float32]:
-        """Expected return of every action: ``[actions]`` or, for a batch, ``[B, actions]``."""
+        """Return the expected return of every action: ``[actions]``, or ``[B, actions]``."""
         batch, is_single = self._batch(obs)
         with torch.inference_mode():
             values = self.network.q_values(torch.from_numpy(batch).to(self.device))
@@ -67,16 +68,15 @@ class Policy:
         return result[0] if is_single else result
 
     def _batch(self, obs: Any) -> tuple[NDArray[Any], bool]:
-        """A batch as the network takes it, and whether it was a single observation."""
+        """Return the network's input, and whether ``obs`` was a single observation."""
         shape = self.spec.obs_shape
         if self.spec.obs_dtype == "uint8" and np.asarray(obs).dtype == np.bool_:
-            raise ConfigError("this policy takes pixels of 0 to 255, not booleans: times 255")
+            raise ConfigError("observation must hold pixels of 0 to 255, got booleans; use × 255")
         array = np.asarray(obs, dtype=self.spec.obs_dtype)
         is_single = array.shape == shape
         if not is_single and array.shape[1:] != shape:
             raise ConfigError(
-                f"observation of shape {array.shape} does not fit this policy, which takes "
-                f"{shape} or a batch of those"
+                f"observation must have shape {shape} or [B, *{shape}], got {array.shape}"
             )
         batch = np.ascontiguousarray(array[None] if is_single else array)
         if self.spec.num_obs_values:
@@ -84,33 +84,31 @@ class Policy:
             if batch.size and not 0 <= batch.min() <= batch.max() < self.spec.num_obs_values:
                 last = self.spec.first_obs_value + self.spec.num_obs_values - 1
                 raise ConfigError(
-                    f"observation {obs!r} is not one of {self.spec.first_obs_value} … {last}"
+                    f"observation must be one of {self.spec.first_obs_value} … {last}, got {obs!r}"
                 )
         elif batch.dtype.kind == "f" and not np.isfinite(batch).all():
-            raise ConfigError("the observation holds NaN or Inf; no action follows from it")
+            raise ConfigError("observation must be finite, got NaN or Inf")
         return batch, is_single
 
     def evaluate(self, episodes: int = 10, seed: int = 0, epsilon: float = 0.0) -> Evaluation:
-        """Play episodes in environments of its own."""
+        """Play episodes in new environments."""
         if episodes < 1 or seed < 0 or not 0 <= epsilon <= 1:
             raise ConfigError(
                 f"cannot evaluate {episodes} episodes with seed {seed} and epsilon {epsilon}; "
                 "episodes must be at least 1, the seed at least 0, epsilon in [0, 1]"
             )
-        count = min(episodes, 16)
+        count = min(episodes, MOST_ENVS)
         envs = make_envs(self.config, count, seed, training=False, on_fault=FaultLog())
-        try:
+        with contextlib.closing(envs):
             played = evaluate_policy(self.network, envs, episodes, epsilon, self.device, seed)
-        finally:
-            envs.close()
-        assert played is not None  # nobody gave up
+        assert played is not None, "an evaluation without a limit ends"
         return played
 
 
-def _usable_device(config: Config, spec: EnvSpec, asked: str | None) -> torch.device:
-    """The device asked for; else the run's own, or whatever this machine has instead."""
-    if asked is not None:
-        return resolve_device(asked, spec)
+def _usable_device(config: Config, spec: EnvSpec, name: str | None) -> torch.device:
+    """Return the device ``name``, else the run's own, or ``auto`` if this machine lacks it."""
+    if name is not None:
+        return resolve_device(name, spec)
     try:
         return resolve_device(config.device, spec)
     except ConfigError:
@@ -126,21 +124,19 @@ def load_run_policy(
         state = load_policy(folder / "best").parts["policy"]
     else:
         state = _newest_policy(folder, config)
-    envs = make_envs(config, 1, 0, training=False, on_fault=FaultLog())
-    spec = envs.spec
-    envs.close()
-    return Policy(config, spec, state, device)
+    with contextlib.closing(make_envs(config, 1, 0, training=False, on_fault=FaultLog())) as envs:
+        return Policy(config, envs.spec, state, device)
 
 
 def _newest_policy(folder: Path, config: Config) -> StateDict:
-    """Weights and buffers of the newest checkpoint; an agent's lie in its population's."""
+    """Return weights and buffers of the newest checkpoint; an agent's is its population's."""
     if config.population > 1:
         raise ConfigError(
-            f"'{folder}' has {config.population} newest policies; name an agent, such as "
-            f"{agent_folder(folder, 0)}, or take the best"
+            f"'{folder}' has {config.population} newest policies; give an agent's folder, e.g. "
+            f"{agent_folder(folder, 0)}, or use the best"
         )
     run = population_folder(folder)
-    checkpoint = load_checkpoint((run or folder) / "checkpoints", None, on_alert=_say)
+    checkpoint = load_checkpoint((run or folder) / "checkpoints", None, on_alert=_print_alert)
     learner = checkpoint.parts["learner"]
     if run is None:
         return learner
@@ -150,11 +146,11 @@ def _newest_policy(folder: Path, config: Config) -> StateDict:
             f"agent {folder.name} had stopped before the newest checkpoint of '{run}'; "
             "its best policy is kept"
         )
-    # Rows are filled up; what belongs to the network comes first.
+    # Rows are padded at their end.
     length = sum(math.prod(shape) for _, shape in checkpoint.meta["layout"])
     row = learner["weights"][members.index(int(folder.name)), :length]
     return {"weights": row, "buffers": learner["buffers"]}
 
 
-def _say(alert: str) -> None:
+def _print_alert(alert: str) -> None:
     print(f"qfleet: {alert}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""The agents of a population: what each has of its own.
+"""The agents of a population: the seed and the hyper-parameters of each.
 
 In: a configuration with ``population`` K and ``vary``. Out: a seed and hyper-parameters for every
-agent, put where learner, memory and actor read them, and read back from there.
+agent, written to the tensors that learner, memory and actor read, and read back from there.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from qfleet.core.types import StateDict
 from qfleet.memory.rollout import Rollout
 
 VARIED = ("learning_rate", "gamma", "td_lambda", "exploration_final_eps")
-"""Fields of which every agent can have a value of its own."""
+"""Fields that may differ between agents."""
 
 
 def agent_seeds(config: Config, members: Sequence[int]) -> list[int]:
-    """Of these agents: agent k's is k more than the run's."""
+    """Return the seeds of these agents: the run's seed plus the agent's number."""
     return [config.seed + agent for agent in members]
 
 
 def draw_values(config: Config) -> dict[str, list[float]]:
-    """The agents' values of every field in VARIED, decided by ``vary`` and the run's seed."""
+    """Return the agents' values of every field in VARIED, from ``vary`` and the run's seed."""
     values = {name: [float(getattr(config, name))] * config.population for name in VARIED}
-    asked: dict[str, Any] = json.loads(config.vary)
-    for name, choice in asked.items():
+    for name, choice in json.loads(config.vary).items():
         if name not in VARIED:
             raise UnknownNameError("field to vary", name, VARIED)
         values[name] = _draw(name, choice, config)
         for value in values[name]:
-            # Whatever a single run refuses, an agent may not have either.
+            # An agent may not have a value that a single run refuses.
             validate(alone(config, 0, {name: value}))
     return values
 
@@ -51,21 +50,21 @@ def _draw(name: str, choice: Any, config: Config) -> list[float]:
     if isinstance(choice, list) and choice and all(_is_number(value) for value in choice):
         if agents % len(choice):
             raise ConfigError(
-                f"vary {name}: {len(choice)} values do not go evenly into {agents} agents"
+                f"vary {name}: its {len(choice)} values must divide evenly among {agents} agents"
             )
         return [float(choice[agent * len(choice) // agents]) for agent in range(agents)]
     if isinstance(choice, Mapping) and {"from", "to"} <= set(choice) <= {"from", "to", "log"}:
         low, high, log = choice["from"], choice["to"], choice.get("log", False)
         if _is_number(low) and _is_number(high) and isinstance(log, bool):
             if log and min(low, high) <= 0:
-                raise ConfigError(f"vary {name}: log-even values need bounds above 0")
+                raise ConfigError(f"vary {name}: bounds of log-uniform values must be > 0")
             salt = VARIED.index(name)
             shares = np.random.default_rng([config.seed, salt]).random(agents)
             if log:
                 return [float(low * (high / low) ** share) for share in shares]
             return [float(low + (high - low) * share) for share in shares]
     raise ConfigError(
-        f'vary {name}: {json.dumps(choice)} is neither a list of numbers nor {{"from": …, "to": …}}'
+        f'vary {name} must be a list of numbers or {{"from": …, "to": …}}, got {json.dumps(choice)}'
     )
 
 
@@ -75,7 +74,7 @@ def _is_number(value: object) -> bool:
 
 
 class Agents:
-    """Who trains in this batch, and the values in force, by field and row."""
+    """The agents of a batch, one per row, and their hyper-parameters by field and row."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class Agents:
         memory: Rollout,
         actor: TensorActor,
     ) -> None:
-        """``members`` are the numbers of the agents, one a row; some may have stopped already."""
+        """``members``: the numbers of the agents, without those that have stopped."""
         self._config, self._learner, self._memory, self._actor = config, learner, memory, actor
         self.members = list(members)
         drawn = draw_values(config)
@@ -97,10 +96,10 @@ class Agents:
         self.put_in_force()
 
     def put_in_force(self) -> None:
-        """Write the values where recorded kernels read them."""
+        """Write the values to the tensors that recorded kernels read."""
         base = self._config.learning_rate
         assert self._learner.relative_rates is not None
-        # Divided in double precision: a rate that is the run's own is then exactly that.
+        # Divided in double precision: an agent with the run's own rate then gets exactly 1.
         rates = torch.tensor(self.values["learning_rate"], dtype=torch.float64) / base
         self._learner.relative_rates.copy_(rates.unsqueeze(1))
         self._memory.gamma.copy_(self._of_envs("gamma"))
@@ -111,24 +110,24 @@ class Agents:
         return torch.tensor(self.values[name]).repeat_interleave(self._config.envs)
 
     def in_force(self) -> list[dict[str, float]]:
-        """The varied values of every row, read back from where kernels read them.
+        """Return the varied values of every row, read back from the tensors that kernels read.
 
-        They are rounded to the digits that float32 has, so that 1e-3 is told as 1e-3.
+        They are rounded to the digits that float32 has, so that 1e-3 is reported as 1e-3.
         """
         own = self._config.envs
-        told = {
+        columns = {
             "learning_rate": self._learner.rates_in_force(),
             "gamma": self._memory.gamma[::own].tolist(),
             "td_lambda": self._memory.td_lambda[::own].tolist(),
             "exploration_final_eps": self._actor.final_eps[::own].tolist(),
         }
         return [
-            {name: float(f"{told[name][row]:.7g}") for name in self.varied}
+            {name: float(f"{columns[name][row]:.7g}") for name in self.varied}
             for row in range(len(self.members))
         ]
 
     def config_of(self, row: int) -> Config:
-        """What a single run would need to be this agent, with the values it has now."""
+        """Return the configuration of a single run with this agent's seed and values."""
         values = {name: self.values[name][row] for name in self.varied}
         return alone(self._config, self.members[row], values)
 
@@ -145,13 +144,12 @@ class Agents:
 
     @staticmethod
     def select(state: StateDict, rows: list[int]) -> StateDict:
-        """The state of these agents alone."""
+        """Return the state of these agents alone."""
         values = {name: [column[row] for row in rows] for name, column in state["values"].items()}
         return {"members": [state["members"][row] for row in rows], "values": values}
 
 
 def alone(config: Config, agent: int, values: Mapping[str, float]) -> Config:
-    """The configuration of one agent, as a run of its own."""
-    seed = config.seed + agent
-    alone = {"population": 1, "vary": "{}", "pbt_interval": 0, "halving_interval": 0}
-    return config.replace(**alone, seed=seed, **values)
+    """Return the configuration of a single run with the seed of ``agent`` and these values."""
+    single = {"population": 1, "vary": "{}", "pbt_interval": 0, "halving_interval": 0}
+    return config.replace(**single, seed=config.seed + agent, **values)

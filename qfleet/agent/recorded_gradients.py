@@ -1,4 +1,4 @@
-"""Gradients for ``RecordedLearner``: compiled on request, or by our own kernels."""
+"""Gradients for ``RecordedLearner``: compiled if switched on, or by qfleet's own kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qfleet.networks.qnetwork import QNetwork
 
 
 class CompilableGradient(AutogradGradient):
-    """Any network, any objective, in functions that torch.compile can be switched on for."""
+    """``AutogradGradient`` in functions for which torch.compile can be switched on."""
 
     def __init__(
         self, network: QNetwork, objective: Objective, weights: FlatWeights, weighted: bool
@@ -49,7 +49,7 @@ class CompilableGradient(AutogradGradient):
 
 
 class FusedGradient:
-    """MinAtar's small network by our own kernels (``qfleet/networks/fused_cnn.py``)."""
+    """The gradient of MinAtar's small network by kernels of ``qfleet/networks/fused_cnn.py``."""
 
     def __init__(self, fused: FusedCNN, objective: Objective, weights: FlatWeights) -> None:
         self._fused, self._weights = fused, weights

@@ -1,9 +1,9 @@
 """The learner on accelerators and for populations: the steps of ``Learner``, arranged for a GPU.
 
-- With ``capturable`` nothing in a burst asks the host for a value, so that an accelerator can run
-  ahead of the host, and ``record`` turns whole bursts into single launches (CUDA graphs).
-- Targets and priorities are computed on side streams, beside the forward pass.
-- Functions of tensors can be compiled, and our own kernels can replace the network.
+- With ``capturable`` a burst has no host synchronisation, so that an accelerator can run ahead of
+  the host, and ``record`` turns whole bursts into single launches (CUDA graphs).
+- Targets and priorities are computed on side streams, in parallel with the forward pass.
+- Functions of tensors can be compiled, and qfleet's own kernels can replace the network.
 - The agents of a population learn together: batches are agent-major, and learning rates ``[K, 1]``.
 """
 
@@ -61,26 +61,17 @@ class RecordedLearner(Learner):
     ) -> None:
         self._fused = fused
         super().__init__(
-            config,
-            online,
-            target,
-            memory,
-            objective,
-            make_updater,
-            clock,
-            timers,
-            device,
-            seed,
+            config, online, target, memory, objective, make_updater, clock, timers, device, seed,
             drawing=drawing,
-        )
+        )  # fmt: skip
         self._device, self._copying = device, timers.span("copy")
         self._targets_at_once = not (config.double or self._terms_per_batch)
         self._target_terms = Compilable(self._terms_from, is_sized=not self._terms_per_batch)
         self._find_target = Compilable(self._target_from, is_sized=self._targets_at_once)
         self._store_noise = Compilable(online.store_noise)
         self._store_target_noise = Compilable(target.store_noise)
-        # Buffers that both streams change would be changed in no fixed order. And joining streams
-        # takes a few µs, too long if there is nothing to compute on the second one.
+        # Two streams would change the same buffers in no fixed order. And joining streams takes a
+        # few µs, too long if the second stream has nothing to compute.
         busy = config.prioritized_replay or not self._targets_at_once
         self._ahead = SideStream(device, "learner, ahead", worthwhile=not self._has_buffers)
         self._beside = SideStream(
@@ -266,7 +257,7 @@ class RecordedLearner(Learner):
 
     @property
     def is_fused(self) -> bool:
-        """Whether our own kernels replace the network."""
+        """Whether qfleet's own kernels replace the network."""
         return self._fused is not None
 
     def compilables(self) -> list[Compilable]:
@@ -280,12 +271,12 @@ class RecordedLearner(Learner):
         return [*own, *(self._memory.compilables() if self._draws_recorded else [])]
 
     def record(self, updates_at_once: int, samples: Batch | None = None) -> None:
-        """Turn bursts into single launches. Bursts run a few times here: restore the state after.
+        """Turn bursts into single launches. This runs bursts: the caller restores the state.
 
         ``samples``, if the memory is on the host, is a burst's worth of samples on the device: only
         learning from them is recorded, and every burst's samples are copied there first.
         """
-        assert self._capturable, "only a learner that never asks the host can be recorded"
+        assert self._capturable, "only a capturable learner can be recorded"
         drawn_from = [self._noise, self._objective.generator]
         drawn_from += self._memory.generators() if self._draws_recorded else []
         self.burst_updates = updates_at_once
@@ -314,7 +305,7 @@ class RecordedLearner(Learner):
         self._newest = None
         with self._learning:
             launch()
-        if self._newest is None:  # a replay runs no Python: the numbers are where it writes them
+        if self._newest is None:  # a replay runs no Python, but writes to the recorded tensors
             self._newest = self._newest_of[count]
 
     # --- the agents of a population -----------------------------------------------------------
@@ -363,7 +354,7 @@ class RecordedLearner(Learner):
     def load_state_dict(self, state: StateDict) -> None:
         skipped = self._skipped
         super().load_state_dict(state)
-        if isinstance(skipped, Tensor):  # in place: recorded kernels write there
+        if isinstance(skipped, Tensor):  # in place: recorded kernels write to it
             self._skipped = skipped.copy_(torch.tensor(state["skipped"]).view_as(skipped))
         if isinstance(self._target_move, Tensor):
             self._target_move.fill_(state["target_move"])

@@ -1,11 +1,9 @@
-"""All parameters of a network in one contiguous vector, and the channel that publishes it.
-
-A population's networks are as many vectors, ``[K, P]``, a row each.
+"""All parameters of a network in one contiguous vector, and the channels that publish it.
 
 In: an ordinary ``nn.Module``. Out: the same module, whose parameters are now views into
-``FlatWeights.data``. One vector serves every room: the optimiser is a handful of elementwise
-kernels, a target update is one copy or lerp, a checkpoint is one tensor, a parameter-server shard
-is a slice.
+``FlatWeights.data``: one vector, or one row per agent of a population, ``[K, P]``. The optimiser is
+then a few elementwise kernels, a target update is one copy or lerp, a checkpoint is one tensor, and
+a shard of a parameter server is a slice.
 """
 
 from __future__ import annotations
@@ -20,15 +18,15 @@ from torch import Tensor, nn
 from qfleet.core.types import Lag
 
 ROW_ALIGNMENT = 16
-"""Weights of a population's row are filled up to a multiple of this many, so that kernels can load
-every row in whole words; what is filled in stays 0."""
+"""A population's rows are padded with zeros to a multiple of this many weights, so that kernels can
+load every row in whole words."""
 
 
 class FlatWeights:
-    """One vector of weights and one of gradients, seen by the module through views."""
+    """One vector of weights and one of gradients; the module's parameters are views into them."""
 
     def __init__(self, module: nn.Module) -> None:
-        """A module with ``agents`` holds every parameter that many times, ``[K, …]``."""
+        """Parameters of a module with K ``agents`` have shapes ``[K, …]``."""
         self._module = module
         named = [(name.replace("/", "."), p) for name, p in module.named_parameters()]
         self.parameters: list[nn.Parameter] = [parameter for _, parameter in named]
@@ -48,20 +46,20 @@ class FlatWeights:
             parameter.data = view
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """A flat tensor, cut into the parameters' shapes."""
+        """Return views of a flat tensor in the parameters' shapes."""
         cuts = zip(self.offsets, self.layout, strict=True)
         parts = [(flat.narrow(-1, at, math.prod(shape)), shape) for at, (_, shape) in cuts]
         return [part.view(*part.shape[:-1], *shape) for part, shape in parts]
 
     def row(self, agent: int) -> Tensor:
-        """A copy of one agent's weights, as a network of its own would hold them."""
+        """Return a copy of one agent's weights, in the layout of a single network."""
         if self.agents is None:
             return self.data.clone()
         length = sum(math.prod(shape) for _, shape in self.layout)
         return self.data[agent, :length].clone()
 
     def grad_views(self) -> list[Tensor]:
-        """The flat gradient, cut into the parameters' shapes."""
+        """Return views of the flat gradient in the parameters' shapes."""
         return self._views(self.grad)
 
     def set_grad(self, gradients: Sequence[Tensor]) -> None:
@@ -73,24 +71,23 @@ class FlatWeights:
                 view.copy_(gradient)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the module's buffers by name; the running statistics of a torso, for example."""
+        """Return the module's buffers by name, such as the running statistics of a torso."""
         return {name.replace("/", "."): buffer for name, buffer in self._module.named_buffers()}
 
     def describe(self) -> list[list[object]]:
-        """Names and shapes, for the checkpoint: ``[["torso.0", [4, 64]], …]``."""
+        """Return names and shapes, for the checkpoint: ``[["torso.0", [4, 64]], …]``."""
         return [[name, list(shape)] for name, shape in self.layout]
 
 
 def join(*gradients: Tensor) -> Tensor:
-    """Per-parameter gradients as one new flat vector."""
+    """Return per-parameter gradients as one new flat vector."""
     return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
 
 class Mailbox:
-    """The weights channel to an actor with a network of its own, beside the learner's.
+    """The weights channel to an actor that has its own network.
 
-    ``refresh`` is called while the actor is idle (``Ahead`` guarantees it) and takes over what
-    was published last.
+    ``refresh`` copies the newest weights; ``Ahead`` calls it only while the actor is idle.
     """
 
     def __init__(self, source: FlatWeights, reader: FlatWeights) -> None:
@@ -112,12 +109,12 @@ class Mailbox:
 
 
 class DeviceMailbox:
-    """The same where learner and actor work on streams of one accelerator.
+    """A mailbox for a learner and an actor on two streams of one accelerator.
 
-    What was published last is still being computed; waiting for it would make collecting wait for
-    learning. So ``refresh`` takes the publication before, and never the one after, however fast the
-    device is: a run computes the same whatever its timing. Where nothing was published since the
-    last time, it takes the newest.
+    The newest published version may still be in computation, and waiting for it would make
+    collecting wait for learning. ``refresh`` therefore takes the version before, never the newest,
+    however fast the device is: results do not depend on timing. If nothing was published since the
+    last ``refresh``, it takes the newest.
     """
 
     def __init__(
@@ -125,8 +122,8 @@ class DeviceMailbox:
     ) -> None:
         self._source, self._reader, self._stream = source, reader, reader_stream
         self._device = source.data.device
-        # Three: the one before, the newest, and the one being filled while the first is read.
-        self._letters = [source.data.clone() for _ in range(3)]
+        # Three: the version before, the newest, and one to fill while the first is read.
+        self._copies = [source.data.clone() for _ in range(3)]
         self._versions = [0, 0, 0]
         self._filled = [torch.Event(self._device) for _ in range(3)]
         self._emptied = torch.Event(self._device)
@@ -136,7 +133,7 @@ class DeviceMailbox:
         self._filled[0].record(torch.accelerator.current_stream(self._device))
 
     def restart(self, version: int) -> None:
-        for _ in self._letters:
+        for _ in self._copies:
             self.publish(version)
         self._read = -1
 
@@ -145,19 +142,19 @@ class DeviceMailbox:
         place = self._count % 3
         stream = torch.accelerator.current_stream(self._device)
         stream.wait_event(self._emptied)
-        self._letters[place].copy_(self._source.data)
+        self._copies[place].copy_(self._source.data)
         self._versions[place] = version
         self._filled[place].record(stream)
 
     def refresh(self) -> int:
-        # Nothing new since last time: the newest is complete by now.
+        # If nothing was published since the last call, the newest version is complete by now.
         before = 0 if self._count == self._seen else 1
         self._seen = self._count
         place = (self._count - before) % 3
         if self._read != self._versions[place]:
             self._stream.wait_event(self._filled[place])
             with self._stream:
-                self._reader.data.copy_(self._letters[place])
+                self._reader.data.copy_(self._copies[place])
             self._emptied.record(self._stream)
             self._read = self._versions[place]
         return self._read

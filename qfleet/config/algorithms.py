@@ -10,16 +10,11 @@ from typing import Any
 
 from qfleet.core.errors import UnknownNameError
 
+# fmt: off
 _ROLLOUTS: dict[str, Any] = {
-    "replay": False,
-    "td_lambda": 1.0,
-    "lr_schedule": "linear",
-    "learning_starts": 0,
+    "replay": False, "td_lambda": 1.0, "lr_schedule": "linear", "learning_starts": 0,
     # One update on 5 steps of 16 envs.
-    "envs": 16,
-    "train_freq": 80,
-    "gradient_steps": 1,
-    "batch_size": 80,
+    "envs": 16, "train_freq": 80, "gradient_steps": 1, "batch_size": 80,
 }
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "dqn": {},
@@ -34,48 +29,27 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "munchausen-dqn": {"munchausen": True},
     "munchausen-iqn": {"munchausen": True, "head": "iqn"},
     "rainbow": {
-        "double": True,
-        "dueling": True,
-        "prioritized_replay": True,
-        "prioritized_replay_alpha": 0.5,
-        "n_steps": 3,
-        "noisy": True,
-        "head": "c51",
+        "double": True, "dueling": True, "prioritized_replay": True,
+        "prioritized_replay_alpha": 0.5, "n_steps": 3, "noisy": True, "head": "c51",
     },
     "pqn": {
-        "replay": False,
-        "td_lambda": 0.65,
-        "layer_norm": True,
-        "loss": "mse",
-        "optimizer": "radam",
-        "lr_schedule": "linear",
-        "learning_starts": 0,
+        "replay": False, "td_lambda": 0.65, "layer_norm": True, "loss": "mse",
+        "optimizer": "radam", "lr_schedule": "linear", "learning_starts": 0,
         # Two epochs of eight minibatches over 32 steps of 32 envs.
-        "envs": 32,
-        "train_freq": 1024,
-        "gradient_steps": 16,
-        "batch_size": 128,
+        "envs": 32, "train_freq": 1024, "gradient_steps": 16, "batch_size": 128,
     },
     "n-step-q": {**_ROLLOUTS, "target_network": True},
     "a3c": {**_ROLLOUTS, "head": "actor-critic", "max_grad_norm": 0.5},
 }
 
 ALIASES = {
-    "ddqn": "double-dqn",
-    "double": "double-dqn",
-    "dueling": "dueling-dqn",
-    "per": "prioritized-dqn",
-    "prioritised-dqn": "prioritized-dqn",
-    "nstep": "n-step-dqn",
-    "noisy": "noisy-dqn",
-    "qrdqn": "qr-dqn",
-    "qr": "qr-dqn",
-    "m-dqn": "munchausen-dqn",
-    "m-iqn": "munchausen-iqn",
-    "async-q": "n-step-q",
-    "n-step-q-learning": "n-step-q",
+    "ddqn": "double-dqn", "double": "double-dqn", "dueling": "dueling-dqn",
+    "per": "prioritized-dqn", "prioritised-dqn": "prioritized-dqn", "nstep": "n-step-dqn",
+    "noisy": "noisy-dqn", "qrdqn": "qr-dqn", "qr": "qr-dqn", "m-dqn": "munchausen-dqn",
+    "m-iqn": "munchausen-iqn", "async-q": "n-step-q", "n-step-q-learning": "n-step-q",
     "a2c": "a3c",
 }
+# fmt: on
 
 
 def algorithm_switches(name: str) -> tuple[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Consent to values of a stored configuration that import code or reach outside the run's folder.
 
-A run's folder or a ``--config`` file may come from another person, and the owner of a file does
-not show who wrote its contents. These values therefore need consent in every stored configuration;
+A run's folder or a ``--config`` file may come from another person, and the owner of a file need not
+be the author of its contents. These values therefore need consent in every stored configuration;
 a value that the user gives on the command line or as an argument needs none.
 """
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from qfleet.accelerator.graphs import why_no_graphs
 from qfleet.agent.device_actor import TensorActor
-from qfleet.agent.device_evaluation import TensorEvaluator, as_evaluation
+from qfleet.agent.device_evaluation import TensorEvaluator
 from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.population import Agents, agent_seeds
 from qfleet.agent.recorded_learner import RecordedLearner
@@ -154,7 +154,7 @@ class DeviceEvaluator:
     def play(self, give_up: Callable[[], bool]) -> Evaluation | None:
         self.network.eval()
         try:
-            return as_evaluation(self.episodes.play(give_up))
+            return self.episodes.play(give_up)
         finally:
             self.network.train()
 

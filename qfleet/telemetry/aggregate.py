@@ -5,13 +5,16 @@ The interquartile mean and the percentile bootstrap follow Agarwal et al. 2021 (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 FloatArray = NDArray[np.float64]
 MAX_GRID_POINTS = 400
+RESAMPLES = 2000
+TAILS = ((1 - 0.95) / 2, (1 + 0.95) / 2)
+"""Quantiles that bound a 95 % interval."""
 
 
 def iqm(values: ArrayLike) -> float:
@@ -22,31 +25,17 @@ def iqm(values: ArrayLike) -> float:
     return float(_iqm_last_axis(array))
 
 
-def bootstrap_ci(
-    values: ArrayLike,
-    statistic: Callable[[FloatArray], float] = iqm,
-    level: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of ``statistic`` over ``values`` ``[n]``."""
+def bootstrap_ci(values: ArrayLike) -> tuple[float, float]:
+    """Return the 95 % percentile bootstrap interval of the IQM of ``values`` ``[n]``."""
     array = np.asarray(values, dtype=np.float64).ravel()
     if array.size == 0:
         raise ValueError("the interval of no values is undefined")
-    draws = array[_resample(array.size, resamples, seed)]
-    if statistic is iqm:
-        estimates = _iqm_last_axis(draws)
-    else:
-        estimates = np.array([statistic(row) for row in draws])
-    low, high = np.quantile(estimates, _tails(level))
+    low, high = np.quantile(_iqm_last_axis(array[_resample(array.size)]), TAILS)
     return float(low), float(high)
 
 
 def aggregate_curves(
     curves: Sequence[tuple[ArrayLike, ArrayLike]],
-    level: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
 ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
     """Return step grid, IQM, and lower and upper bound of curves ``(steps, values)``.
 
@@ -64,10 +53,10 @@ def aggregate_curves(
         grid = np.linspace(first, last, MAX_GRID_POINTS)
     columns = np.array([np.interp(grid, steps, values) for steps, values in cleaned]).T
     # One set of resampled seeds for the whole curve, so that the band resamples whole runs.
-    chosen = _resample(len(cleaned), resamples, seed)
+    chosen = _resample(len(cleaned))
     low, high = np.empty(grid.size), np.empty(grid.size)
     for point, column in enumerate(columns):
-        low[point], high[point] = np.quantile(_iqm_last_axis(column[chosen]), _tails(level))
+        low[point], high[point] = np.quantile(_iqm_last_axis(column[chosen]), TAILS)
     return grid, _iqm_last_axis(columns), low, high
 
 
@@ -78,12 +67,8 @@ def _iqm_last_axis(array: FloatArray) -> FloatArray:
     return np.asarray(middle.mean(axis=-1))
 
 
-def _resample(count: int, resamples: int, seed: int) -> NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(0, count, size=(resamples, count))
-
-
-def _tails(level: float) -> tuple[float, float]:
-    return (1 - level) / 2, (1 + level) / 2
+def _resample(count: int) -> NDArray[np.int64]:
+    return np.random.default_rng(0).integers(0, count, size=(RESAMPLES, count))
 
 
 def _increasing(steps: ArrayLike, values: ArrayLike) -> tuple[FloatArray, FloatArray]:

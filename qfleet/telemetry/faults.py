@@ -19,10 +19,6 @@ KEPT_MESSAGES = 5
 MIN_FAULTS_TO_STOP = 10
 
 
-def _ignore(_: str) -> None:
-    pass
-
-
 @dataclass
 class _Kind:
     count: int = 0
@@ -37,9 +33,7 @@ class FaultLog:
     """Counter of faults per kind that calls ``notify`` at most once per kind in ten seconds."""
 
     def __init__(
-        self,
-        notify: Callable[[str], None] = _ignore,
-        clock: Callable[[], float] = monotonic,
+        self, notify: Callable[[str], None] = lambda _: None, clock: Callable[[], float] = monotonic
     ) -> None:
         self._notify = notify
         self._clock = clock

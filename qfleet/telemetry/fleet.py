@@ -292,16 +292,8 @@ class FleetAccount:
     def message_cost(self) -> MessageCost | None:
         return fit_cost([call for worker in self.workers for call in worker.calls])
 
-    def speed_up(self, baseline_env_steps_per_s: float | None) -> float | None:
-        """Return the speed-up over one worker that runs at ``baseline_env_steps_per_s``."""
-        rate = self.env_steps_per_s
-        if baseline_env_steps_per_s is None or rate is None:
-            return None
-        return _ratio(rate, baseline_env_steps_per_s)
-
-    def as_dict(self, baseline_env_steps_per_s: float | None = None) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return all figures as JSON values; None where a figure does not apply."""
-        speed_up = self.speed_up(baseline_env_steps_per_s)
         return {
             "update": self.update,
             "wall_s": self.wall_s,
@@ -325,8 +317,9 @@ class FleetAccount:
                 "saved_received": self.saved("received"),
             },
             "message_cost": None if self.message_cost is None else asdict(self.message_cost),
-            "speed_up": speed_up,
-            "efficiency": None if speed_up is None else speed_up / len(self.workers),
+            # A single run has no baseline; ``qfleet lab speedup`` compares runs.
+            "speed_up": None,
+            "efficiency": None,
             "learner": None if self.learner is None else {"shares": dict(self.learner)},
             "workers": [worker.as_dict() for worker in self.workers],
             "servers": [server.as_dict() for server in self.servers],

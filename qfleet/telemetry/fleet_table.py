@@ -10,7 +10,7 @@ from qfleet.telemetry.formatting import format_rate
 from qfleet.telemetry.timers import KINDS
 
 
-def fleet_lines(account: FleetAccount, baseline_env_steps_per_s: float | None = None) -> list[str]:
+def fleet_lines(account: FleetAccount) -> list[str]:
     """Return the lines of the table; rows that do not apply are left out."""
     members = [_row(*row) for row in account.rows]
     if len(account.workers) > 1:
@@ -35,7 +35,6 @@ def fleet_lines(account: FleetAccount, baseline_env_steps_per_s: float | None = 
         "sent": _bytes(account, "sent"),
         "received": _bytes(account, "received"),
         "messages": _messages(account),
-        "speed-up": _speed_up(account, baseline_env_steps_per_s),
     }
     return [f"{name:<14}{text}" for name, text in rows.items() if text]
 
@@ -123,16 +122,6 @@ def _messages(account: FleetAccount) -> str:
     return (
         f"{count:,}; {what} takes {cost.latency_s * 1e3:.3g} ms{per_byte} "
         f"({_several(cost.messages, 'message')} measured{explained})"
-    )
-
-
-def _speed_up(account: FleetAccount, baseline: float | None) -> str:
-    speed_up = account.speed_up(baseline)
-    if speed_up is None or baseline is None:
-        return ""
-    return (
-        f"{speed_up:.2f} over one {account.member} ({format_rate(baseline)} steps/s), "
-        f"{speed_up / len(account.workers):.0%} of ideal"
     )
 
 

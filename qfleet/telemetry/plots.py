@@ -107,12 +107,7 @@ def _draw_panels(panels: Any, groups: dict[str, list[RunData]], metric: str) -> 
 
 
 def _draw_group(
-    axes: Any,
-    members: list[RunData],
-    metric: str,
-    label: str,
-    colour: str,
-    has_band: bool = True,
+    axes: Any, members: list[RunData], metric: str, label: str, colour: str, has_band: bool = True
 ) -> None:
     curves = [run.series(metric) for run in members]
     curves = [(steps, values) for steps, values in curves if steps]

@@ -107,7 +107,8 @@ class Progress:
                 self._shown[name] = value
                 if name == EVAL_RETURN and (self._best_eval is None or value > self._best_eval):
                     self._best_eval = value
-        self._shares = _present_shares(shares)
+        present = ((stage, finite(shares.get(stage))) for stage in STAGE_COLOURS)
+        self._shares = {stage: share for stage, share in present if share is not None}
         self._measure(now_s, env_steps)
         if self._mode == "plain":
             self._line_due = True
@@ -116,7 +117,11 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Print a message, for example about a fault; a silent display prints it too."""
-        self._say(text)
+        encoding = self._console.encoding
+        if not encoding.lower().startswith("utf"):  # e.g. a Windows code page, which has no ε
+            text = text.replace("ε", "eps").replace("×", "x")
+            text = text.encode(encoding, "replace").decode(encoding)
+        self._console.out(text, highlight=False)
 
     def stop(self) -> None:
         if self._live is not None:
@@ -148,9 +153,6 @@ class Progress:
     def _print_line(self, now_s: float) -> None:
         self._line_s = now_s
         self._line_due = False
-        self._say(self._line())
-
-    def _line(self) -> str:
         parts = [f"{self._env_steps:,}/{self._total:,} steps", f"{self._done:.0%}"]
         if self._rate is not None:
             parts.append(f"{format_rate(self._rate)}/s")
@@ -162,7 +164,7 @@ class Progress:
         left_s = self._left_s()
         if left_s is not None:
             parts.append(f"left {format_duration(left_s)}")
-        return "  ".join(parts)
+        self.message("  ".join(parts))
 
     def _values(self, eval_label: str, evaluation: float | None) -> list[tuple[str, str]]:
         rows = (
@@ -172,13 +174,6 @@ class Progress:
             ("loss", self._shown.get(LOSS), "{:.3g}".format),
         )
         return [(label, form(value)) for label, value, form in rows if value is not None]
-
-    def _say(self, text: str) -> None:
-        encoding = self._console.encoding
-        if not encoding.lower().startswith("utf"):  # e.g. a Windows code page, which has no ε
-            text = text.replace("ε", "eps").replace("×", "x")
-            text = text.encode(encoding, "replace").decode(encoding)
-        self._console.out(text, highlight=False)
 
     # --- live -------------------------------------------------------------------------------
 
@@ -221,8 +216,3 @@ def _share_bar(shares: Mapping[str, float]) -> Text:
         legend.append(f"  {stage} {share:.0%}", style=STAGE_COLOURS[stage])
     bar.append("░" * left, style="dim")
     return bar.append_text(legend)
-
-
-def _present_shares(shares: Mapping[str, float | None]) -> dict[str, float]:
-    present = ((stage, finite(shares.get(stage))) for stage in STAGE_COLOURS)
-    return {stage: share for stage, share in present if share is not None}

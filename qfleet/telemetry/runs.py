@@ -66,7 +66,7 @@ def read_run(path: Path) -> RunData:
         name=run_name(path),
         config=config,
         result=_read_object(path / "result.json"),
-        metrics=list(_read_metrics(path / "metrics.jsonl")),
+        metrics=list(read_metrics(path / "metrics.jsonl")),
     )
 
 
@@ -168,7 +168,8 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of ``metrics.jsonl``, without lines that are incomplete."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -6,7 +6,6 @@ ui.perfetto.dev read the file.
 
 from __future__ import annotations
 
-import heapq
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
@@ -20,7 +19,7 @@ SpanRecord: TypeAlias = tuple[str, float, float]
 """Stage, start and end, in seconds of ``time.perf_counter``. A plain tuple, because the garbage
 collector stops tracking tuples of atomic values."""
 PID = 1
-"""The process id of qfleet's lanes in the file; extra events use another one."""
+"""The process id of all lanes in the file."""
 
 
 class Lane:
@@ -43,7 +42,7 @@ class Lane:
             self.dropped += 1
 
     def spans(self) -> list[SpanRecord]:
-        """Return a copy of the spans; safe while the lane's thread goes on recording."""
+        """Return a copy of the spans; safe while the lane's thread records."""
         return self._spans.copy()
 
     def take(self) -> list[SpanRecord]:
@@ -79,34 +78,24 @@ class Trace:
 
 
 def merge_lanes(trace: Trace, spans: Mapping[str, Iterable[SpanRecord]]) -> None:
-    """Add spans of other processes, by lane; their times are on our clock.
+    """Add spans of other processes, by lane, in order of time.
 
-    Each lane's spans must be in order. Spans of all lanes are added in order of time, so that a
-    trace that becomes full shows all lanes up to the same moment.
+    A trace that becomes full then shows all lanes up to the same moment.
     """
-
-    def named(name: str) -> Iterator[tuple[float, float, str, str]]:
-        return ((start_s, end_s, stage, name) for stage, start_s, end_s in spans[name])
-
     for name in spans:
         trace.lane(name)  # in the order given, and even where there is no span
-    for start_s, end_s, stage, name in heapq.merge(*map(named, spans)):
+    merged = ((*span, name) for name, own in spans.items() for span in own)
+    for stage, start_s, end_s, name in sorted(merged, key=lambda span: span[1]):
         trace.lane(name).add(stage, start_s, end_s)
 
 
-def write_chrome_trace(
-    trace: Trace, path: Path, extra_events: Iterable[Mapping[str, Any]] = ()
-) -> Path:
-    """Write ``trace`` as Chrome trace events; return ``path``.
-
-    ``ts`` is in µs of ``time.perf_counter``. ``extra_events`` (e.g. GPU kernels) are written
-    unchanged: they must be on the same clock, with a ``pid`` other than ``PID``.
-    """
+def write_chrome_trace(trace: Trace, path: Path) -> Path:
+    """Write ``trace`` as Chrome trace events, in µs of ``time.perf_counter``; return ``path``."""
     text = json.dumps(
         {
             "displayTimeUnit": "ms",
             "otherData": {"dropped_spans": trace.dropped},
-            "traceEvents": [*_lane_events(trace), *extra_events],
+            "traceEvents": list(_lane_events(trace)),
         },
         separators=(",", ":"),
     )

@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from qfleet.core.errors import ConfigError
+from qfleet.core.files import atomic_write_text
 from qfleet.telemetry.formatting import finite
+from qfleet.telemetry.runs import read_metrics, run_name
 
 METRICS_FILE = "metrics.jsonl"
 TRACKER_FILE = "tracker.json"
 """File with the tracker's id of this run, so that a resumed run continues its curves."""
-
-
-class _Tracker(Protocol):
-    def log(self, env_steps: int, scalars: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Writers:
@@ -39,8 +34,11 @@ class Writers:
         resume_env_steps: int | None,
     ) -> None:
         # All imports come before the first side effect, so that a missing package leaves no files.
-        summary_writer = _import_tensorboard().SummaryWriter if tensorboard else None
-        module = None if track == "none" else _import_tracker(track)
+        board = module = None
+        if tensorboard:
+            board = _import("torch.utils.tensorboard", "tensorboard True", "tensorboard")
+        if track != "none":
+            module = _import(track, f"track {track!r}", track)
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / METRICS_FILE
         if resume_env_steps is None:
@@ -49,11 +47,12 @@ class Writers:
             drop_metrics_beyond(path, resume_env_steps)
         self._file = path.open("a", encoding="utf-8", newline="\n")
         self._tensorboard: Any = None
-        if summary_writer is not None:
+        if board is not None:
             # TensorBoard hides what an earlier process wrote at or after the purge step.
             purge_step = 0 if resume_env_steps is None else resume_env_steps + 1
-            self._tensorboard = summary_writer(str(run_dir / "tensorboard"), purge_step=purge_step)
-        self._tracker: _Tracker | None = None
+            folder = str(run_dir / "tensorboard")
+            self._tensorboard = board.SummaryWriter(folder, purge_step=purge_step)
+        self._tracker: _Wandb | _Mlflow | None = None
         if module is not None:
             tracker = _Wandb if track == "wandb" else _Mlflow
             self._tracker = tracker(module, run_dir, config, resume_env_steps is not None)
@@ -90,47 +89,18 @@ def drop_metrics_beyond(path: Path, env_steps: int) -> None:
     """Drop incomplete lines and lines past ``env_steps``, which a resumed run writes again."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        at = row.get("env_steps") if isinstance(row, dict) else None
-        if isinstance(at, int) and at <= env_steps:
-            kept.append(line + "\n")
-    # Replaced atomically: a crash here leaves the old file, never a part of it.
-    scratch = path.with_suffix(".jsonl.tmp")
-    scratch.write_text("".join(kept), encoding="utf-8", newline="\n")
-    os.replace(scratch, path)
+    kept = [row for row in read_metrics(path) if row["env_steps"] <= env_steps]
+    atomic_write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
-def _import_tensorboard() -> Any:
+def _import(module: str, option: str, package: str) -> Any:
     try:
-        return importlib.import_module("torch.utils.tensorboard")
+        return importlib.import_module(module)
     except ImportError:
         raise ConfigError(
-            "tensorboard True needs a package that is not installed: `pip install tensorboard`, "
-            "or turn it off with --no-tensorboard"
+            f"{option} needs a package that is not installed: `pip install {package}`, or turn it "
+            "off with --no-tensorboard or --track none"
         ) from None
-
-
-def _import_tracker(track: str) -> Any:
-    if track not in ("wandb", "mlflow"):
-        raise ConfigError(f"track {track!r} is not a tracker; use none, wandb or mlflow")
-    try:
-        return importlib.import_module(track)
-    except ImportError:
-        raise ConfigError(
-            f"track {track!r} needs a package that is not installed: `pip install {track}`"
-        ) from None
-
-
-def _run_name(run_dir: Path) -> str:
-    folder = run_dir.resolve()
-    if folder.name.startswith("seed-"):
-        return f"{folder.parent.name}/{folder.name}"
-    return folder.name
 
 
 def _saved_id(run_dir: Path, track: str) -> str | None:
@@ -149,7 +119,7 @@ class _Wandb:
     def __init__(self, wandb: Any, run_dir: Path, config: dict[str, Any], resumed: bool) -> None:
         self._run = wandb.init(
             project="qfleet",
-            name=_run_name(run_dir),
+            name=run_name(run_dir.resolve()),
             dir=str(run_dir),
             config=config,
             id=_saved_id(run_dir, "wandb") if resumed else None,
@@ -171,7 +141,7 @@ class _Mlflow:
         self._mlflow = mlflow
         run_id = _saved_id(run_dir, "mlflow") if resumed else None
         mlflow.set_experiment("qfleet")
-        run = mlflow.start_run(run_id=run_id, run_name=_run_name(run_dir))
+        run = mlflow.start_run(run_id=run_id, run_name=run_name(run_dir.resolve()))
         _save_id(run_dir, "mlflow", run.info.run_id)
         if run_id is None:  # parameters of an mlflow run cannot be set twice
             mlflow.log_params(config)

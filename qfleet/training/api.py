@@ -1,4 +1,4 @@
-"""What a notebook calls: train, resume, load, evaluate. The command line is a thin layer on it."""
+"""The library: train, resume, scale, load, evaluate. The command line calls these functions."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from qfleet.training.run_state import RunOptions
 
 RUNS = Path("runs")
 
-# Fields that may differ between a checkpoint and the run that goes on from it: they decide how a
-# run is carried out or when it stops, not what it computes.
+# Fields that may change when a run is resumed: they determine how and how long it runs, not what it
+# computes.
 FREE_ON_RESUME = {
     "steps", "device", "threads", "log_interval", "checkpoint_freq", "keep_checkpoints",
     "tensorboard", "track", "replay_dir", "max_fault_rate", "max_env_restarts", "env_timeout_s",
@@ -57,9 +57,9 @@ class Trained:
     config: Config
     result: Result
     curve: Path | None
-    """The learning curve as a picture."""
+    """Image of the learning curve."""
     interrupted_by: int | None = None
-    """The signal that ended the sitting, if one did."""
+    """The signal that stopped the run, if one did."""
 
     def policy(self, which: Literal["best", "last"] = "best") -> Policy:
         return load_run_policy(self.folder, which, trust=True)
@@ -67,7 +67,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class TrainedSeeds:
-    """Several seeds of one experiment, and what they come to together."""
+    """Several seeds of one experiment and their aggregate."""
 
     folder: Path
     runs: list[Trained]
@@ -77,11 +77,11 @@ class TrainedSeeds:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A run that has another number of workers now."""
+    """A run with a new number of workers."""
 
     folder: Path
     workers_before: int | None
-    """None where that is not known."""
+    """None if unknown."""
     workers: int
 
 
@@ -123,19 +123,20 @@ def train_seeds(
     callbacks: Sequence[Callback] = (),
     **fields: Any,
 ) -> TrainedSeeds:
-    """The same experiment with several seeds, one after another, and their aggregate."""
+    """Train the same experiment with several seeds, one after another; return their aggregate."""
     config = _configure(env, algo, preset, config, fields)
     if isinstance(seeds, int):
         seeds = range(config.seed, config.seed + seeds)
     if not seeds or len(set(seeds)) < len(seeds):
-        raise ConfigError(f"seeds {list(seeds)} must name at least one seed, and each only once")
+        raise ConfigError(f"seeds must be at least one seed, each only once, got {list(seeds)}")
     if config.population > 1:
         raise ConfigError(
-            f"population {config.population} has seeds of its own, one an agent; train it once"
+            f"population {config.population} does not go with several seeds: every agent has its "
+            "own; train it once"
         )
     folder = _folder(config, run_dir, name)
     for seed in seeds:
-        # All of them first: the last one must not be refused when the others are done.
+        # Check all before the first run: the last must not be refused after the others are done.
         check_vacant(folder / f"seed-{seed}")
     runs: list[Trained] = []
     for seed in seeds:
@@ -163,13 +164,13 @@ def resume(
     callbacks: Sequence[Callback] = (),
     trust: bool = False,
 ) -> Trained:
-    """Go on from a run's newest whole checkpoint, bit for bit where one process does the work.
+    """Continue a run from its newest complete checkpoint, bit for bit if it is a single process.
 
-    ``trust`` accepts what the stored configuration does beyond computing: code that it imports,
-    and its ``address``, ``replay_dir`` and ``track`` where they are not given here.
+    ``trust`` accepts values of the stored configuration that import code or reach outside the run's
+    folder: ``address``, ``replay_dir`` and ``track``, unless they are given here.
     """
     folder = _one_run(run)
-    # First of all: who trains there may only just have begun, and have no checkpoint yet.
+    # Checked first: a run that has just started in this folder has no checkpoint yet.
     check_idle(folder)
     stored = read_fields(folder / "config.json")
     asked: dict[str, Any] = {
@@ -180,13 +181,13 @@ def resume(
     kept = {name: value for name, value in stored.items() if name not in asked}
     check_trust(Config(**kept), trust)
     config = Config(**stored).replace(**asked)
-    # An empty address is every engine's default, so each run may go back to it.
+    # An empty address is the default of every engine, so every run accepts it.
     fleet = [name for name in ("workers", "servers", "address") if asked.get(name, "") != ""]
     if fleet and config.engine not in ("parameter-server", "actors"):
-        raise ConfigError(f"'{folder}' is a run on {config.engine}, without {', '.join(fleet)}")
+        raise ConfigError(f"{', '.join(fleet)} cannot be set: '{folder}' runs on {config.engine}")
     if not has_checkpoint(folder / "checkpoints"):
         raise CheckpointError(
-            f"'{folder}' has no checkpoint to go on from; start it anew with: "
+            f"'{folder}' has no checkpoint to resume from; start it anew with: "
             f"{how_to_start_anew(folder)}"
         )
     alerts: list[str] = []
@@ -195,12 +196,12 @@ def resume(
     differing = diff_meta(saved, json.loads(config.to_json()), FREE_ON_RESUME)
     if differing:
         raise CheckpointError(
-            f"config.json of '{folder}' is not the one its checkpoint was made with: "
+            f"config.json of '{folder}' differs from the configuration of its checkpoint: "
             + "; ".join(differing)
         )
     if checkpoint.env_steps >= config.steps:
         raise ConfigError(
-            f"'{folder}' has done all its {checkpoint.env_steps} steps; --steps N sets a new total"
+            f"'{folder}' is complete ({checkpoint.env_steps} steps); --steps N sets a new total"
         )
     runner = Run(config, folder, options or sitting or RunOptions(), callbacks, checkpoint)
     for alert in alerts:
@@ -209,10 +210,10 @@ def resume(
 
 
 def scale(run: Path | str, workers: int) -> Scaled:
-    """Give a run that is training in another process so many workers from now on."""
+    """Change the number of workers of a run that is training in another process."""
     folder = _one_run(run)
     config = Config(**read_fields(folder / "config.json"))
-    # In this order: how many a run may have is of no use to who has none that trains.
+    # In this order: limits on the number only matter if the run is training.
     limits.check_engine(config)
     resize_request.check_training(folder, workers)
     limits.check(config, workers)
@@ -227,7 +228,7 @@ def load(
     trust: bool = False,
     device: str | None = None,
 ) -> Policy:
-    """The policy of a run: its best evaluated one, or its newest."""
+    """Return the policy of a run: the best evaluated one, or the newest."""
     return load_run_policy(_one_run(run), which, trust, device)
 
 
@@ -261,7 +262,7 @@ def _configure(
 
 def _folder(config: Config, run_dir: Path | str | None, name: str | None) -> Path:
     if run_dir is not None and name is not None:
-        raise ConfigError("run_dir and name both say where the run goes; give one of them")
+        raise ConfigError("run_dir and name both set the folder of the run; give one of them")
     if run_dir is not None:
         path = Path(run_dir)
         return new_run_dir(path.parent, path.name, explicit=True)
@@ -272,13 +273,13 @@ def _folder(config: Config, run_dir: Path | str | None, name: str | None) -> Pat
 
 @contextlib.contextmanager
 def _removed_if_refused(folder: Path) -> Iterator[None]:
-    """Leave no empty folder behind for a run that was refused before it began."""
+    """Remove the empty folder of a run that was refused before it began."""
     try:
         yield
     except RunBusyError:
-        raise  # somebody else's folder, and their lock in it
+        raise  # another run is training in this folder
     except BaseException:
-        with contextlib.suppress(OSError):  # not empty: it is not ours alone
+        with contextlib.suppress(OSError):  # a folder with other files stays
             for child in [*folder.glob("seed-*"), folder]:
                 if [path.name for path in child.iterdir()] == [".lock"]:
                     (child / ".lock").unlink()
@@ -287,11 +288,11 @@ def _removed_if_refused(folder: Path) -> Iterator[None]:
 
 
 def _one_run(run: Path | str) -> Path:
-    """The folder of a run with one seed."""
+    """Return the folder of a run with one seed."""
     folder = resolve_run(str(run), RUNS)
     seeds = seed_folders(folder)
     if seeds != [folder]:
-        raise ConfigError(f"'{folder}' holds several seeds; name one of them, e.g. {seeds[0]}")
+        raise ConfigError(f"'{folder}' has several seeds; give one of them, e.g. {seeds[0]}")
     return folder
 
 
@@ -328,7 +329,7 @@ def _aggregate(folder: Path, runs: list[Trained]) -> TrainedSeeds:
 
 
 def result_dict(trained: Trained) -> dict[str, Any]:
-    """The result with the run's folder and picture, for ``--json``."""
+    """Return the result with the run's folder and learning curve, for ``--json``."""
     return {
         **dataclasses.asdict(trained.result),
         "run_dir": str(trained.folder),

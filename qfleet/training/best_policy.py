@@ -1,7 +1,7 @@
 """The best policies of a run, on disk. In: a run's parts and standings; out: folders of policies.
 
-An agent of a population gets ``RUN/agents/<k>/``, which is a run's folder as far as playing goes:
-a configuration and ``best/``. The run's own ``best/`` holds the policy of its best agent.
+``RUN/agents/<k>/`` of a population's agent holds a configuration and ``best/``, which is all that
+``load`` needs of a run's folder. The run's own ``best/`` holds the policy of its best agent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qfleet.training.standings import Standings
 def save_best(
     run: Path, parts: Parts, standings: Standings, better: Iterable[int], faults: FaultLog
 ) -> None:
-    """Keep the present policies of the agents in ``better``; a full disk is a counted fault."""
+    """Save the policies of the agents in ``better``; count a failure to write as a fault."""
     population = parts.find(PopulationHook)
     for agent in better:
         row = parts.members.index(agent)

@@ -1,7 +1,7 @@
-"""Stops a run whose data or values have gone bad instead of training on.
+"""Divergence: stops a run whose rewards, observations, gradients or Q-values are not usable.
 
-In: what the learner tells at every log. Out: counted faults, and an error once nothing is left to
-train. One bad agent of a population costs nobody else: it is named, and the others go on.
+In: the learner's metrics at every log. Out: counted faults, and an error once no agent is healthy.
+If one agent of a population diverges, its faults name it and the other agents continue.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from qfleet.storage.checkpoint import list_checkpoints
 from qfleet.telemetry.faults import MIN_FAULTS_TO_STOP, FaultLog
 
 EXPLODING_LOGS = 3
-"""Consecutive log intervals of exploding Q-values after which a run, or an agent, is given up."""
+"""Consecutive log intervals of exploding Q-values after which a run or an agent has diverged."""
 
 
 class DivergenceGuard:
     def __init__(self, config: Config, faults: FaultLog, folder: Path) -> None:
         self._config, self._faults, self._folder = config, faults, folder
         self._skipped = [0] * config.population
-        """Gradients of each agent that were not finite and are counted."""
+        """Non-finite gradients of each agent that are counted as faults already."""
         self._exploding = [0] * config.population
-        """Logs in a row at which an agent's values were too large."""
+        """Consecutive logs at which the values of each agent were too large."""
 
-    def look(self, parts: Parts, metrics: dict[str, float]) -> None:
-        """At a log: count what is new; raise if no agent is worth training on."""
+    def check(self, parts: Parts, metrics: dict[str, float]) -> None:
+        """Count new faults; raise if all agents have diverged."""
         clock, limit = parts.clock, self._config.max_fault_rate
         for kind in ("env_reward", "env_observation"):
             self._faults.check_rate(kind, clock.env_steps, limit)
@@ -59,7 +59,7 @@ class DivergenceGuard:
             )
 
     def bad(self, parts: Parts) -> set[int]:
-        """Agents whose values are too large now."""
+        """Return the agents whose values are too large now."""
         health = self._health(parts, parts.model.read_metrics())
         return {agent for agent, own in health.items() if self._is_bad(own)}
 
@@ -75,16 +75,15 @@ class DivergenceGuard:
         return {0: Health(metrics["abs_q_max"], metrics["skipped"])}
 
     def _count(self, agent: int, own: Health, updates: int) -> None:
-        who = f"agent {agent}: " if self._config.population > 1 else ""
+        prefix = f"agent {agent}: " if self._config.population > 1 else ""
         for _ in range(int(own.skipped) - self._skipped[agent]):
-            message = f"{who}update near {updates}: gradient not finite, skipped"
-            self._faults("gradient", message)
+            self._faults("gradient", f"{prefix}update near {updates}: gradient not finite, skipped")
         self._skipped[agent] = int(own.skipped)
         if not self._is_bad(own):
             self._exploding[agent] = 0
             return
         self._exploding[agent] += 1
-        self._faults("exploding_q", f"{who}|Q| or its target reached {own.abs_q_max:.3g}")
+        self._faults("exploding_q", f"{prefix}|Q| or its target reached {own.abs_q_max:.3g}")
 
     def state_dict(self) -> StateDict:
         return {"skipped": self._skipped, "exploding": self._exploding}

@@ -1,10 +1,8 @@
-"""What the machine has, how fast it steps environments, and what suits its accelerator.
-
-In: an env id. Out: plain facts, and for ``tune_pipeline`` a ``TuningReport``.
-"""
+"""``qfleet doctor``: facts about the machine, rates of environments, tuning of an accelerator."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -31,23 +29,9 @@ from qfleet.memory.sizing import available_bytes, largest_capacity
 from qfleet.telemetry.faults import FaultLog
 
 LIBRARIES = [
-    "torch",
-    "gymnasium",
-    "ale-py",
-    "numpy",
-    "tyro",
-    "rich",
-    "safetensors",
-    "tensorboard",
-    "matplotlib",
-    "fsspec",
-    "ray",
-    "pyarrow",
-    "optuna",
-    "onnxruntime",
-    "wandb",
-    "mlflow",
-]
+    "torch", "gymnasium", "ale-py", "numpy", "tyro", "rich", "safetensors", "tensorboard",
+    "matplotlib", "fsspec", "ray", "pyarrow", "optuna", "onnxruntime", "wandb", "mlflow",
+]  # fmt: skip
 
 
 def machine() -> dict[str, Any]:
@@ -78,30 +62,28 @@ def _installed(name: str) -> str:
 def measure_vectorisers(
     env: str, counts: tuple[int, ...], seconds: float
 ) -> list[tuple[str, int, float]]:
-    """(vectorize, envs, env steps per second) for every way that this environment allows."""
+    """Return (vectorize, envs, env steps per second) for every mode of this environment."""
     base, _ = resolve(env)
     if is_tensor_env(env):
         modes = ["auto"]
     elif ale_game(env):
         modes = ["native"]
     else:
-        modes = ["sync", "async"]
-        if has_vector_entry_point(env):
-            modes.insert(0, "native")
+        modes = [*["native"] * has_vector_entry_point(env), "sync", "async"]
     cores = os.cpu_count() or 1
     rates = []
     for mode in modes:
         for count in counts:
             if mode == "async" and count > 4 * cores:
-                continue  # a process per env: more of them only measure the scheduler
+                continue  # a process per env: many more than cores only measure the scheduler
             config = base.replace(vectorize=mode, envs=count)
             rates.append((mode, count, _rate(config, seconds)))
     return rates
 
 
 def _rate(config: Config, seconds: float) -> float:
-    envs = make_envs(config, config.envs, seed=0, training=True, on_fault=FaultLog())
-    try:
+    made = make_envs(config, config.envs, seed=0, training=True, on_fault=FaultLog())
+    with contextlib.closing(made) as envs:
         envs.reset()
         random = np.random.default_rng(0)
         actions = random.integers(envs.spec.num_actions, size=(64, config.envs))
@@ -111,32 +93,27 @@ def _rate(config: Config, seconds: float) -> float:
             envs.step(actions[steps % 64])
             steps += 1
         return steps * config.envs / (time.perf_counter() - start)
-    finally:
-        envs.close()
 
 
 def replay_capacity(env: str) -> dict[str, int]:
     config, _ = resolve(env)
-    envs = make_envs(config, 1, seed=0, training=True, on_fault=FaultLog())
-    spec = envs.spec
-    envs.close()
-    free = available_bytes()
-    return {
-        "available_bytes": free,
-        "largest_buffer_size": largest_capacity(spec, config.envs, False, free),
-    }
+    made = make_envs(config, 1, seed=0, training=True, on_fault=FaultLog())
+    with contextlib.closing(made) as envs:
+        free = available_bytes()
+        largest = largest_capacity(envs.spec, config.envs, False, free)
+    return {"available_bytes": free, "largest_buffer_size": largest}
 
 
 @dataclass(frozen=True)
 class TuningReport:
-    """What was tried on the accelerator for one environment."""
+    """Measured choices on the accelerator for one environment."""
 
     device: str
     tuning: Tuning | None
     why_nothing: str | None
-    """Why there is nothing to tune; None where something was tuned."""
+    """Why there is nothing to tune; None if something was tuned."""
     notes: tuple[str, ...] = ()
-    """What was chosen and why: replay, updates, inference with its rates by device."""
+    """Choices and their reasons: replay, updates, inference with its rates by device."""
 
     def as_dict(self) -> dict[str, Any]:
         tuning = self.tuning
@@ -153,10 +130,10 @@ class TuningReport:
 
 
 def tune_pipeline(env: str) -> TuningReport:
-    """Build the pipeline as a run of this environment would, which tunes it for its device."""
+    """Build the pipeline of a run of this environment, which tunes it for its device."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        why = f"torch {torch.__version__} finds no accelerator here, and a CPU has no choices"
+        why = f"torch {torch.__version__} finds no accelerator, and a CPU has no choices"
         return TuningReport("cpu", None, why)
     base, _ = resolve(env)
     config, _ = settle(validate(base.replace(engine="pipeline")))
@@ -169,7 +146,7 @@ def tune_pipeline(env: str) -> TuningReport:
     notes, device = tuple(parts.notes), str(parts.device)
     if (hook := parts.find(TuningHook)) is not None:
         return TuningReport(device, hook.tuning, None, notes)
-    why = f"'{env}' learns on the {device}, where small networks are quicker"
+    why = f"'{env}' learns on the {device}, where small networks are faster"
     if parts.device.type != "cpu":
         why = "updates on this device are not recorded"
     return TuningReport(device, None, why, notes)

@@ -1,22 +1,9 @@
-"""What evaluations decide: which policy is the best, when to stop, when to learn more slowly.
-
-In: mean returns, one after another. Out: a verdict on each.
-"""
+"""Early stopping and lower learning rates on a plateau, from the mean returns of evaluations."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from qfleet.config.config import Config
 from qfleet.core.types import StateDict
-
-
-class Verdict(NamedTuple):
-    is_best: bool
-    stop: str | None
-    """Why the run should end, if it should."""
-    lower_rate: bool
-    """Whether the learning rate is to be lowered."""
 
 
 class EarlyStopping:
@@ -26,10 +13,10 @@ class EarlyStopping:
         self._since_best = 0
         self._since_lower_rate = 0
 
-    def weigh(self, mean_return: float) -> Verdict:
+    def add(self, mean_return: float) -> tuple[str | None, bool]:
+        """Return why the run should stop, if it should, and whether to lower the learning rate."""
         config = self._config
-        is_best = self.best_return is None or mean_return > self.best_return
-        if is_best:
+        if self.best_return is None or mean_return > self.best_return:
             self.best_return = mean_return
             self._since_best = self._since_lower_rate = 0
         else:
@@ -43,7 +30,7 @@ class EarlyStopping:
             stop = "target_return"
         elif 0 < config.patience <= self._since_best:
             stop = "patience"
-        return Verdict(is_best, stop, lower_rate)
+        return stop, lower_rate
 
     def state_dict(self) -> StateDict:
         return {

@@ -62,7 +62,7 @@ class Log(Hook):
         then_s, steps_then = self._logged
         self._logged = (now_s, clock.env_steps)
         metrics = parts.model.read_metrics()
-        # Of all agents together, if there are several.
+        # Of all agents of a population together.
         steps = standings.steps_of_all(clock.env_steps) - standings.steps_of_all(steps_then)
         shares = Timers.merged(parts.timers).shares(wall_s)
         scalars: dict[str, float | None] = {
@@ -81,7 +81,7 @@ class Log(Hook):
         if run.evaluation is not None:
             scalars["eval/mean_reward"] = run.evaluation.mean
         run.progress.update(clock.env_steps, scalars, shares)
-        run.divergence.look(parts, metrics)
+        run.divergence.check(parts, metrics)
         run.call("on_log", scalars)
 
     def state_dict(self, run: RunState) -> StateDict:
@@ -104,7 +104,7 @@ class Evaluate(Hook):
 
     def on_finish(self, run: RunState) -> None:
         if run.evaluated_at != run.parts.clock.env_steps and not run.is_out_of_time():
-            # A run that will be resumed only reports: its evaluations are those of a whole run.
+            # An interrupted run only reports: resumed, it evaluates when an uninterrupted one does.
             complete = run.stopped_by not in ("stop_after", "max_wall", "SIGINT", "SIGTERM")
             self.evaluate(run, decides=complete)
         if run.best_return is None and run.evaluation is not None:
@@ -127,12 +127,12 @@ class Evaluate(Hook):
             **standings.evaluation_scalars(parts.members),
         }
         run.writers.write(parts.clock.env_steps, scalars)
-        verdict = self._early_stopping.weigh(evaluation.mean)
+        stop, lower_rate = self._early_stopping.add(evaluation.mean)
         run.best_return = self._early_stopping.best_return
-        if verdict.stop:
-            run.stop(verdict.stop)
+        if stop:
+            run.stop(stop)
         save_best(run.folder, parts, standings, better, run.faults)
-        if verdict.lower_rate:
+        if lower_rate:
             parts.model.lr_scale *= config.lr_plateau_factor
             run.progress.message(f"plateau: learning rate scaled to {parts.model.lr_scale:g}")
         run.call("on_evaluation", evaluation)
@@ -167,7 +167,7 @@ class Compete(Hook):
 
     def on_step(self, run: RunState) -> None:
         config, parts, clock = run.config, run.parts, run.parts.clock
-        interval = tournament.interval(config)
+        interval = config.pbt_interval or config.halving_interval
         if not interval or run.stopped_by is not None or clock.env_steps >= config.steps:
             return
         if len(parts.members) == 1 or not run.due("round", interval):
@@ -186,7 +186,7 @@ class Compete(Hook):
         if run.evaluated_at != env_steps:
             self._evaluate.evaluate(run)
         if run.evaluated_at != env_steps or run.stopped_by is not None:
-            run.postpone("round")  # there was no time to evaluate: after a resume there is
+            run.postpone("round")  # until after a resume: there was no time to evaluate
             return
         bad = run.divergence.bad(run.parts)
         run.survivors = tournament.better_half(run.parts, run.standings, bad)
@@ -223,5 +223,5 @@ class Save(Hook):
                 keep=run.config.keep_checkpoints,
             )
         except CheckpointError as error:
-            # A full disk must not cost the training that is still possible.
+            # A full disk must not stop the training.
             run.faults("checkpoint", str(error))

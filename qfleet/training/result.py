@@ -1,6 +1,6 @@
 """The result of a run, and the scalars of its log.
 
-In: the parts of a run and what its hooks know. Out: a ``Result``, and scalars for the log.
+In: the parts and the state of a run. Out: a ``Result``, and scalars for the log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qfleet.training.standings import Standings
 
 @dataclass(frozen=True)
 class Result:
-    """What a run comes to; ``result.json`` holds exactly these keys."""
+    """The summary of a run; ``result.json`` has exactly these keys."""
 
     env_id: str
     algo: str
@@ -43,15 +43,15 @@ class Result:
     stopped_by: str
     time_share: dict[str, float | None]
     rates: dict[str, float | str | None] | None
-    """Env steps per second of each stage alone and of all together; null where not measured."""
+    """Env steps per second of each stage alone and of all together; null if not measured."""
     communication: dict[str, int | None]
     faults: dict[str, int]
     peak_rss_bytes: int | None
     peak_device_bytes: int | None
     agents: list[dict[str, Any]] | None
-    """Of a population: number, seed, varied values and returns of each agent; else null."""
+    """Number, seed, varied values and returns of each agent of a population; else null."""
     fleet: dict[str, Any] | None
-    """What many processes did and cost (docs/parameter-server.md); null where there was one."""
+    """Account of a run's processes (docs/parameter-server.md); null if there is only one."""
 
 
 def peak_rss_bytes() -> int:
@@ -79,11 +79,8 @@ def make_result(
     if (population := parts.find(PopulationHook)) is not None:
         values = dict(zip(parts.members, population.agents.in_force(), strict=True))
         agents = standings.table(config.seed, clock.env_steps, values)
-    # Fields that only the engine knows.
-    own: dict[str, Any] = {
-        "communication": dict.fromkeys(TRAFFIC),
-        "fleet": None,
-    }
+    # Fields that an engine's hook may set.
+    own: dict[str, Any] = {"communication": dict.fromkeys(TRAFFIC), "fleet": None}
     for hook in parts.hooks:
         own |= hook.result()
     return Result(
@@ -113,7 +110,7 @@ def make_result(
 
 
 def learning_scalars(parts: Parts, metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return the scalars of learning; ``metrics`` are the learner's, none before an update."""
+    """Return the scalars of learning; ``metrics``: the learner's, empty before the first update."""
     rate = schedules.learning_rate(parts.config, parts.clock.env_steps) * parts.model.lr_scale
     shown = ["loss", "grad_norm", "q_mean", "abs_q_max"]
     shown += ["entropy"] if parts.config.head == "actor-critic" else []

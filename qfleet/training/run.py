@@ -6,6 +6,7 @@ engine advances the loop and calls ``keep_going`` between turns, which calls the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -51,49 +52,43 @@ class Run(RunState):
         self._began_at = 0
         """Env steps at the start of this invocation."""
         self._final: Result | None = None
-        # Before anything is written: a run that is training in this folder must lose nothing.
+        # Before anything is written: another run may be training in this folder.
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = RunLock(folder)
-        self._lock.__enter__()
-        self._torch_settings = TorchSettings()
         self._trace = Trace() if options.trace else None
-        try:
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(RunLock(folder))
+            opened.callback(TorchSettings().restore)
             if checkpoint is None:
-                check_vacant(folder)  # again: a run may have trained here before we had the lock
+                check_vacant(folder)  # again: another run may have ended before the lock was ours
             resize_request.forget(folder)
             self._build(checkpoint)
-        except BaseException:
-            self._torch_settings.restore()
-            self._lock.close()
-            raise
-        if checkpoint is not None:
-            try:
+            opened.callback(lambda: self.parts.close())  # the parts of that moment
+            if checkpoint is not None:
                 self._restore(checkpoint)
-            except BaseException as error:
-                self.close()
-                if isinstance(error, KeyError):
-                    raise CheckpointError(
-                        f"'{checkpoint.path}' has no {error}: another qfleet wrote it"
-                    ) from None
-                raise
+            self._opened = opened.pop_all()
 
     def _build(self, checkpoint: Checkpoint | None) -> None:
         restarted_at, members = 0, None
         if checkpoint is not None:
-            # Envs without a stored state must not play their first episodes again.
+            # Envs without a stored state must not repeat their first episodes.
             restarts = checkpoint.parts["actor"].get("envs") is None
             restarted_at = checkpoint.env_steps if restarts else 0
-            # Agents that had stopped before the checkpoint do not come back.
+            # Without agents that had stopped before the checkpoint.
             members = checkpoint.parts.get("agents", {}).get("members")
         self.parts = registry.build(self.config, self.faults, restarted_at, self._trace, members)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        if self.load_state_dict(checkpoint.parts):
-            return
+        try:
+            if self.load_state_dict(checkpoint.parts):
+                return
+        except KeyError as error:
+            raise CheckpointError(
+                f"'{checkpoint.path}' has no {error}: it is of another version of qfleet"
+            ) from None
         self.progress.message(
             "the checkpoint has no state of the envs: open episodes were cut and restarted"
         )
-        # A better policy that was saved after the checkpoint will not be found again: keep it.
+        # Keep a better policy that was saved after the checkpoint: this run may not find it again.
         try:
             best = load_policy(self.folder / "best").meta["return"]
         except CheckpointError:
@@ -103,7 +98,7 @@ class Run(RunState):
                 hook.keep_best(self, best)
 
     def go(self) -> Result:
-        """Train until something stops the run; write a result, and a checkpoint if it can."""
+        """Train until the run stops; write its result and a last checkpoint."""
         try:
             with signals_request_stop(self._interrupt), self.progress:
                 self._open()
@@ -139,9 +134,9 @@ class Run(RunState):
 
     def _start(self) -> None:
         resumed = self.parts.clock.env_steps
-        # After the writers, which may refuse: until then the folder does not belong to this run.
+        # After the writers were made, which may fail: a failed start must not change the folder.
         if not resumed:
-            # The result of a start that failed would be taken for this run's.
+            # Remove the result of an earlier start that failed.
             (self.folder / "result.json").unlink(missing_ok=True)
         atomic_write_text(self.folder / "config.json", self.config.to_json())
         atomic_write_text(self.folder / "seeds.json", json.dumps(self.seeds(), indent=2))
@@ -154,7 +149,7 @@ class Run(RunState):
         self.call("on_start")
 
     def _keep_going(self) -> bool:
-        """Called by the engine whenever no update is owed: do what is due, then decide."""
+        """Call the hooks; return whether to continue. Called whenever no update is owed."""
         clock = self.parts.clock
         if self._learning_since is None and clock.updates > 0:
             self._learning_since = (time.monotonic(), clock.env_steps)
@@ -170,7 +165,7 @@ class Run(RunState):
         self.parts = tournament.narrowed(self.parts, agents, self._trace)
         self.survivors = None
         self.show([f"agents {', '.join(map(str, agents))} continue", *self.parts.notes])
-        # The rate of these agents is compared with what their own stages can do.
+        # The rates of the stages are measured with these agents, so the run's rate is too.
         self._learning_since = None
 
     def _finish(self) -> None:
@@ -181,7 +176,7 @@ class Run(RunState):
         self.stop(self.reason_to_stop() or "steps")
         for hook in self._hooks:
             hook.on_finish(self)
-        # What follows is not part of the run: neither its faults nor its time count.
+        # The measurements below are not part of the run: their faults and time do not count.
         self.faults.close()
         self._final = self._result()
         if self.interrupted_by is None:
@@ -228,6 +223,4 @@ class Run(RunState):
         self.interrupted_by = number
 
     def close(self) -> None:
-        self.parts.close()
-        self._torch_settings.restore()
-        self._lock.close()
+        self._opened.close()

@@ -58,17 +58,17 @@ class RunState:
         self.standings = Standings(config.population)
         self.divergence = DivergenceGuard(config, self.faults, folder)
         self.evaluation: Evaluation | None = None
-        """The newest one."""
+        """The newest evaluation."""
         self.evaluated_at = -1
         """Env steps of the newest evaluation."""
         self.best_return: float | None = None
         self.survivors: list[int] | None = None
         """Agents of a population that continue in a smaller batch, once the engine has stopped."""
         self.stages: Stages | None = None
-        """The rates of the stages alone, once they are measured."""
+        """The rate of each stage alone; None until it is measured."""
         self.stopped_by: str | None = None
         self.interrupted_by: int | None = None
-        """The signal that asked the run to stop, if one did."""
+        """The signal that requested a stop, if one did."""
         self.aside_s = 0.0
         """Seconds spent on evaluations, tournaments and checkpoints."""
         self.earlier_wall_s = 0.0
@@ -103,7 +103,7 @@ class RunState:
         return "max_wall" if self.is_out_of_time() else None
 
     def is_out_of_time(self) -> bool:
-        """Return whether a signal or the time limit asks this run to stop."""
+        """Return whether a signal or the time limit has requested a stop."""
         elapsed_s, limit_s = time.monotonic() - self.started_s, self.options.max_wall_s
         return self.interrupted_by is not None or (limit_s is not None and elapsed_s >= limit_s)
 

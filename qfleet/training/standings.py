@@ -1,7 +1,7 @@
-"""How every agent of a run stands: newest episodes, evaluations, best return, when it stopped.
+"""Standings of a run's agents: newest episodes, evaluations, best return, when each stopped.
 
-In: finished episodes and evaluations, agent-major. Out: scalars for the log, scores to rank agents
-by, and what ``result.json`` tells of each. A run that is no population is one agent, number 0.
+In: finished episodes and evaluations, agent-major. Out: scalars for the log, scores that rank
+agents, and the rows of ``result.json``. A run without a population has one agent, number 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EPISODE_WINDOW = 100
 
 @dataclasses.dataclass
 class Standing:
-    """One agent's."""
+    """The standing of one agent."""
 
     recent: deque[tuple[float, int]] = dataclasses.field(
         default_factory=lambda: deque(maxlen=EPISODE_WINDOW)
@@ -30,21 +30,21 @@ class Standing:
     evaluated: float | None = None
     """Mean return of its newest evaluation."""
     judged: float | None = None
-    """The same, if it came after the newest exploitation."""
+    """Mean return of its newest evaluation since the newest exploitation."""
     best: float | None = None
     """Best mean return of an evaluation."""
     stopped_at: int | None = None
-    """Env steps after which it trained no more, though the run went on."""
+    """Env steps at which it stopped, if it stopped before the run."""
     values: dict[str, float] = dataclasses.field(default_factory=dict)
-    """What it had of its own when it stopped."""
+    """Its varied hyper-parameters when it stopped."""
 
     @property
     def recent_return(self) -> float | None:
-        return float(np.mean([reward for reward, _ in self.recent])) if self.recent else None
+        return _mean(reward for reward, _ in self.recent)
 
     @property
     def recent_length(self) -> float | None:
-        return float(np.mean([length for _, length in self.recent])) if self.recent else None
+        return _mean(length for _, length in self.recent)
 
 
 class Standings:
@@ -54,7 +54,7 @@ class Standings:
     def add_episodes(
         self, episodes: Iterable[Episode], members: Sequence[int], envs_each: int
     ) -> None:
-        """Episodes of a batch in which ``members`` own ``envs_each`` environments each, in turn."""
+        """Add episodes of environments of which every member has ``envs_each``, in order."""
         for episode in episodes:
             agent = members[episode.env // envs_each]
             self.agents[agent].recent.append((episode.reward, episode.length))
@@ -62,45 +62,39 @@ class Standings:
     def add_evaluation(
         self, evaluation: Evaluation, members: Sequence[int], counts: bool
     ) -> list[int]:
-        """An evaluation's episodes, as many of each member in turn; who was never better?
+        """Add an evaluation with the same number of episodes of each member, in order.
 
-        One that does not count is only told: it makes nobody the best.
+        Return the agents with a new best return. ``counts`` False: it changes no best return.
         """
         played = len(evaluation.returns) // len(members)
         better: list[int] = []
         for row, agent in enumerate(members):
             own = self.agents[agent]
-            own.evaluated = mean = float(
-                np.mean(evaluation.returns[row * played : (row + 1) * played])
-            )
-            if not counts:
-                continue
-            own.judged = mean
-            if own.best is None or mean > own.best:
-                own.best = mean
-                better.append(agent)
+            mean = float(np.mean(evaluation.returns[row * played : (row + 1) * played]))
+            own.evaluated = mean
+            if counts:
+                own.judged = mean
+                if own.best is None or mean > own.best:
+                    own.best = mean
+                    better.append(agent)
         return better
 
     @property
     def leader(self) -> int:
-        """Whose policy is the run's best."""
+        """The agent with the best policy of the run."""
+        known = [own.evaluated if own.best is None else own.best for own in self.agents]
+        scores = [-np.inf if mean is None else mean for mean in known]
+        return max(range(len(scores)), key=scores.__getitem__)
 
-        def best_of(agent: int) -> float:
-            own = self.agents[agent]
-            known = own.evaluated if own.best is None else own.best
-            return -np.inf if known is None else known
-
-        return max(range(len(self.agents)), key=best_of)
-
-    # --- what agents are ranked by --------------------------------------------------------------
+    # --- ranking --------------------------------------------------------------------------------
 
     def score(self, agent: int) -> float | None:
-        """Its evaluation since the newest exploitation, else the mean of its newest episodes."""
+        """Return its evaluation since the newest exploitation, or else its recent return."""
         own = self.agents[agent]
         return own.recent_return if own.judged is None else own.judged
 
     def begin_round(self, replaced: Iterable[int]) -> None:
-        """Agents that were replaced begin anew: what they did before says nothing of them now."""
+        """Forget evaluations, and the episodes of agents whose weights were replaced."""
         for own in self.agents:
             own.judged = None
         for agent in replaced:
@@ -111,37 +105,33 @@ class Standings:
         self.agents[agent].values = dict(values)
 
     def steps_of_all(self, env_steps: int) -> int:
-        """Env steps of all agents together, once the clock shows ``env_steps``."""
+        """Return the env steps of all agents together when the clock shows ``env_steps``."""
         stops = (own.stopped_at for own in self.agents)
         return sum(env_steps if stop is None else min(env_steps, stop) for stop in stops)
 
-    # --- what is told ---------------------------------------------------------------------------
+    # --- reports --------------------------------------------------------------------------------
 
     def rollout_scalars(self, members: Sequence[int]) -> dict[str, float | None]:
-        """Means over agents, and each agent's own return where there are several."""
-        stand = [self.agents[agent] for agent in members]
+        """Return means over agents, and the return of each agent of a population."""
+        returns = {agent: self.agents[agent].recent_return for agent in members}
         scalars = {
-            "rollout/ep_rew_mean": _mean(own.recent_return for own in stand),
-            "rollout/ep_len_mean": _mean(own.recent_length for own in stand),
+            "rollout/ep_rew_mean": _mean(returns.values()),
+            "rollout/ep_len_mean": _mean(self.agents[agent].recent_length for agent in members),
         }
         if len(self.agents) > 1:
-            names = (f"agent_{agent}/rollout/ep_rew_mean" for agent in members)
-            returns = (own.recent_return for own in stand)
-            scalars |= dict(zip(names, returns, strict=True))
+            scalars |= {f"agent_{k}/rollout/ep_rew_mean": own for k, own in returns.items()}
         return scalars
 
     def evaluation_scalars(self, members: Sequence[int]) -> dict[str, float | None]:
-        """Each agent's newest evaluation, where there are several agents."""
+        """Return the newest evaluation of each agent of a population."""
         if len(self.agents) == 1:
             return {}
-        return {
-            f"agent_{agent}/eval/mean_reward": self.agents[agent].evaluated for agent in members
-        }
+        return {f"agent_{k}/eval/mean_reward": self.agents[k].evaluated for k in members}
 
     def table(
         self, first_seed: int, env_steps: int, values: Mapping[int, Mapping[str, float]]
     ) -> list[dict[str, Any]]:
-        """A row per agent, as in ``result.json``; ``values`` are those of agents still training."""
+        """Return the rows of ``result.json``; ``values``: of the agents that still train."""
         return [
             {
                 "agent": agent,

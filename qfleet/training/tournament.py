@@ -1,7 +1,7 @@
-"""How agents of a population compete: population-based training, and successive halving.
+"""Competition in a population: population-based training and successive halving.
 
-In: a population's parts and standings. Out: losers that take over from winners, or a smaller
-population that goes on; and a line of ``population.jsonl`` for each.
+In: a population's parts and standings. Out: weights and hyper-parameters of the best agents copied
+over the worst ones, or a smaller population; and a line of ``population.jsonl`` for each.
 """
 
 from __future__ import annotations
@@ -27,19 +27,14 @@ from qfleet.training.standings import Standings
 
 POPULATION_FILE = "population.jsonl"
 FROM_ONE = ("gamma", "td_lambda")
-"""Fields that matter by how far they are from 1: that is what is perturbed."""
+"""Fields of which the distance from 1 is perturbed, because their effect depends on it."""
 
 
 class Move(NamedTuple):
-    """A loser takes over from a winner; both are numbers of agents."""
+    """A copy of weights and hyper-parameters from one agent, by its number, to another."""
 
     loser: int
     winner: int
-
-
-def interval(config: Config) -> int:
-    """Env steps between two rounds; 0: there are none."""
-    return config.pbt_interval or config.halving_interval
 
 
 def agents_of(parts: Parts) -> Agents:
@@ -64,7 +59,7 @@ def rank(standings: Standings, members: Iterable[int], bad: set[int]) -> dict[in
 def choose_moves(
     scores: Mapping[int, float], share: float, random: np.random.Generator
 ) -> list[Move]:
-    """Pairs from scores, best first: each of the worst with one of the best, if that is better."""
+    """Pair each of the worst agents with one of the best, if that is better; best scores first."""
     order = list(scores)
     count = min(max(1, int(share * len(order))), len(order) // 2)
     moves = []
@@ -76,7 +71,7 @@ def choose_moves(
 
 
 def perturb(name: str, value: float, config: Config, random: np.random.Generator) -> float:
-    """A value some way off, still one that a single run would accept."""
+    """Return ``value`` times or divided by ``pbt_factor``, within the range of the field."""
     factor = config.pbt_factor if random.random() < 0.5 else 1 / config.pbt_factor
     if name in FROM_ONE:
         return 1.0 - min(1.0, (1.0 - value) * factor)
@@ -92,7 +87,7 @@ def exploit(parts: Parts, standings: Standings, bad: set[int]) -> list[dict[str,
     """
     config, agents, env_steps = parts.config, agents_of(parts), parts.clock.env_steps
     assert isinstance(parts.model, RecordedLearner), "populations have this learner"
-    # From seed and clock alone: a resumed run draws what an uninterrupted one draws.
+    # Only from seed and clock, so that a resumed run draws the same as an uninterrupted one.
     random = np.random.default_rng([config.seed, env_steps, config.pbt_interval])
     moves = choose_moves(rank(standings, agents.members, bad), config.pbt_share, random)
     before = agents.in_force()
@@ -105,17 +100,12 @@ def exploit(parts: Parts, standings: Standings, bad: set[int]) -> list[dict[str,
     agents.put_in_force()
     after = agents.in_force()
     standings.begin_round(move.loser for move in moves)
-    return [
-        {
-            "env_steps": env_steps,
-            "event": "exploit",
-            "loser": loser,
-            "winner": winner,
-            "before": before[agents.members.index(loser)],
-            "after": after[agents.members.index(loser)],
-        }
-        for loser, winner in moves
-    ]
+    lines = []
+    for loser, winner in moves:
+        row = agents.members.index(loser)
+        line = {"env_steps": env_steps, "event": "exploit", "loser": loser, "winner": winner}
+        lines.append({**line, "before": before[row], "after": after[row]})
+    return lines
 
 
 # --- successive halving -------------------------------------------------------------------------
@@ -141,7 +131,7 @@ def stop_others(parts: Parts, standings: Standings, kept: list[int]) -> dict[str
 
 
 def narrowed(parts: Parts, kept: list[int], trace: Trace | None) -> Parts:
-    """Return parts of these agents alone, which continue where they were, in a smaller batch."""
+    """Return parts of these agents alone, which continue in a smaller batch."""
     members, own = agents_of(parts).members, parts.config.envs
     rows = [members.index(agent) for agent in kept]
     smaller = build(parts.config, parts.faults, trace=trace, members=kept)

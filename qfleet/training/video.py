@@ -1,13 +1,14 @@
-"""A film of the greedy policy: run in, frames out, written as GIF or MP4.
+"""Video of the greedy policy: plays one episode and writes its frames as GIF or MP4.
 
-Atari's C++ pool shows the policy grey 84×84 stacks. A second pool with the same seed and the same
-actions, but in colour and full size, plays the same game for the camera.
+Atari's C++ pool gives the policy grey 84×84 stacks. A second pool with the same seed and the same
+actions plays the same game in colour and full size, for the video.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from qfleet.agent.policy import Policy
 from qfleet.core.errors import ConfigError
+from qfleet.core.types import VectorEnv
 from qfleet.envs.atari import AtariEnvs
 from qfleet.envs.device.names import is_tensor_env, make_tensor_env
 from qfleet.envs.device.vector import TensorEnvs
@@ -25,33 +27,28 @@ from qfleet.envs.registry import ale_game, make_single
 Frame = NDArray[np.uint8]
 SUFFIXES = (".gif", ".mp4")
 BOARD_PIXELS = 32
-"""Side of a cell of a board."""
+"""Side of a cell of a board, in pixels."""
 
 
 def record_video(
     policy: Policy, out: Path, seed: int, max_frames: int, fps: int
 ) -> tuple[int, float]:
-    """Write one episode (at most ``max_frames`` long); returns its frames and its return."""
+    """Write one episode of at most ``max_frames`` frames; return its length and its return."""
     if out.suffix not in SUFFIXES:
-        raise ConfigError(f"cannot write '{out}'; a film ends in {' or '.join(SUFFIXES)}")
-    # Pictures are drawn in memory: without a screen, SDL must not look for one.
+        raise ConfigError(f"a video must end in {' or '.join(SUFFIXES)}, got '{out}'")
+    # Frames are drawn in memory: SDL must not look for a screen.
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     total = 0.0
     frames: list[Frame] = []
-    play = _play
-    if ale_game(policy.config.env):
-        play = _play_atari
-    elif is_tensor_env(policy.config.env):
-        play = _play_board
     try:
-        for frame, reward in play(policy, seed):
+        for frame, reward in _play(policy, seed):
             frames.append(frame)
             total += reward
             if len(frames) >= max_frames:
                 break
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError(
-            f"'{policy.config.env}' cannot draw itself ({error}); try `pip install qfleet[render]`"
+            f"'{policy.config.env}' cannot render ({error}); try `pip install qfleet[render]`"
         ) from None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -62,8 +59,25 @@ def record_video(
 
 
 def _play(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
+    """Yield the frames of an episode, each with the reward before it."""
+    config = policy.config
+    if game := ale_game(config.env):
+        player, camera = (
+            AtariEnvs(config, game, 1, seed, training=False, colour=colour)
+            for colour in (False, True)
+        )
+        return _play_vector(policy, [player, camera], lambda stack: stack[-1].copy())
+    if not is_tensor_env(config.env):
+        return _play_single(policy, seed)
+    board = TensorEnvs(make_tensor_env(config), 1, seed)
+    if board.spec.obs_dtype != "uint8" or len(board.spec.obs_shape) != 3:
+        raise ConfigError(f"'{config.env}' cannot be drawn: its observations are not a board")
+    return _play_vector(policy, [board], _draw_board)
+
+
+def _play_single(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
     env = make_single(policy.config, render_mode="rgb_array")
-    try:
+    with contextlib.closing(env):
         obs, _ = env.reset(seed=seed)
         yield _rendered(env.render()), 0.0
         done = False
@@ -73,52 +87,33 @@ def _play(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
             )
             done = terminated or truncated
             yield _rendered(env.render()), float(reward)
-    finally:
-        env.close()
 
 
 def _rendered(frame: Any) -> Frame:
     if not isinstance(frame, np.ndarray) or frame.ndim != 3:
-        raise ConfigError("this environment renders no picture in render_mode rgb_array")
+        raise ConfigError("this environment renders no image in render_mode rgb_array")
     return frame.astype(np.uint8, copy=False)
 
 
-def _play_atari(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
-    game = ale_game(policy.config.env)
-    assert game is not None
-    player = AtariEnvs(policy.config, game, 1, seed, training=False)
-    camera = AtariEnvs(policy.config, game, 1, seed, training=False, colour=True)
-    try:
-        obs, picture = player.reset(), camera.reset()
-        yield picture[0, -1].copy(), 0.0
-        while True:
-            action = policy.greedy(obs)
-            step, shot = player.step(action), camera.step(action)
-            obs = step.obs
-            yield shot.obs[0, -1].copy(), float(step.reward[0])
-            if step.terminated[0] or step.truncated[0]:
-                return
-    finally:
-        player.close()
-        camera.close()
+def _play_vector(
+    policy: Policy, envs: Sequence[VectorEnv], draw: Callable[[NDArray[Any]], Frame]
+) -> Iterator[tuple[Frame, float]]:
+    """Play in the first env; draw the observations of the last, which gets the same actions."""
+    with contextlib.ExitStack() as stack:
+        for env in envs:
+            stack.callback(env.close)
+        obs, done = [env.reset() for env in envs], False
+        yield draw(obs[-1][0]), 0.0
+        while not done:
+            action = policy.greedy(obs[0])
+            steps = [env.step(action) for env in envs]
+            obs = [step.obs for step in steps]
+            done = bool(steps[0].terminated[0] or steps[0].truncated[0])
+            yield draw(obs[-1][0]), float(steps[0].reward[0])
 
 
-def _play_board(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
-    envs = TensorEnvs(make_tensor_env(policy.config), 1, seed)
-    if envs.spec.obs_dtype != "uint8" or len(envs.spec.obs_shape) != 3:
-        raise ConfigError(f"'{policy.config.env}' shows numbers, not a board: there is no picture")
-    obs = envs.reset()
-    yield _painted(obs[0]), 0.0
-    while True:
-        step = envs.step(policy.greedy(obs))
-        obs = step.obs
-        yield _painted(obs[0]), float(step.reward[0])
-        if step.terminated[0] or step.truncated[0]:
-            return
-
-
-def _painted(board: NDArray[np.uint8]) -> Frame:
-    """A board ``[C, 10, 10]`` in colours, one per channel; the last channel lies on top."""
+def _draw_board(board: NDArray[np.uint8]) -> Frame:
+    """Return a board ``[C, 10, 10]`` in colours, one per channel; the last channel is on top."""
     import matplotlib
 
     colours = matplotlib.colormaps["tab10"](np.arange(len(board)))[:, :3]

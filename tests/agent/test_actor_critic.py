@@ -355,7 +355,7 @@ def test_a_target_network_is_asked_instead_and_moves_by_tau() -> None:
     all_zero_but_the_last_bias(learner, [0.0, 8.0, 0.0, 0.0])
     learner._target_weights.data.zero_()
     memory.extend(short_rollout())
-    # The target says 0, whatever the newest weights say: 4; 3 + ½·4 = 5; 2 + 2.5; 1 + 2.25
+    # The target network gives 0 with any newest weights: 4; 3 + ½·4 = 5; 2 + 2.5; 1 + 2.25
     assert returns_of(learner, memory)[1:] == [3.25, 4.5, 5.0, 4.0]
     clock.env_steps = 50
     all_zero_but_the_last_bias(learner, [0.0, 8.0, 0.0, 0.0])
@@ -440,14 +440,14 @@ def test_the_device_engine_runs_it(algo: str) -> None:
     assert first["weights"].isfinite().all()
 
 
-def test_a_run_tells_its_entropy_and_gives_a_policy_that_acts(tmp_path: Path) -> None:
+def test_a_run_logs_its_entropy_and_gives_a_policy_that_acts(tmp_path: Path) -> None:
     config = configure(log_interval=200)
     trained = qfleet.train(config=config, run_dir=tmp_path / "run")
     assert trained.result.faults == {}
     rows = read_run(tmp_path / "run").metrics
-    told = [row["train/entropy"] for row in rows if row.get("train/n_updates")]
-    assert told
-    assert all(0 < value <= math.log(2) + 1e-6 for value in told)
+    logged = [row["train/entropy"] for row in rows if row.get("train/n_updates")]
+    assert logged
+    assert all(0 < value <= math.log(2) + 1e-6 for value in logged)
     policy = qfleet.load(tmp_path / "run", "last")
     obs = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
     logits = policy.q_values(obs)

@@ -22,7 +22,7 @@ from qfleet.telemetry.timers import Timers
 
 ACTIONS = 4
 GREEDY = 7
-"""No random action can be this one, so it tells who chose."""
+"""No random action has this value, so it shows that the network chose."""
 LIFE_LOST_AT, FAULT_AT = 2, 3
 """In these steps of an episode: a life is lost; the reward is useless, but the episode goes on."""
 MAX_ROWS = 5
@@ -118,7 +118,7 @@ class ScriptedGroup:
         return {"episode": self._episode.tolist(), "step": self._step.tolist()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        raise AssertionError(f"nobody loads {state} here")
+        raise AssertionError(f"no test loads {state}")
 
     def close(self) -> None:
         """Nothing is held."""
@@ -172,7 +172,7 @@ class Scene:
     """(group, call) of every call of every group."""
 
     def collect(self, rows: list[int]) -> list[Block]:
-        """Blocks of so many rows each; copies, for the actor fills its own again."""
+        """Return copies of blocks with these numbers of rows; the actor reuses its own."""
         return [copied(self.actor.collect(count, version=0, env_steps=0)) for count in rows]
 
 
@@ -331,7 +331,7 @@ def test_what_was_in_flight_cannot_be_continued() -> None:
 
 
 @pytest.mark.parametrize("sizes", GROUPINGS, ids=str)
-def test_exploring_always_nobody_asks_the_network(sizes: tuple[int, ...]) -> None:
+def test_the_network_is_not_run_if_all_actions_are_random(sizes: tuple[int, ...]) -> None:
     played = scene(sizes, epsilon=1.0)
     actions = torch.cat([block.action for block in played.collect([5, 1, 5])])
     # The very first row as well, which groups in flight are sent before any block.

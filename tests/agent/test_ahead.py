@@ -68,7 +68,7 @@ class FakeActor:
 
 
 class FakeChannel:
-    """A version that the test counts up. It has no ``lag``: the loop records it, not ``Ahead``."""
+    """A version that the test counts up. It has no ``lag``: only the loop records lags."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -268,7 +268,7 @@ def test_episodes_come_with_their_blocks(opened: list[Scene]) -> None:
     assert scene.ahead.take_episodes() == []
 
 
-def test_the_state_has_the_episodes_nobody_has_taken_yet(opened: list[Scene]) -> None:
+def test_the_state_has_the_episodes_not_yet_taken(opened: list[Scene]) -> None:
     scene = Scene(FakeActor())
     opened.append(scene)
     scene.take()
@@ -342,9 +342,9 @@ def test_a_mailbox_takes_over_what_was_published_and_nothing_else() -> None:
     first = source.data.clone()
     source.data.add_(1.0)
     assert mailbox.refresh() == 0
-    assert torch.equal(reader.data, first), "nobody has published these weights"
+    assert torch.equal(reader.data, first), "these weights are not published yet"
     mailbox.publish(4)
-    assert torch.equal(reader.data, first), "whoever acts is not disturbed"
+    assert torch.equal(reader.data, first), "weights change only at a refresh"
     assert mailbox.refresh() == 4
     assert torch.equal(reader.data, first + 1.0)
     assert reader.data.data_ptr() != source.data.data_ptr()

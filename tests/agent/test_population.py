@@ -209,7 +209,7 @@ def test_every_agent_has_a_window_of_its_own() -> None:
     assert scalars["rollout/ep_len_mean"] == 5.0
 
 
-def test_rows_belong_to_whoever_still_trains() -> None:
+def test_rows_belong_to_the_agents_that_still_train() -> None:
     standings = Standings(4)
     standings.add_episodes([Episode(2, 5.0, 1)], members=[1, 3], envs_each=2)
     assert standings.agents[3].recent_return == 5.0
@@ -223,7 +223,7 @@ def test_rows_belong_to_whoever_still_trains() -> None:
     assert (standings.agents[3].best, standings.leader) == (15.0, 3)
 
 
-def test_steps_of_all_count_nobody_after_it_stopped() -> None:
+def test_steps_of_all_count_no_agent_after_it_stopped() -> None:
     standings = Standings(3)
     standings.stop(1, 100, {})
     assert standings.steps_of_all(50) == 150
@@ -254,7 +254,7 @@ def test_metrics_have_means_and_every_agent(finished: Path) -> None:
         assert len(set(own)) > 1
 
 
-def test_the_result_tells_every_agent(finished: Path) -> None:
+def test_the_result_has_a_row_per_agent(finished: Path) -> None:
     result = json.loads((finished / "result.json").read_text())
     assert [row["agent"] for row in result["agents"]] == [0, 1, 2]
     assert [row["seed"] for row in result["agents"]] == [2, 3, 4]
@@ -325,7 +325,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, agents: set[int], value: float) -> N
     monkeypatch.setattr(Rollout, "sample", poisoned)
 
 
-def test_one_exploding_agent_is_named_and_stops_nobody(
+def test_one_exploding_agent_is_named_and_the_others_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {1}, 1e9)
@@ -346,7 +346,7 @@ def test_a_run_whose_agents_all_explode_stops(
     assert list_checkpoints(tmp_path / "run" / "checkpoints") == []
 
 
-def test_gradients_of_one_agent_that_are_not_finite_stop_nobody(
+def test_non_finite_gradients_of_one_agent_stop_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {2}, math.nan)

@@ -203,7 +203,7 @@ def test_recorded_bursts_are_the_bursts_themselves(changes: dict[str, Any]) -> N
 
 
 def test_bursts_of_any_size_learn_the_same() -> None:
-    """Returns are those of the rollout's first burst, whatever was learnt since."""
+    """Returns are those of the rollout's first burst; later updates do not change them."""
     states = []
     for most in (8, 3, 1):
         learner, memory, clock = make_learner(configure(), capturable=False)

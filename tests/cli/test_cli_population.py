@@ -58,7 +58,7 @@ def test_an_agent_of_a_game_is_filmed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--seeds", "2"], "population 4 has seeds of its own"),
+        (["--seeds", "2"], "population 4 does not go with several seeds"),
         (["--vary", '{"batch_size": [1]}'], "unknown field to vary 'batch_size'"),
         (["--halving-interval", "64", "--pbt-interval", "64"], "does not go with pbt_interval 64"),
         (["--algo", "dqn"], "replay True does not go with a population"),

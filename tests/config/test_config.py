@@ -31,7 +31,7 @@ SERVERS: dict[str, Any] = {"engine": "parameter-server"}
 
 
 def read_attributes(sources: Iterable[str]) -> set[str]:
-    """Names read as ``config.name``, whatever the configuration hangs on."""
+    """Return names read as ``config.name`` on any object."""
     found: set[str] = set()
     for source in sources:
         for node in ast.walk(ast.parse(source)):
@@ -226,7 +226,7 @@ def test_validate_refuses_a_bad_value_by_name(changes: dict[str, Any], words: st
     [("head", "c52"), ("loss", "l1"), ("steps", 1e5), ("steps", "100"), ("engine", "warp")],
 )
 def test_a_value_of_the_wrong_kind_is_refused_however_it_got_there(field: str, value: Any) -> None:
-    """By ``replace``, and by ``validate`` for those who call the constructor."""
+    """By ``replace``, and by ``validate`` after a call of the constructor."""
     with pytest.raises(ConfigError, match=field):
         Config().replace(**{field: value})
     with pytest.raises(ConfigError, match=field):
@@ -309,7 +309,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_fields(tmp_path / "nothere.json")
 
 
-# --- presets, the table, and who wins ---------------------------------------------------------
+# --- presets, the table, and priority ---------------------------------------------------------
 
 TUNED = ("td_lambda", "lr_schedule", "envs", "train_freq", "gradient_steps", "batch_size")
 """What a row sets so that it works anywhere; a preset knows better."""
@@ -368,12 +368,12 @@ def test_workers_have_a_preset_that_suits_rows_without_their_own() -> None:
 def test_an_update_may_have_a_preset_of_its_own() -> None:
     config, used = resolve("CartPole-v1", engine="parameter-server", update="easgd")
     assert (used, config.update) == ("cartpole-easgd", "easgd")
-    told = {"engine": "parameter-server", "update": "easgd"}
-    assert resolve("CartPole-v1", fields=told) == (config, used)
-    assert resolve("CartPole-v1", "a3c", fields=told)[1] == "cartpole-a3c"
-    assert resolve("Acrobot-v1", fields=told)[1] == "acrobot"
-    told["update"] = "admm"
-    assert resolve("CartPole-v1", fields=told)[1] == "cartpole-parameter-server"
+    given = {"engine": "parameter-server", "update": "easgd"}
+    assert resolve("CartPole-v1", fields=given) == (config, used)
+    assert resolve("CartPole-v1", "a3c", fields=given)[1] == "cartpole-a3c"
+    assert resolve("Acrobot-v1", fields=given)[1] == "acrobot"
+    given["update"] = "admm"
+    assert resolve("CartPole-v1", fields=given)[1] == "cartpole-parameter-server"
 
 
 def test_a_preset_that_is_a_row_of_its_own_gives_way_to_other_rows() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qfleet.agent.device_evaluation import TensorEvaluator, as_evaluation
+from qfleet.agent.device_evaluation import TensorEvaluator
 from qfleet.agent.evaluation import Evaluation
 from qfleet.core.seeding import env_seeds
 from qfleet.core.types import EnvSpec
@@ -67,4 +67,4 @@ def evaluate_on_device(
     give_up: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
     seeds = torch.tensor(env_seeds(seed, episodes))
-    return as_evaluation(TensorEvaluator(q_values, env, seeds, epsilon, device, seed).play(give_up))
+    return TensorEvaluator(q_values, env, seeds, epsilon, device, seed).play(give_up)

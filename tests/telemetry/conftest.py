@@ -4,7 +4,7 @@ import pytest
 
 
 class ManualClock:
-    """A monotonic clock that only moves when told."""
+    """A monotonic clock that only the test moves."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

@@ -122,7 +122,7 @@ def test_table() -> None:
     ]
 
 
-def test_stages_that_share_a_device_are_not_told_to_overlap() -> None:
+def test_no_overlap_is_advised_for_stages_that_share_a_device() -> None:
     slow_learner = judged(900_000, None, 100_000, 81_000, share_a_device=True)
     assert slow_learner.bottleneck == "learner"
     assert slow_learner.share_of_slowest == pytest.approx(0.81)

@@ -33,7 +33,7 @@ def test_notices_are_at_most_one_per_kind_in_ten_seconds(clock) -> None:
     assert said[2:] == ["env_reward ×37: env 3 step 120: NaN reward"]
 
 
-def test_flush_tells_what_was_held_back_once(clock) -> None:
+def test_flush_sends_what_was_held_back_once(clock) -> None:
     said: list[str] = []
     log = FaultLog(said.append, clock)
     log("a", "one")

@@ -50,7 +50,7 @@ def test_time_is_computing_communicating_waiting_or_other() -> None:
     )
 
 
-def test_who_never_worked_does_not_count_in_the_mean() -> None:
+def test_a_worker_that_never_worked_does_not_count_in_the_mean() -> None:
     unborn = worker(3, 0, dict.fromkeys(SLOW, 0.0), wall_s=0.0)
     account = fleet(workers=(*fleet().workers, unborn))
     assert account.shares == fleet().shares
@@ -84,7 +84,7 @@ def test_a_little_slower_is_no_straggler() -> None:
     assert two_and(199).straggler == 2
 
 
-def test_who_made_no_step_is_named_without_a_ratio() -> None:
+def test_a_worker_without_a_step_is_named_without_a_ratio() -> None:
     account = fleet(workers=(worker(0, 100, SLOW), worker(1, 100, SLOW), worker(2, 0, SLOW)))
     assert account.straggler == 2
     assert account.straggler_ratio is None
@@ -194,15 +194,7 @@ def test_all_workers_messages_are_fitted_together() -> None:
     assert cost.bandwidth_bytes_per_s == pytest.approx(1e6)
 
 
-# --- speed-up, JSON, the table ------------------------------------------------------------------
-
-
-def test_speed_up_needs_a_baseline() -> None:
-    account = fleet()
-    assert account.speed_up(30.0) == 3.0
-    assert account.as_dict(45.0)["efficiency"] == pytest.approx(2 / 3)
-    assert (account.speed_up(None), account.as_dict()["efficiency"]) == (None, None)
-    assert EMPTY.speed_up(30.0) is None
+# --- JSON, the table ----------------------------------------------------------------------------
 
 
 def test_the_dictionary_is_plain_json() -> None:
@@ -210,10 +202,10 @@ def test_the_dictionary_is_plain_json() -> None:
     account = fleet(
         workers=(worker(0, 100, SLOW, calls=((1, 1.0), (9, 2.0), (5, 2.0))),), servers=(counted,)
     )
-    found = json.loads(json.dumps(account.as_dict(baseline_env_steps_per_s=5.0), allow_nan=False))
-    assert found == account.as_dict(baseline_env_steps_per_s=5.0)
+    found = json.loads(json.dumps(account.as_dict(), allow_nan=False))
+    assert found == account.as_dict()
     assert found["env_steps_per_s"] == 10.0
-    assert (found["speed_up"], found["efficiency"]) == (2.0, 2.0)
+    assert (found["speed_up"], found["efficiency"]) == (None, None)
     assert found["staleness"] == {"counts": {"0": 1, "3": 4}, "mean": 2.4, "p95": 3, "max": 3}
     assert found["servers"][0]["dropped"] == {"late": 2}
     assert found["servers"][0]["staleness"] == {"0": 1, "3": 4}
@@ -223,7 +215,7 @@ def test_the_dictionary_is_plain_json() -> None:
     assert found["traffic"]["bytes_sent"] == 1000
 
 
-def test_a_fleet_of_nobody_is_all_null() -> None:
+def test_an_empty_fleet_is_all_null() -> None:
     found = json.loads(json.dumps(EMPTY.as_dict(), allow_nan=False))
     assert found["env_steps_per_s"] is found["message_cost"] is found["speed_up"] is None
     assert found["shares"] == dict.fromkeys((*KINDS, "other"))
@@ -243,7 +235,7 @@ def test_the_table() -> None:
     )
     account = fleet(workers=workers, servers=servers, uncompressed_bytes_sent=12_000)
     account = replace(account, uncompressed_bytes_received=9000)  # nothing was saved
-    assert fleet_lines(account, baseline_env_steps_per_s=30.0) == [
+    assert fleet_lines(account) == [
         "fleet         async, 3 workers, 2 servers, 2 hosts",
         "processors    14.5 s in 12.0 s of wall time, 1.21 at a time",
         "                      steps/s      computing  communicating        waiting",
@@ -259,7 +251,6 @@ def test_the_table() -> None:
         "received      9,000 bytes",
         "messages      60; one to each of 2 servers takes 2 ms + bytes at 1 MB/s "
         "(3 messages measured, 100% explained)",
-        "speed-up      3.00 over one worker (30 steps/s), 100% of ideal",
     ]
 
 

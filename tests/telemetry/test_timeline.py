@@ -107,7 +107,9 @@ def test_the_window_ends_with_the_busiest_lane(tmp_path: Path, drawn: list[Axes]
     assert len(bars_ms(drawn[0], 0)) >= 60
 
 
-def test_busy_is_who_works_long_not_who_records_much(tmp_path: Path, drawn: list[Axes]) -> None:
+def test_the_busiest_lane_has_the_most_work_not_the_most_spans(
+    tmp_path: Path, drawn: list[Axes]
+) -> None:
     trace = Trace()
     for number in range(500):
         trace.lane("chatty").add("communicate", number * 0.001, number * 0.001 + 1e-6)
@@ -186,13 +188,13 @@ def test_workers_compute_communicate_and_wait(tmp_path: Path, drawn: list[Axes])
     assert axes.get_title(loc="left").startswith("every worker for")
 
 
-def test_without_a_barrier_nobody_waits(tmp_path: Path, drawn: list[Axes]) -> None:
+def test_without_a_barrier_no_worker_waits(tmp_path: Path, drawn: list[Axes]) -> None:
     draw_workers(rounds(5, barrier=False), tmp_path / "t.png")
     assert labels(drawn[0]) == ["worker 0  0% waiting", "worker 1  0% waiting"]
     assert legend(drawn[0]) == ["computing", "communicating"]
 
 
-def test_a_long_gap_is_nobodys(tmp_path: Path, drawn: list[Axes]) -> None:
+def test_a_long_gap_belongs_to_no_span(tmp_path: Path, drawn: list[Axes]) -> None:
     trace = Trace()
     lane = trace.lane("worker 0")
     lane.add("env", 0.000, 0.001)

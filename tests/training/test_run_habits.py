@@ -144,7 +144,7 @@ def test_json_output_is_json_whatever_an_environment_prints(
     assert "chat" in captured.err
 
 
-def test_a_damaged_checkpoint_is_told_and_counted_even_in_silence(
+def test_a_damaged_checkpoint_is_reported_and_counted_even_if_silent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fields = {**TINY, "checkpoint_freq": 100}
@@ -187,7 +187,7 @@ def test_compiling_switches_the_hand_written_shortcuts_off() -> None:
 
 
 @pytest.mark.slow
-def test_an_atari_film_is_in_colour_and_shows_the_game_that_is_played(tmp_path: Path) -> None:
+def test_an_atari_video_is_in_colour_and_shows_the_game_that_is_played(tmp_path: Path) -> None:
     from PIL import Image
 
     from qfleet.envs.atari import AtariEnvs

@@ -132,7 +132,7 @@ def test_a_plateau_lowers_the_learning_rate(tmp_path: Path) -> None:
     assert rates == pytest.approx([1e-3, 1e-3, 1e-4, 1e-5])
 
 
-def test_a_sitting_changes_no_schedule(tmp_path: Path) -> None:
+def test_run_options_change_no_schedule(tmp_path: Path) -> None:
     halted = train(tmp_path / "halted", options=RunOptions(stop_after=300))
     whole = train(tmp_path / "whole")
     rows = [
@@ -240,7 +240,7 @@ def test_an_observation_of_another_shape_is_refused(trained: qfleet.Trained) -> 
     policy = qfleet.load(trained.folder)
     with pytest.raises(ConfigError, match=says("(3,)", "(4,)")):
         policy.act(np.zeros(3))
-    with pytest.raises(ConfigError, match="does not fit"):
+    with pytest.raises(ConfigError, match="must have shape"):
         policy.act(np.zeros((2, 5)))
 
 
@@ -282,7 +282,7 @@ def test_evaluating_changes_nothing_in_a_run(tmp_path: Path) -> None:
     assert often["actor"]["random"] == never["actor"]["random"]
 
 
-def test_a_missing_run_is_told_with_the_nearest(
+def test_a_missing_run_is_reported_with_the_nearest_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

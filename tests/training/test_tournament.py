@@ -1,4 +1,4 @@
-"""Agents that compete: who takes over from whom, what is then in force, and who goes on."""
+"""Agents that compete: which are copied over which, with which values, and which continue."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "population.jsonl").open()]
 
 
-# --- who --------------------------------------------------------------------------------------
+# --- ranking ----------------------------------------------------------------------------------
 
 
 def test_agents_are_ranked_by_evaluation_or_else_by_episodes_and_diverged_ones_last() -> None:
@@ -115,7 +115,7 @@ def test_a_value_goes_up_or_down_and_stays_valid(
 # --- population-based training ----------------------------------------------------------------
 
 
-def test_an_exploitation_is_in_force_and_told_as_it_is() -> None:
+def test_an_exploitation_is_in_force_and_reported() -> None:
     parts = begun()
     learner, memory, actor, agents = (
         parts.learner,
@@ -139,7 +139,7 @@ def test_an_exploitation_is_in_force_and_told_as_it_is() -> None:
     torch.testing.assert_close(memory.td_lambda[:4], torch.full((4,), after["td_lambda"]))
     final = torch.full((4,), after["exploration_final_eps"])
     torch.testing.assert_close(actor.final_eps[:4], final)
-    # The loser has all of the winner's but its envs; nobody else has changed.
+    # The loser has the winner's state but its own envs; no other agent has changed.
     optimiser = learner.state_dict()["optimiser"]
     for rows in (learner.weights.data, *optimiser.values()):
         assert torch.equal(rows[0], rows[3])
@@ -149,19 +149,20 @@ def test_an_exploitation_is_in_force_and_told_as_it_is() -> None:
         assert torch.equal(tensor, envs[name])
 
 
-def test_the_next_update_uses_what_was_told() -> None:
+def test_the_next_update_uses_the_reported_values() -> None:
     """Equal weights, moments and gradients: two rows then move as their learning rates do."""
     parts = begun()
     learner = parts.learner
     (line,) = exploit(parts, scored(1.0, 2.0, 3.0, 4.0), set())
-    told = [line["after"]["learning_rate"], agents_of(parts).in_force()[3]["learning_rate"]]
+    reported = [line["after"]["learning_rate"], agents_of(parts).in_force()[3]["learning_rate"]]
     start = learner.weights.data.clone()
     learner._read_schedules()
     learner.weights.grad.copy_(torch.ones_like(learner.weights.grad))
     learner._updater.apply(learner._learning_rate)
     moved = (learner.weights.data - start)[[0, 3]].double().norm(dim=1)
-    assert float(moved[0] / moved[1]) == pytest.approx(told[0] / told[1], rel=1e-3)
-    assert told[0] / told[1] == pytest.approx(0.8) or told[0] / told[1] == pytest.approx(1.25)
+    ratio = reported[0] / reported[1]
+    assert float(moved[0] / moved[1]) == pytest.approx(ratio, rel=1e-3)
+    assert ratio == pytest.approx(0.8) or ratio == pytest.approx(1.25)
 
 
 def test_a_diverged_agent_takes_over_and_is_never_taken_from() -> None:
@@ -173,10 +174,10 @@ def test_a_diverged_agent_takes_over_and_is_never_taken_from() -> None:
 def test_a_run_writes_every_exploitation_and_reports_what_is_in_force(tmp_path: Path) -> None:
     run = Run(configure(**PBT), tmp_path / "run", RunOptions())
     result = run.go()
-    told = lines(tmp_path / "run")
-    assert told
-    assert {line["env_steps"] for line in told} <= {128, 256, 384}  # never at the very end
-    newest = {line["loser"]: line["after"] for line in told}
+    reported = lines(tmp_path / "run")
+    assert reported
+    assert {line["env_steps"] for line in reported} <= {128, 256, 384}  # never at the very end
+    newest = {line["loser"]: line["after"] for line in reported}
     assert result.agents is not None
     for agent, values in newest.items():
         assert result.agents[agent]["values"] == values
@@ -233,15 +234,15 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_half_stops_time_and_again(halved: Path) -> None:
-    told = lines(halved)
-    assert [(line["env_steps"], len(line["kept"])) for line in told] == [
+    reported = lines(halved)
+    assert [(line["env_steps"], len(line["kept"])) for line in reported] == [
         (128, 3),
         (256, 2),
         (384, 1),
     ]
     evaluated = [row for row in rows_of(halved) if "eval/mean_reward" in row]
     training = set(range(5))
-    for line, row in zip(told, evaluated, strict=False):
+    for line, row in zip(reported, evaluated, strict=False):
         own = {agent: row[f"agent_{agent}/eval/mean_reward"] for agent in training}
         assert row["env_steps"] == line["env_steps"]
         assert set(line["kept"]) | set(line["stopped"]) == training
@@ -250,7 +251,7 @@ def test_half_stops_time_and_again(halved: Path) -> None:
     assert len(evaluated) == 4  # and the last agent's own at the end
 
 
-def test_what_stopped_is_told_and_kept(halved: Path) -> None:
+def test_stopped_agents_are_reported_and_kept(halved: Path) -> None:
     result = json.loads((halved / "result.json").read_text())
     steps = dict.fromkeys(range(5), 512)
     for line in lines(halved):
@@ -270,9 +271,7 @@ def test_the_checkpoint_is_of_the_agents_that_go_on(halved: Path) -> None:
     assert parts["learner"]["weights"].shape[0] == 1
 
 
-def test_survivors_are_what_they_would_be_if_nobody_had_stopped(
-    halved: Path, tmp_path: Path
-) -> None:
+def test_survivors_are_the_same_as_without_a_halving(halved: Path, tmp_path: Path) -> None:
     train(tmp_path / "run", **HALVING | {"halving_interval": 0})
     (survivor,) = lines(halved)[-1]["kept"]
     ours = load_checkpoint(halved / "checkpoints").parts["learner"]["weights"][0]

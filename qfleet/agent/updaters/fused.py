@@ -1,8 +1,7 @@
-"""Clipping and RAdam by kernels of our own, where an accelerator has them."""
+"""Gradient clipping and RAdam by qfleet's own kernels, on accelerators that support them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -10,25 +9,24 @@ from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.fused_radam import FusedRAdam, why_no_kernels
+from qfleet.agent.updaters.local import LocalUpdater
 from qfleet.agent.updaters.optimisers import RAdam
 from qfleet.agent.weights import FlatWeights
-from qfleet.core.types import StateDict, Updater
 
 
 def has_kernels(optimizer: str, device: torch.device) -> bool:
-    """Whether there are kernels for this optimiser on this device."""
+    """Return whether there are kernels for this optimiser on this device."""
     return optimizer == "radam" and why_no_kernels(device) is None
 
 
-class FusedUpdater(Updater):
-    """``LocalUpdater`` with ``RAdam``, in three kernels instead of some fifteen."""
+class FusedUpdater(LocalUpdater):
+    """``LocalUpdater`` with ``RAdam``, in three kernels instead of about fifteen."""
 
     def __init__(self, weights: FlatWeights, eps: float, max_grad_norm: float) -> None:
-        self._weights, self._optimiser = weights, RAdam(weights.data, eps)
-        ours = self._optimiser
-        first, second = (moment.view(-1, moment.shape[-1]) for moment in (ours.first, ours.second))
-        max_norm = max_grad_norm if max_grad_norm > 0 else math.inf
-        self._fused = FusedRAdam(first, second, ours.steps.view(-1), eps, max_norm)
+        radam = RAdam(weights.data, eps)
+        super().__init__(weights, radam, max_grad_norm)
+        first, second = (m.view(-1, m.shape[-1]) for m in (radam.first, radam.second))
+        self._fused = FusedRAdam(first, second, radam.steps.view(-1), eps, self._max_norm)
 
     def apply(
         self, learning_rate: float | Tensor, loss: Callable[[], Tensor] | None = None
@@ -43,9 +41,3 @@ class FusedUpdater(Updater):
 
     def compilables(self) -> list[Compilable]:
         return []
-
-    def state_dict(self) -> StateDict:
-        return self._optimiser.state_dict()
-
-    def load_state_dict(self, state: StateDict) -> None:
-        self._optimiser.load_state_dict(state)

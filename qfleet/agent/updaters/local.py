@@ -1,4 +1,4 @@
-"""The updater of a single learner: clip, refuse what is not finite, let the optimiser step."""
+"""The updater of a single learner: clip the gradient, skip it if not finite, take a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LocalUpdater(Updater):
         self._weights = weights
         self._optimiser = optimiser
         self._max_norm = max_grad_norm if max_grad_norm > 0 else math.inf
-        self._apply_unasked = Compilable(self._without_asking)
+        self._apply_capturable = Compilable(self._step_capturable)
 
     def apply(
         self, learning_rate: float | Tensor, loss: Callable[[], Tensor] | None = None
@@ -29,7 +29,7 @@ class LocalUpdater(Updater):
         del loss
         grad = self._weights.grad
         if grad.device.type != "cpu" or isinstance(learning_rate, Tensor):
-            norm, found_bad = self._apply_unasked(learning_rate)
+            norm, found_bad = self._apply_capturable(learning_rate)
             return {"grad_norm": norm, "skipped": found_bad}
         value = float(torch.linalg.vector_norm(grad))
         if not math.isfinite(value):
@@ -39,21 +39,24 @@ class LocalUpdater(Updater):
         self._optimiser.step(self._weights.data, grad, learning_rate, None)
         return {"grad_norm": value, "skipped": 0.0}
 
-    def _without_asking(self, learning_rate: float | Tensor) -> tuple[Tensor, Tensor]:
-        """The same on an accelerator, where reading the norm would stall the queue."""
+    def _step_capturable(self, learning_rate: float | Tensor) -> tuple[Tensor, Tensor]:
+        """Do the same on an accelerator, where reading the norm would stall the queue.
+
+        Return the norm of the gradient and whether it was skipped (1 or 0).
+        """
         grad = self._weights.grad
-        # A population's agents, one a row, are clipped and refused each for itself.
+        # Each agent of a population, a row, is clipped or skipped on its own.
         norm = torch.linalg.vector_norm(grad, dim=-1, keepdim=grad.dim() > 1)
         found_bad = 1.0 - torch.isfinite(norm).to(norm.dtype)
         if math.isfinite(self._max_norm):
             scale = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
-            # Compiled, the product never leaves the kernel that uses it.
+            # In compiled code the product is never written to memory.
             grad = grad * scale if torch.compiler.is_compiling() else grad.mul_(scale)
         self._optimiser.step(self._weights.data, grad, learning_rate, found_bad)
         return norm, found_bad
 
     def compilables(self) -> list[Compilable]:
-        return [self._apply_unasked]
+        return [self._apply_capturable]
 
     def state_dict(self) -> StateDict:
         return self._optimiser.state_dict()

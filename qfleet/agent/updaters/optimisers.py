@@ -4,10 +4,10 @@ One vector needs one kernel (Adam) or a few (the others), where torch.optim's cl
 tensors in Python: 0.1 ms against 0.75 ms for 67k weights on 2 slow ARM cores, 0.27 ms for the
 stock fused Adam. The formulas are torch.optim's and tested against it.
 
-``found_bad`` is None on the host, where a bad gradient never gets here, and a 0-d tensor of 1 or 0
-on an accelerator, where a bad gradient must leave weights and moments bit-identical without the
-host being asked. There the learning rate may be a 0-d tensor too. A population's weights are rows
-``[K, P]``; then both are ``[K, 1]``.
+``found_bad`` is None on the host, where the updater drops non-finite gradients, and a 0-d tensor of
+1 or 0 on an accelerator, where a non-finite gradient must leave weights and moments bit-identical
+without a host synchronisation. There the learning rate may be a 0-d tensor too. A population's
+weights are rows ``[K, P]``; then both are ``[K, 1]``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VECTOR_FLOATS = 16
 
 
 def _each(weights: Tensor) -> tuple[int, ...]:
-    """Shape of what there is one of per agent: a number, or ``[K, 1]`` beside rows ``[K, P]``."""
+    """Return the shape of one number per agent: ``()``, or ``[K, 1]`` beside rows ``[K, P]``."""
     return (*weights.shape[:-1], 1) if weights.dim() > 1 else ()
 
 
@@ -35,27 +35,34 @@ class FlatOptimiser(Protocol):
         self, weights: Tensor, grad: Tensor, learning_rate: Rate, found_bad: Tensor | None
     ) -> None: ...
 
-    def state_dict(self) -> StateDict: ...
+    def state_dict(self) -> StateDict:
+        """Return the optimiser's own tensors, not copies."""
+        return {}
 
-    def load_state_dict(self, state: StateDict) -> None: ...
+    def load_state_dict(self, state: StateDict) -> None:
+        own = self.state_dict()
+        if unknown := sorted(state.keys() - own.keys()):
+            raise ValueError(f"{type(self).__name__} has no state {unknown}, only {list(own)}")
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
 
 
-class Adam:
+class Adam(FlatOptimiser):
     """Adam (1412.6980), by the kernel behind torch.optim.Adam(fused=True).
 
     On a GPU that kernel is made for lists of tensors and slow on one long vector (H200, 1.7M
-    weights: 70 µs, where memory traffic alone would take 10); compiled code follows the formula.
+    weights: 70 µs, where memory traffic alone would take 10); compiled code uses the formula.
 
-    On a CPU that kernel computes whole vector registers in one way and the floats that are left
-    over in another, which rounds differently on x86. The weights at the end of a vector are
-    therefore copied to a register's worth of their own: what a weight becomes must not depend on
-    where the vector is cut, or shards of a parameter server would differ from a single optimiser.
+    On a CPU that kernel computes whole vector registers in one way and the remaining floats in
+    another, which rounds differently on x86. The weights at the end of a vector are therefore
+    copied to a buffer of one register: an updated weight must not depend on where the vector is
+    cut, or shards of a parameter server would differ from a single optimiser.
     """
 
-    def __init__(
-        self, weights: Tensor, eps: float, beta1: float = 0.9, beta2: float = 0.999
-    ) -> None:
-        self.beta1, self.beta2, self.eps = beta1, beta2, eps
+    beta1, beta2 = 0.9, 0.999
+
+    def __init__(self, weights: Tensor, eps: float) -> None:
+        self.eps = eps
         self.steps = torch.zeros(_each(weights), device=weights.device)
         self._rest: _Rest | None = None
         if weights.device.type == "cpu" and weights.dim() == 1 and len(weights) % VECTOR_FLOATS:
@@ -70,7 +77,7 @@ class Adam:
         self, weights: Tensor, grad: Tensor, learning_rate: Rate, found_bad: Tensor | None
     ) -> None:
         if found_bad is not None and (torch.compiler.is_compiling() or weights.dim() > 1):
-            self._follow_formula(weights, grad, learning_rate, found_bad)
+            self._step_by_formula(weights, grad, learning_rate, found_bad)
             return
         self.steps.add_(1.0)
         rest = self._rest
@@ -99,7 +106,7 @@ class Adam:
         if found_bad is not None:
             self.steps.sub_(found_bad)
 
-    def _follow_formula(
+    def _step_by_formula(
         self, weights: Tensor, grad: Tensor, learning_rate: Rate, found_bad: Tensor
     ) -> None:
         good = found_bad == 0
@@ -117,14 +124,9 @@ class Adam:
     def state_dict(self) -> StateDict:
         return {"first": self.first, "second": self.second, "steps": self.steps}
 
-    def load_state_dict(self, state: StateDict) -> None:
-        self.first.copy_(state["first"])
-        self.second.copy_(state["second"])
-        self.steps.copy_(state["steps"])
-
 
 class _Rest:
-    """The end of a vector whose length is no multiple of VECTOR_FLOATS, as a register of its own.
+    """The end of a vector whose length is no multiple of VECTOR_FLOATS, padded to a register.
 
     ``first`` and ``second`` are Adam's moments, long enough for whole registers.
     """
@@ -159,20 +161,18 @@ class _Rest:
 
 
 class RAdam(Adam):
-    """Adam that trusts its second moment only once it knows enough of it (1908.03265).
+    """Adam that uses its second moment only once the estimate is reliable (1908.03265).
 
-    One formula for host and accelerator: numbers of a step are 0-d tensors, in double precision,
-    for 1 − β₂ᵗ of the first steps has three good digits in float32, and the fifth and sixth step
+    One formula for host and accelerator. Scalars of a step are 0-d tensors in double precision: in
+    float32, 1 − β₂ᵗ of the first steps has only three correct digits, and the fifth and sixth step
     lie on either side of a threshold.
     """
 
     TRUSTED = 5.0
-    """Length of the approximated moving average from which the second moment counts."""
+    """Length of the approximated moving average from which the second moment is used."""
 
-    def __init__(
-        self, weights: Tensor, eps: float, beta1: float = 0.9, beta2: float = 0.999
-    ) -> None:
-        super().__init__(weights, eps, beta1, beta2)
+    def __init__(self, weights: Tensor, eps: float) -> None:
+        super().__init__(weights, eps)
         double = torch.float32 if weights.device.type == "mps" else torch.float64
         self.steps = torch.zeros(_each(weights), dtype=double, device=weights.device)
 
@@ -201,11 +201,13 @@ class RAdam(Adam):
         self.steps.copy_(steps)
 
 
-class RMSProp:
-    """Uncentred RMSProp with the decay of the Nature DQN (0.95)."""
+class RMSProp(FlatOptimiser):
+    """Uncentred RMSProp with the decay of the Nature DQN."""
 
-    def __init__(self, weights: Tensor, eps: float, decay: float = 0.95) -> None:
-        self.decay, self.eps = decay, eps
+    decay = 0.95
+
+    def __init__(self, weights: Tensor, eps: float) -> None:
+        self.eps = eps
         self.second = torch.zeros_like(weights)
         self._scratch = torch.empty_like(weights)
 
@@ -227,11 +229,8 @@ class RMSProp:
     def state_dict(self) -> StateDict:
         return {"second": self.second}
 
-    def load_state_dict(self, state: StateDict) -> None:
-        self.second.copy_(state["second"])
 
-
-class SGD:
+class SGD(FlatOptimiser):
     """Plain gradient descent."""
 
     def step(
@@ -244,19 +243,8 @@ class SGD:
         else:
             weights.sub_(grad, alpha=learning_rate)
 
-    def state_dict(self) -> StateDict:
-        return {}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        if state:
-            raise ValueError(f"SGD has no state, got {sorted(state)}")
-
 
 def make_optimiser(name: str, weights: Tensor, eps: float) -> FlatOptimiser:
-    if name == "adam":
-        return Adam(weights, eps)
-    if name == "radam":
-        return RAdam(weights, eps)
-    if name == "rmsprop":
-        return RMSProp(weights, eps)
-    return SGD()
+    if name == "sgd":
+        return SGD()
+    return {"adam": Adam, "radam": RAdam, "rmsprop": RMSProp}[name](weights, eps)
