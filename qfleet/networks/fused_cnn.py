@@ -19,7 +19,6 @@ from torch import Tensor
 from qfleet.accelerator.fused_radam import on, why_no_kernels
 from qfleet.config.config import Config
 from qfleet.core.types import EnvSpec
-from qfleet.networks.heads import QHead
 from qfleet.networks.population import Population
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import MinAtarCNN
@@ -39,7 +38,7 @@ BOARD = 10
 def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device) -> FusedCNN | None:
     """Return the kernels for this network, or None if they do not support it or the machine."""
     one = network.template if isinstance(network, Population) else network
-    torso, head = one.torso, one.head
+    torso = one.torso
     fits = (
         why_no_kernels(device) is None
         and config.precision != "bf16"
@@ -50,7 +49,7 @@ def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device)
         and (spec.obs_dtype, spec.frame_stack) == ("uint8", 1)
         and spec.obs_shape[1:] == (BOARD, BOARD)
         and not torso.layout.channels_last
-        and isinstance(head, QHead)
+        and one.head_kind == "q"
         and not (config.dueling or config.noisy)
         and config.batch_size % TILE == 0
         and config.batch_size * config.population <= MOST_SAMPLES
