@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, EnvironmentFault, one_line
-from qfleet.core.seeding import env_seeds, rebuilt_seed
+from qfleet.core.seeding import env_seeds, mix_seeds
 from qfleet.core.types import StateDict, Step
 from qfleet.envs.base import BaseEnvs
 from qfleet.envs.guard import OnFault
@@ -212,7 +212,7 @@ class ProcessEnvs(BaseEnvs):
     def _worker_seeds(self, worker: _Worker) -> list[int]:
         return [
             # Guards number their own rebuilds from 1, so 0 gives seeds that no guard uses.
-            rebuilt_seed(rebuilt_seed(self.seeds[i], 0), self._restarts[i])
+            mix_seeds(mix_seeds(self.seeds[i], 0), self._restarts[i])
             if self._restarts[i]
             else self.seeds[i]
             for i in worker.envs

@@ -43,22 +43,19 @@ same version number means other contents, so segments are linked to this checkpo
 
 
 @dataclass
-class Checkpoint:
-    """A loaded checkpoint; every file was verified."""
-
-    env_steps: int
-    parts: dict[str, StateDict]
-    meta: dict[str, Any]
-    path: Path
-
-
-@dataclass
 class Policy:
     """A loaded policy; every file was verified."""
 
     parts: dict[str, StateDict]
     meta: dict[str, Any]
     path: Path
+
+
+@dataclass
+class Checkpoint(Policy):
+    """A loaded checkpoint; every file was verified."""
+
+    env_steps: int
 
 
 def save_checkpoint(
@@ -277,7 +274,7 @@ def _load(folder: Path, number: int) -> Checkpoint:
     if manifest.env_steps != number:
         raise CheckpointError(f"'{path / MANIFEST}' belongs to checkpoint {manifest.env_steps}")
     _lineage[folder.resolve()] = (number, manifest.sha256)
-    return Checkpoint(number, parts, manifest.meta, path)
+    return Checkpoint(parts, manifest.meta, path, number)
 
 
 def _link_base(folder: Path) -> tuple[Path, Manifest] | None:
