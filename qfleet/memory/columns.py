@@ -1,8 +1,8 @@
 """The columns of a replay memory: their shapes, dtypes and storage.
 
 In: an environment's spec, the number of rows and envs, a device and optionally a folder.
-Out: one flat tensor per column, in RAM, on the device, or mapped from a file in that folder. The
-frames are behind the ``FrameColumn`` protocol, because they may be compressed.
+Out: one flat tensor per column, in RAM, on the device, or mapped from a file in that folder;
+compressed frames are a ``CompressedFrames``.
 """
 
 from __future__ import annotations
