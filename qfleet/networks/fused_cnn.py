@@ -7,11 +7,9 @@ arithmetic is that of ``networks.torsos.MinAtarCNN`` and of the Huber or squared
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,10 +21,8 @@ from qfleet.networks.population import Population
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import MinAtarCNN
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 SIDE, WIDTH, CHANNELS, TILE = 8, 128, 16, 16
-JUDGED_TOGETHER = 8
+HEAD_SAMPLES = 8
 """Samples per program of the head and loss kernels: few, so that many programs run in parallel."""
 DENSE_PIECES = 32
 MOST_SAMPLES = 2**20
@@ -68,19 +64,6 @@ def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device)
 def _stride(rows: Tensor) -> int:
     """Return the distance from one agent's weights to the next agent's."""
     return rows.stride(0) if rows.dim() > 1 else 0
-
-
-def _on_its_device(
-    method: Callable[Concatenate[FusedCNN, Arguments], Result],
-) -> Callable[Concatenate[FusedCNN, Arguments], Result]:
-    """Decorate a method so that its kernels are launched on the device of its buffers."""
-
-    @functools.wraps(method)
-    def there(self: FusedCNN, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
-        with on(self._device):
-            return method(self, *arguments, **named)
-
-    return there
 
 
 class FusedCNN:
@@ -141,20 +124,19 @@ class FusedCNN:
         )  # fmt: skip
         return partial
 
-    @_on_its_device
     def q_values(self, weights: Tensor, obs: Tensor) -> Tensor:
         """Return Q-values ``[samples, actions]``; the next call overwrites them."""
         everyone = obs.shape[0]
-        partial = self._convolve(weights, obs, keep=False)
         q = self._buffer("q", everyone, self._actions)
         launch: Any = self._kernels.values
-        launch[(everyone // JUDGED_TOGETHER,)](
-            weights, _stride(weights), partial, q, everyone // self._agents,
-            ACTIONS=self._actions, AT=self._at, ROWS=JUDGED_TOGETHER, num_warps=4,
-        )  # fmt: skip
+        with on(self._device):
+            partial = self._convolve(weights, obs, keep=False)
+            launch[(everyone // HEAD_SAMPLES,)](
+                weights, _stride(weights), partial, q, everyone // self._agents,
+                ACTIONS=self._actions, AT=self._at, ROWS=HEAD_SAMPLES, num_warps=4,
+            )  # fmt: skip
         return q
 
-    @_on_its_device
     def gradient(
         self,
         weights: Tensor,
@@ -172,28 +154,30 @@ class FusedCNN:
         obs, everyone = obs.contiguous(), obs.shape[0]
         samples = everyone // self._agents
         kernels: Any = self._kernels
-        partial = self._convolve(weights, obs, keep=True)
         slope = self._buffer("slope", everyone, WIDTH)
         prediction, errors = torch.empty((2, everyone), device=self._device)
-        head_programs, conv_programs = everyone // JUDGED_TOGETHER, samples // TILE * SIDE
+        head_programs, conv_programs = everyone // HEAD_SAMPLES, samples // TILE * SIDE
         head_sums = self._buffer("head_sums", head_programs, (4 + self._actions) * WIDTH)
         conv_sums = self._buffer(
             "conv_sums", self._agents * conv_programs, (self._taps + 3) * CHANNELS
         )
-        kernels.judge[(head_programs,)](
-            weights, _stride(weights), partial, action, target, weight, slope, prediction, errors,
-            head_sums, samples,
-            ACTIONS=self._actions, AT=self._at, ROWS=JUDGED_TOGETHER, HUBER=huber, num_warps=2,
-        )  # fmt: skip
-        kernels.retrace[(self._agents, DENSE_PIECES + conv_programs)](
-            obs, weights, _stride(weights), self._buffer("features", everyone),
-            self._buffer("normed", everyone), self._buffer("inverse", everyone), slope, grad,
-            conv_sums, samples,
-            BOARDS=self._boards, TAPS=self._taps, AT=self._at, PRECISION=self._precision,
-            num_warps=4, num_stages=1,
-        )  # fmt: skip
-        kernels.gather_sums[(self._agents, self._taps + 3 + 4 + self._actions)](
-            conv_sums, head_sums, grad, _stride(grad), conv_programs, head_programs // self._agents,
-            BOARDS=self._boards, TAPS=self._taps, ACTIONS=self._actions, AT=self._at, num_warps=4,
-        )  # fmt: skip
+        with on(self._device):
+            partial = self._convolve(weights, obs, keep=True)
+            kernels.judge[(head_programs,)](
+                weights, _stride(weights), partial, action, target, weight, slope, prediction,
+                errors, head_sums, samples,
+                ACTIONS=self._actions, AT=self._at, ROWS=HEAD_SAMPLES, HUBER=huber, num_warps=2,
+            )  # fmt: skip
+            kernels.retrace[(self._agents, DENSE_PIECES + conv_programs)](
+                obs, weights, _stride(weights), self._buffer("features", everyone),
+                self._buffer("normed", everyone), self._buffer("inverse", everyone), slope, grad,
+                conv_sums, samples,
+                BOARDS=self._boards, TAPS=self._taps, AT=self._at, PRECISION=self._precision,
+                num_warps=4, num_stages=1,
+            )  # fmt: skip
+            kernels.gather_sums[(self._agents, self._taps + 3 + 4 + self._actions)](
+                conv_sums, head_sums, grad, _stride(grad), conv_programs,
+                head_programs // self._agents, BOARDS=self._boards, TAPS=self._taps,
+                ACTIONS=self._actions, AT=self._at, num_warps=4,
+            )  # fmt: skip
         return prediction, errors

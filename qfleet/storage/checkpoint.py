@@ -23,13 +23,7 @@ from typing import Any
 from qfleet.core import files
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.types import StateDict
-from qfleet.storage.snapshot import (
-    MANIFEST,
-    Manifest,
-    read_manifest,
-    read_snapshot,
-    write_snapshot,
-)
+from qfleet.storage.snapshot import MANIFEST, Manifest, read_manifest, read_snapshot, write_snapshot
 
 _TMP = ".tmp-"
 _OLD = ".old-"
@@ -59,11 +53,7 @@ class Checkpoint(Policy):
 
 
 def save_checkpoint(
-    root: Path,
-    env_steps: int,
-    parts: Mapping[str, StateDict],
-    meta: Mapping[str, Any],
-    keep: int,
+    root: Path, env_steps: int, parts: Mapping[str, StateDict], meta: Mapping[str, Any], keep: int
 ) -> Path:
     """Commit a checkpoint in `root` (``<run>/checkpoints``), then remove all but the `keep` newest.
 
@@ -102,9 +92,7 @@ def has_checkpoint(root: Path) -> bool:
 
 
 def load_checkpoint(
-    root: Path,
-    env_steps: int | None = None,
-    on_alert: Callable[[str], None] = warnings.warn,
+    root: Path, env_steps: int | None = None, on_alert: Callable[[str], None] = warnings.warn
 ) -> Checkpoint:
     """Load the newest intact checkpoint in `root` (``<run>/checkpoints``), or number `env_steps`.
 
