@@ -12,7 +12,7 @@ import tyro
 
 from qfleet.cli.parsing import parse
 from qfleet.config.validation import check_address
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import require
 from qfleet.engines.cluster.ray_cluster import STORE_BYTES, TIMEOUT_S, open_cluster
 from qfleet.lab.mapreduce import (
     Problem,
@@ -86,8 +86,7 @@ def run(argv: list[str]) -> None:
 
     straggler = None if options.straggler is None else Slowness.parse(options.straggler)
     for name in ("tolerance", "timeout_s"):
-        if not getattr(options, name) > 0:
-            raise ConfigError(f"{name} must be > 0, got {getattr(options, name)}")
+        require(getattr(options, name) > 0, name, getattr(options, name), "> 0")
     if options.address is not None:
         check_address(options.address)
     check_descent(options.steps, options.learning_rate)

@@ -108,12 +108,10 @@ def _profile(config: Config, options: ProfileOptions) -> int:
             options=RunOptions(max_wall_s=options.seconds, trace=True),
             callbacks=[watch],
         )
-    run, result = watch.ended, trained.result
-    measured = run.stages
-    stages = measured or stages_from_timers(
+    run, result, from_timers = watch.ended, trained.result, watch.ended.stages is None
+    stages = run.stages or stages_from_timers(
         result, trained.config, watch.rate or 0.0, run.parts.device.type
     )
-    from_timers = measured is None
     if options.json:
         print(json_module.dumps(_as_dict(result, stages, trained.folder, from_timers)))
     else:
