@@ -66,7 +66,7 @@ def _measure(env: str, options: DoctorOptions) -> int:
     print(f"\nenv steps per second, {env}, random actions:")
     best = max(rates, key=lambda rate: rate[2])
     for vectorize, count, rate in rates:
-        mark = "  ◄ quickest" if (vectorize, count, rate) == best else ""
+        mark = "  ◄ fastest" if (vectorize, count, rate) == best else ""
         print(f"  --vectorize {vectorize:<7} --envs {count:<4} {rate:>12,.0f}{mark}")
     print(
         f"\nmemory: {memory['available_bytes'] / 2**30:.1f} GiB free; "

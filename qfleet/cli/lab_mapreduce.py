@@ -170,9 +170,9 @@ def _lines(report: dict[str, Any]) -> list[str]:
     lines = ["round         " + "".join(f"{mark:>12}" for mark in marks)]
     lines.append("loss          " + "".join(f"{losses[mark]:>12.6g}" for mark in marks))
     lines.append("")
-    verdict = "reached" if report["reached"] else "NOT reached"
+    outcome = "reached" if report["reached"] else "NOT reached"
     distance = f"{report['distance']:.2e} of its length away, tolerance {report['tolerance']:g}"
-    lines.append(f"closed form   {verdict}: {distance}")
+    lines.append(f"closed form   {outcome}: {distance}")
     traffic, formula = report["traffic"], report["formula"]
     floats = "m·d·8" if report["local_reduction"] else "n·d·8"
     for way, rule in (("sent", "m·d·8"), ("received", floats)):

@@ -126,15 +126,15 @@ def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
 
 def _fields(options: SpeedupOptions, updates: Sequence[str]) -> dict[str, Any]:
     """Return the fields that are the same in all runs."""
-    asked = parse_json_object("--fields", options.fields)
-    check_fields(asked)
-    for name in asked:
+    given = parse_json_object("--fields", options.fields)
+    check_fields(given)
+    for name in given:
         if name in SWEPT:
             raise ConfigError(f"fields must not contain {name}; set it with {SWEPT[name]}")
         if not any(OPTIONS[name].used_with(update) for update in updates):
             raise ConfigError(f"fields must not contain {name}; {options.updates} ignores it")
     own = {name: getattr(options, name) for name in OWN if name != "straggler"}
-    return {**UNMEASURED, **asked, **own}
+    return {**UNMEASURED, **given, **own}
 
 
 def _trainer(

@@ -106,6 +106,6 @@ def finish(trained: Trained, options: RunArguments) -> int:
             print(f"  trace      {trace_path(trained.folder)}")
             print(f"  timeline   {timeline_path(trained.folder)}")
         if trained.result.env_steps < trained.config.steps:
-            consent = " --trust" if needs_trust(trained.config) else ""
-            print(f"  go on with: qfleet resume {trained.folder}{consent}")
+            trust = " --trust" if needs_trust(trained.config) else ""
+            print(f"  go on with: qfleet resume {trained.folder}{trust}")
     return 128 + trained.interrupted_by if trained.interrupted_by else 0

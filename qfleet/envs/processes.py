@@ -72,9 +72,9 @@ class _Worker:
         self.is_up = False
         self._process: BaseProcess | None = None
         self._pipe: Connection
-        self._pipe, theirs = self._context.Pipe()
+        self._pipe, worker_end = self._context.Pipe()
         _set_deadline(self._pipe, self._timeout_s)
-        process = self._context.Process(target=serve, args=(self._share, theirs), daemon=True)
+        process = self._context.Process(target=serve, args=(self._share, worker_end), daemon=True)
         try:
             process.start()
             self._process = process
@@ -83,7 +83,7 @@ class _Worker:
             self.loss = _Loss("env_process", text, "use fewer envs")
         finally:
             # This process's copy of the worker's end would keep the pipe open if the worker dies.
-            theirs.close()
+            worker_end.close()
 
     @property
     def pid(self) -> int | None:

@@ -65,10 +65,10 @@ def check_array(name: str, obs: NDArray[Any], shape: tuple[int, ...], dtype: np.
     wrap around.
     """
     if dtype == np.uint8:
-        alike = obs.dtype == np.uint8
+        same_kind = obs.dtype == np.uint8
     else:
-        alike = _KIND.get(obs.dtype.kind) == _KIND[dtype.kind]
-    if obs.shape != shape or not alike:
+        same_kind = _KIND.get(obs.dtype.kind) == _KIND[dtype.kind]
+    if obs.shape != shape or not same_kind:
         raise EnvironmentFault(
             f"{name} changed its observation: expected {shape} {dtype}, got {obs.shape} {obs.dtype}"
             "; fix the environment or its observation_space"

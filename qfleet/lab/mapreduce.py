@@ -100,8 +100,8 @@ def make_problem(samples: int, dimensions: int, noise: float, seed: int) -> Prob
     require(seed >= 0, "seed", seed, "at least 0")
     rng = np.random.default_rng(seed)
     features = rng.standard_normal((samples, dimensions))
-    truth = rng.standard_normal(dimensions)
-    return Problem(features, features @ truth + noise * rng.standard_normal(samples))
+    true_weights = rng.standard_normal(dimensions)
+    return Problem(features, features @ true_weights + noise * rng.standard_normal(samples))
 
 
 def check_shares(samples: int, workers: int) -> None:

@@ -167,9 +167,9 @@ class _Server:
 
     def begin(self) -> None:
         """Wait until all workers have started, compare clocks, and start the time measurement."""
-        hellos = [worker.clock_s.remote() for worker in self.workers]
-        for k, hello in enumerate(hellos):
-            self._cluster.get(hello, self._name(k))
+        replies = [worker.clock_s.remote() for worker in self.workers]
+        for k, reply in enumerate(replies):
+            self._cluster.get(reply, self._name(k))
         self._ahead_s = [self._clock_difference(k) for k in range(len(self.workers))]
         self._processor_s = time.process_time()
         self._begun_s = time.monotonic()

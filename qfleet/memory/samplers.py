@@ -292,12 +292,12 @@ class PrioritizedSampler(Sampler):
         leaf = error.add_(self._eps).pow_(self._alpha)
         # A leaf that underflows would look ineligible.
         leaf.clamp_(min=torch.finfo(torch.float32).tiny)
-        alive = self.leaves.index_select(0, index) > 0
+        eligible = self.leaves.index_select(0, index) > 0
         finite = leaf.isfinite()
-        largest = torch.where(alive & finite, leaf, 0.0).amax()
+        largest = torch.where(eligible & finite, leaf, 0.0).amax()
         self._max_leaf.copy_(torch.maximum(self._max_leaf, largest))
         leaf = torch.where(finite, leaf, self._max_leaf)
-        leaf = torch.where(alive, leaf, 0.0)
+        leaf = torch.where(eligible, leaf, 0.0)
         self.leaves.index_fill_(0, index, 0.0)
         self.leaves.scatter_reduce_(0, index, leaf, "amax")
         if index.shape[0] < self.block_sums.shape[0]:

@@ -107,18 +107,18 @@ class FusedCNN:
         return samples % (self._agents * TILE) == 0 and samples <= MOST_SAMPLES
 
     def _convolve(self, weights: Tensor, obs: Tensor, keep: bool) -> Tensor:
-        obs, everyone = obs.contiguous(), obs.shape[0]
-        partial = self._buffer("partial", SIDE * everyone, WIDTH)
+        obs, total = obs.contiguous(), obs.shape[0]
+        partial = self._buffer("partial", SIDE * total, WIDTH)
         kept: list[Tensor] = [partial, partial, partial]
         if keep:
             kept = [
-                self._buffer("features", everyone, SIDE * SIDE * CHANNELS),
-                self._buffer("normed", everyone, SIDE * SIDE * CHANNELS),
-                self._buffer("inverse", everyone, SIDE * SIDE),
+                self._buffer("features", total, SIDE * SIDE * CHANNELS),
+                self._buffer("normed", total, SIDE * SIDE * CHANNELS),
+                self._buffer("inverse", total, SIDE * SIDE),
             ]
         launch: Any = self._kernels.convolve
-        launch[(everyone // TILE, SIDE)](
-            obs, weights, _stride(weights), *kept, partial, everyone // self._agents,
+        launch[(total // TILE, SIDE)](
+            obs, weights, _stride(weights), *kept, partial, total // self._agents,
             BOARDS=self._boards, TAPS=self._taps, AT=self._at, KEEP=keep,
             PRECISION=self._precision, num_warps=4,
         )  # fmt: skip
@@ -126,13 +126,13 @@ class FusedCNN:
 
     def q_values(self, weights: Tensor, obs: Tensor) -> Tensor:
         """Return Q-values ``[samples, actions]``; the next call overwrites them."""
-        everyone = obs.shape[0]
-        q = self._buffer("q", everyone, self._actions)
+        total = obs.shape[0]
+        q = self._buffer("q", total, self._actions)
         launch: Any = self._kernels.values
         with on(self._device):
             partial = self._convolve(weights, obs, keep=False)
-            launch[(everyone // HEAD_SAMPLES,)](
-                weights, _stride(weights), partial, q, everyone // self._agents,
+            launch[(total // HEAD_SAMPLES,)](
+                weights, _stride(weights), partial, q, total // self._agents,
                 ACTIONS=self._actions, AT=self._at, ROWS=HEAD_SAMPLES, num_warps=4,
             )  # fmt: skip
         return q
@@ -151,12 +151,12 @@ class FusedCNN:
 
         Returns each sample's prediction, and its error (prediction − target).
         """
-        obs, everyone = obs.contiguous(), obs.shape[0]
-        samples = everyone // self._agents
+        obs, total = obs.contiguous(), obs.shape[0]
+        samples = total // self._agents
         kernels: Any = self._kernels
-        slope = self._buffer("slope", everyone, WIDTH)
-        prediction, errors = torch.empty((2, everyone), device=self._device)
-        head_programs, conv_programs = everyone // HEAD_SAMPLES, samples // TILE * SIDE
+        slope = self._buffer("slope", total, WIDTH)
+        prediction, errors = torch.empty((2, total), device=self._device)
+        head_programs, conv_programs = total // HEAD_SAMPLES, samples // TILE * SIDE
         head_sums = self._buffer("head_sums", head_programs, (4 + self._actions) * WIDTH)
         conv_sums = self._buffer(
             "conv_sums", self._agents * conv_programs, (self._taps + 3) * CHANNELS
@@ -169,8 +169,8 @@ class FusedCNN:
                 ACTIONS=self._actions, AT=self._at, ROWS=HEAD_SAMPLES, HUBER=huber, num_warps=2,
             )  # fmt: skip
             kernels.retrace[(self._agents, DENSE_PIECES + conv_programs)](
-                obs, weights, _stride(weights), self._buffer("features", everyone),
-                self._buffer("normed", everyone), self._buffer("inverse", everyone), slope, grad,
+                obs, weights, _stride(weights), self._buffer("features", total),
+                self._buffer("normed", total), self._buffer("inverse", total), slope, grad,
                 conv_sums, samples,
                 BOARDS=self._boards, TAPS=self._taps, AT=self._at, PRECISION=self._precision,
                 num_warps=4, num_stages=1,

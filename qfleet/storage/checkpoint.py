@@ -223,9 +223,9 @@ def _prune(folder: Path, newest: int, keep: int) -> None:
     for number in _numbers(folder):
         if number not in committed[-keep:]:
             # Renamed first, so that a half-removed folder is never taken for a damaged checkpoint.
-            doomed = folder / f"{_TMP}{number}-removed"
-            files.rename(folder / str(number), doomed)
-            files.remove_tree(doomed)
+            removed = folder / f"{_TMP}{number}-removed"
+            files.rename(folder / str(number), removed)
+            files.remove_tree(removed)
 
 
 def _sweep(folder: Path, prefix: str) -> None:
