@@ -19,7 +19,7 @@ from qfleet.accelerator.compiling import Compilable
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, StateDict
 from qfleet.memory.columns import allocate, lock_directory
-from qfleet.memory.compression import Compression, check_compressible
+from qfleet.memory.compression import CompressedFrames, Compression, check_compressible
 from qfleet.memory.samplers import Sampler, Window, ring_segments
 from qfleet.storage.segments import Segments
 
@@ -106,7 +106,7 @@ class Ring:
         except BaseException:
             self.close()
             raise
-        self._frames = (
+        self._frames: PlainFrames | CompressedFrames = (
             PlainFrames(frames, self.rows, num_envs) if isinstance(frames, Tensor) else frames
         )
         self.device = device

@@ -73,7 +73,8 @@ class QNetwork(nn.Module):
         """
         return (
             self.allows_shortcuts
-            and self.head_kind in ("q", "actor-critic")
+            and isinstance(self.head, ActionHead)
+            and self.head.width is None
             and self.head.value is None
             and isinstance(self.head.advantage, Dense)
             and isinstance(self.torso, MLP)

@@ -21,8 +21,12 @@ from qfleet.envs.device.mountaincar import MountainCar
 from qfleet.envs.device.protocol import TensorEnv
 from qfleet.envs.registry import env_kwargs, refused_kwargs
 
-_RAMPING = {game.name: game for game in (Asterix, Seaquest, SpaceInvaders)}
-_STEADY = {game.name: game for game in (Breakout, Freeway)}
+_RAMPING: dict[str, Callable[[bool], Game]] = {
+    "Asterix": Asterix,
+    "Seaquest": Seaquest,
+    "SpaceInvaders": SpaceInvaders,
+}
+_STEADY: dict[str, Callable[[], Game]] = {"Breakout": Breakout, "Freeway": Freeway}
 MINATAR_IDS = tuple(f"MinAtar/{name}-v1" for name in sorted({**_RAMPING, **_STEADY}))
 
 _CLASSICS: dict[str, tuple[Callable[[], TensorEnv], int]] = {
