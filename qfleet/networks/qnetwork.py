@@ -89,10 +89,10 @@ class QNetwork(nn.Module):
 
         ``fractions``, ``[B, K]``, are required for iqn and not allowed for other heads.
         """
+        assert (fractions is not None) == (self.head_kind == "iqn"), "only iqn needs fractions"
         if self.is_plain_mlp:
             values: Tensor = self.head.get_submodule("advantage")(obs)
             return values
-        assert (fractions is not None) == (self.head_kind == "iqn"), "only iqn needs fractions"
         if self.autocast_dtype is None:
             features = self.torso(obs)
         else:
