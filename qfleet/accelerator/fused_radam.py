@@ -61,19 +61,16 @@ class FusedRAdam:
 
     def step(self, weights: Tensor, grad: Tensor, learning_rate: Tensor) -> None:
         """Make one step with ``learning_rate`` ``[K]``; a non-finite gradient changes nothing."""
-        with on(weights.device):
-            self._launch(weights, grad, learning_rate)
-
-    def _launch(self, weights: Tensor, grad: Tensor, learning_rate: Tensor) -> None:
         kernels, length, stride = self._kernels, self._length, weights.stride(0)
         betas = {"BETA1": 0.9, "BETA2": 0.999}
-        kernels.squares[self._grid](grad, self._sums, length, stride, BLOCK=BLOCK, num_warps=4)
-        kernels.radam_numbers[(self._grid[0],)](
-            self._sums, self._steps, learning_rate, self._numbers, self.norms, self.skipped,
-            self._grid[1], self._max_norm, **betas, TRUSTED=5.0,
-            BLOCKS=2 ** math.ceil(math.log2(max(self._grid[1], 2))), num_warps=1,
-        )  # fmt: skip
-        kernels.radam[self._grid](
-            weights, grad, self._first, self._second, self._numbers, length, stride, self._eps,
-            **betas, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
+        with on(weights.device):
+            kernels.squares[self._grid](grad, self._sums, length, stride, BLOCK=BLOCK, num_warps=4)
+            kernels.radam_numbers[(self._grid[0],)](
+                self._sums, self._steps, learning_rate, self._numbers, self.norms, self.skipped,
+                self._grid[1], self._max_norm, **betas, TRUSTED=5.0,
+                BLOCKS=2 ** math.ceil(math.log2(max(self._grid[1], 2))), num_warps=1,
+            )  # fmt: skip
+            kernels.radam[self._grid](
+                weights, grad, self._first, self._second, self._numbers, length, stride, self._eps,
+                **betas, BLOCK=BLOCK, num_warps=4,
+            )  # fmt: skip

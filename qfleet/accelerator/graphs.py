@@ -61,10 +61,7 @@ def seconds_per_call(function: Callable[[], None], device: torch.device, calls: 
     """Return the device time of one call in seconds, the median over ``calls``."""
     times_s = []
     for _ in range(calls):
-        start, end = (
-            torch.Event(device, enable_timing=True),
-            torch.Event(device, enable_timing=True),
-        )
+        start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
         start.record()
         function()
         end.record()

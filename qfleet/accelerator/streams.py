@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -20,9 +21,12 @@ def stream_of(device: torch.device, urgent: bool = False) -> torch.Stream:
     return torch.Stream(device=device, priority=-1 if urgent else 0)
 
 
-_BESIDE: dict[tuple[torch.device, str], torch.Stream] = {}
-"""One stream per role. Torch has few streams and assigns them in turn: with a new stream per
-``SideStream``, two roles could share one."""
+@functools.cache
+def _stream_for(device: torch.device, role: str) -> torch.Stream:
+    """Return the stream of a role. Torch has few streams and assigns them in turn: with a new
+    stream per ``SideStream``, two roles could share one."""
+    del role
+    return stream_of(device)
 
 
 class SideStream:
@@ -35,11 +39,8 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device, role: str, worthwhile: bool = True) -> None:
-        self._stream: torch.Stream | None = None
-        if worthwhile and has_streams(device):
-            if (device, role) not in _BESIDE:
-                _BESIDE[device, role] = stream_of(device)
-            self._stream = _BESIDE[device, role]
+        use_stream = worthwhile and has_streams(device)
+        self._stream = _stream_for(device, role) if use_stream else None
 
     def start(self, work: Callable[[], Result]) -> Callable[[], Result]:
         """Start ``work`` after all work queued so far; return a function that waits for its end.

@@ -20,7 +20,7 @@ from qfleet.accelerator.graphs import record
 from qfleet.agent import schedules
 from qfleet.algorithms.exploration import epsilon_ladder, sample_actions
 from qfleet.config.config import Config
-from qfleet.core.counter_rng import draw_below, draw_uniform, first_counters, later_counters
+from qfleet.core.counter_rng import draw_below, draw_uniform, first_counters, next_counters
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.seeding import env_seeds, restore_generator
 from qfleet.core.types import (
@@ -229,7 +229,7 @@ class TensorActor:
         fallen = (self._fallen + self._falling[:rows]).clamp(max=1.0)
         rates = torch.lerp(self._initial, self.final_eps, fallen)
         # Drawn for the whole block at once: a draw of any size is about 24 kernels.
-        counters = later_counters(self._explorers, self._rows[:rows] + 1)
+        counters = next_counters(self._explorers, self._rows[:rows] + 1)
         draws: tuple[Tensor, ...] = (
             (draw_uniform(counters, CHANCE_LANE),)
             if self._samples

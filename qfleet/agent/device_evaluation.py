@@ -15,7 +15,7 @@ from torch import Tensor
 from qfleet.accelerator.graphs import record
 from qfleet.agent.device_actor import draw_exploration, explorer_counters
 from qfleet.agent.evaluation import LONGEST_EPISODE, Evaluation
-from qfleet.core.counter_rng import later_counters
+from qfleet.core.counter_rng import next_counters
 from qfleet.core.errors import EnvironmentFault
 from qfleet.envs.device.protocol import (
     TensorEnv,
@@ -87,7 +87,7 @@ class TensorEvaluator:
     @torch.no_grad()
     def _chunk(self) -> None:
         episodes, number = self._episodes, self._env.spec.num_actions
-        counters = later_counters(self._explorers, self._steps)
+        counters = next_counters(self._explorers, self._steps)
         explores, anything = draw_exploration(counters, self._epsilon, number)
         playing, returns, lengths = self._playing, self._returns, self._lengths
         obs = self._env.observe(episodes.inner)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json as json_module
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from qfleet.cli.parsing import parse
 from qfleet.cli.run_options import quiet_stdout
-
-if TYPE_CHECKING:
-    from qfleet.training.doctor import TuningReport
 
 HELP = "show hardware and libraries; measure the fastest vectoriser, envs, precision"
 
@@ -70,7 +66,7 @@ def _measure(env: str, options: DoctorOptions) -> int:
     print(f"\nenv steps per second, {env}, random actions:")
     best = max(rates, key=lambda rate: rate[2])
     for vectorize, count, rate in rates:
-        mark = "  ◄ quickest" if (vectorize, count, rate) == best else ""
+        mark = "  ◄ fastest" if (vectorize, count, rate) == best else ""
         print(f"  --vectorize {vectorize:<7} --envs {count:<4} {rate:>12,.0f}{mark}")
     print(
         f"\nmemory: {memory['available_bytes'] / 2**30:.1f} GiB free; "
@@ -80,30 +76,27 @@ def _measure(env: str, options: DoctorOptions) -> int:
 
 
 def _tune(env: str, json: bool) -> int:
+    from qfleet.engines.measured_cache import cache_path
     from qfleet.training import doctor
 
     with quiet_stdout(json):
         report = doctor.tune_pipeline(env)
     if json:
         print(json_module.dumps({"env": env, **report.as_dict()}))
-    elif report.why_nothing is not None:
-        print(f"nothing to tune: {report.why_nothing}")
-    else:
-        print("\n".join(_tuning_lines(env, report)))
-    return 0
-
-
-def _tuning_lines(env: str, report: TuningReport) -> list[str]:
-    from qfleet.engines.measured_cache import cache_path
-
+        return 0
     tuning = report.tuning
-    assert tuning is not None, "a report without a tuning must have why_nothing"
-    lines = [f"µs per update, {env}, {report.device}:"]
+    if tuning is None:
+        print(f"nothing to tune: {report.why_nothing}")
+        return 0
+    print(f"µs per update, {env}, {report.device}:")
     for name, update_s in tuning.update_s.items():
         mark = "  ◄ chosen" if name == str(tuning.choice) else ""
-        lines.append(f"  {name:<16} {update_s * 1e6:>10,.1f}{mark}")
-    lines += [f"  {name:<16} {'failed':>10}  {why}" for name, why in tuning.failed.items()]
-    lines += ["", *report.notes, ""]
+        print(f"  {name:<16} {update_s * 1e6:>10,.1f}{mark}")
+    for name, why in tuning.failed.items():
+        print(f"  {name:<16} {'failed':>10}  {why}")
+    print("", *report.notes, "", sep="\n")
     if tuning.from_cache:
-        return [*lines, f"read from {cache_path()}; remove that file to measure again"]
-    return [*lines, f"saved in {cache_path()}"]
+        print(f"read from {cache_path()}; remove that file to measure again")
+    else:
+        print(f"saved in {cache_path()}")
+    return 0

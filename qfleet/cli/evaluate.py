@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json as json_module
 from dataclasses import dataclass
-from typing import Literal
-
-import tyro
 
 from qfleet.cli.parsing import parse
+from qfleet.cli.run_options import PolicyOptions
 
 HELP = "play episodes with a run's policy and report its returns"
 
@@ -21,23 +19,11 @@ Examples:
 
 
 @dataclass(frozen=True)
-class EvaluateOptions:
-    run: tyro.conf.Positional[str]
-    """Name or folder of the run."""
+class EvaluateOptions(PolicyOptions):
     episodes: int = 10
     """Number of episodes to play."""
-    seed: int = 1000
-    """Seed of the environments."""
     epsilon: float = 0.0
     """Probability of a random action."""
-    which: Literal["best", "last"] = "best"
-    """The best evaluated policy, or the newest checkpoint's."""
-    device: str | None = None
-    """Device to use instead of the run's own: cpu, cuda …"""
-    trust: bool = False
-    """Import the code (module:Class, --import) that the run's configuration names."""
-    json: bool = False
-    """Print one JSON object and nothing else."""
 
 
 def run(argv: list[str]) -> int:

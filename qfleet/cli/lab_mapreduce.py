@@ -12,7 +12,7 @@ import tyro
 
 from qfleet.cli.parsing import parse
 from qfleet.config.validation import check_address
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import require
 from qfleet.engines.cluster.ray_cluster import STORE_BYTES, TIMEOUT_S, open_cluster
 from qfleet.lab.mapreduce import (
     Problem,
@@ -86,8 +86,7 @@ def run(argv: list[str]) -> None:
 
     straggler = None if options.straggler is None else Slowness.parse(options.straggler)
     for name in ("tolerance", "timeout_s"):
-        if not getattr(options, name) > 0:
-            raise ConfigError(f"{name} must be > 0, got {getattr(options, name)}")
+        require(getattr(options, name) > 0, name, getattr(options, name), "> 0")
     if options.address is not None:
         check_address(options.address)
     check_descent(options.steps, options.learning_rate)
@@ -171,9 +170,9 @@ def _lines(report: dict[str, Any]) -> list[str]:
     lines = ["round         " + "".join(f"{mark:>12}" for mark in marks)]
     lines.append("loss          " + "".join(f"{losses[mark]:>12.6g}" for mark in marks))
     lines.append("")
-    verdict = "reached" if report["reached"] else "NOT reached"
+    outcome = "reached" if report["reached"] else "NOT reached"
     distance = f"{report['distance']:.2e} of its length away, tolerance {report['tolerance']:g}"
-    lines.append(f"closed form   {verdict}: {distance}")
+    lines.append(f"closed form   {outcome}: {distance}")
     traffic, formula = report["traffic"], report["formula"]
     floats = "m·d·8" if report["local_reduction"] else "n·d·8"
     for way, rule in (("sent", "m·d·8"), ("received", floats)):

@@ -21,7 +21,6 @@ from qfleet.core.errors import ConfigError
 from qfleet.lab.speedup import (
     HEADER,
     UNMEASURED,
-    Case,
     Point,
     Train,
     check_sweep,
@@ -103,7 +102,9 @@ def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
         raise ConfigError("--straggler needs a step latency above 0; set --step-latency-s too")
     check_sweep(options.steps_per_worker, options.repeats)
     fields = _fields(options, updates)
-    _check_runs(options, fields, cases)
+    for case in cases:  # validate all runs first, so that none is refused after hours
+        of_run = _fields_for(fields, case.fields(options.steps_per_worker))
+        validate(resolve(options.env, options.algo, options.preset, fields=of_run)[0])
     points: list[Point] = []
     with tempfile.TemporaryDirectory(prefix="qfleet-speedup-") as folder:
         trainer = _trainer(options, fields, Path(folder), train)
@@ -125,22 +126,15 @@ def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
 
 def _fields(options: SpeedupOptions, updates: Sequence[str]) -> dict[str, Any]:
     """Return the fields that are the same in all runs."""
-    asked = parse_json_object("--fields", options.fields)
-    check_fields(asked)
-    for name in asked:
+    given = parse_json_object("--fields", options.fields)
+    check_fields(given)
+    for name in given:
         if name in SWEPT:
             raise ConfigError(f"fields must not contain {name}; set it with {SWEPT[name]}")
         if not any(OPTIONS[name].used_with(update) for update in updates):
             raise ConfigError(f"fields must not contain {name}; {options.updates} ignores it")
     own = {name: getattr(options, name) for name in OWN if name != "straggler"}
-    return {**UNMEASURED, **asked, **own}
-
-
-def _check_runs(options: SpeedupOptions, fields: Mapping[str, Any], cases: Sequence[Case]) -> None:
-    """Validate all runs before the first one starts, so that none is refused after hours."""
-    for case in cases:
-        of_run = _fields_for(fields, case.fields(options.steps_per_worker))
-        validate(resolve(options.env, options.algo, options.preset, fields=of_run)[0])
+    return {**UNMEASURED, **given, **own}
 
 
 def _trainer(

@@ -27,11 +27,7 @@ examples:
 
 
 def usage() -> str:
-    lines = [
-        "usage: qfleet VERB … [--debug]   (qfleet VERB --help lists options)",
-        "",
-        "verbs:",
-    ]
+    lines = ["usage: qfleet VERB … [--debug]   (qfleet VERB --help lists options)", "", "verbs:"]
     for verb in VERBS:
         lines.append(f"  {verb:<10} {importlib.import_module(f'qfleet.cli.{verb}').HELP}")
     return "\n".join([*lines, "", EXAMPLES])

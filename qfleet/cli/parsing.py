@@ -36,9 +36,9 @@ def parse(
 ) -> T:
     """Call tyro.cli; examples end the help, and an error is a UserError of one line, not a box."""
     description, _, examples = description.partition("Examples:")
-    complaint = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
+        with contextlib.redirect_stderr(stderr):
             parsed: T = tyro.cli(
                 target,
                 args=spell(argv),
@@ -53,7 +53,7 @@ def parse(
             print(f"Examples:{examples}", end="")
         if not exit_.code:
             raise
-        raise UserError(_one_line(complaint.getvalue(), verb)) from None
+        raise UserError(_one_line(stderr.getvalue(), verb)) from None
 
 
 def spell(argv: list[str]) -> list[str]:

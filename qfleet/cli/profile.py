@@ -80,7 +80,7 @@ def _profile(config: Config, options: ProfileOptions) -> int:
     from qfleet.training.run import Run
     from qfleet.training.run_state import RunOptions
 
-    class Watch(Callback):
+    class RunRecorder(Callback):
         """A callback that keeps the run and its rate, which a result does not hold."""
 
         rate: float | None = None
@@ -100,20 +100,18 @@ def _profile(config: Config, options: ProfileOptions) -> int:
         folder = new_run_dir(api.RUNS, name, explicit=False)
     if not options.json:
         print(f"profiling {config.env} for {format_duration(options.seconds)} …", file=sys.stderr)
-    watch = Watch()
+    recorder = RunRecorder()
     with quiet_stdout(options.json):
         trained = api.train(
             config=config,
             run_dir=folder,
             options=RunOptions(max_wall_s=options.seconds, trace=True),
-            callbacks=[watch],
+            callbacks=[recorder],
         )
-    run, result = watch.ended, trained.result
-    measured = run.stages
-    stages = measured or stages_from_timers(
-        result, trained.config, watch.rate or 0.0, run.parts.device.type
+    run, result, from_timers = recorder.ended, trained.result, recorder.ended.stages is None
+    stages = run.stages or stages_from_timers(
+        result, trained.config, recorder.rate or 0.0, run.parts.device.type
     )
-    from_timers = measured is None
     if options.json:
         print(json_module.dumps(_as_dict(result, stages, trained.folder, from_timers)))
     else:

@@ -1,4 +1,4 @@
-"""Options shared by train and resume, and the output at the end of both."""
+"""Options that several verbs share, and the output at the end of train and resume."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json as json_module
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+import tyro
 
 from qfleet.cli.parsing import parse_duration
 from qfleet.config.trust import needs_trust
@@ -16,6 +18,24 @@ from qfleet.core.errors import UserError
 if TYPE_CHECKING:
     from qfleet.training.api import Trained
     from qfleet.training.run_state import RunOptions
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """Options of the verbs that play with the policy of a run."""
+
+    run: tyro.conf.Positional[str]
+    """Name or folder of the run."""
+    seed: int = 1000
+    """Seed of the environments."""
+    which: Literal["best", "last"] = "best"
+    """The best evaluated policy, or the newest checkpoint's."""
+    device: str | None = None
+    """Device to use instead of the run's own: cpu, cuda …"""
+    trust: bool = False
+    """Import the code (module:Class, --import) that the run's configuration names."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +106,6 @@ def finish(trained: Trained, options: RunArguments) -> int:
             print(f"  trace      {trace_path(trained.folder)}")
             print(f"  timeline   {timeline_path(trained.folder)}")
         if trained.result.env_steps < trained.config.steps:
-            consent = " --trust" if needs_trust(trained.config) else ""
-            print(f"  go on with: qfleet resume {trained.folder}{consent}")
+            trust = " --trust" if needs_trust(trained.config) else ""
+            print(f"  go on with: qfleet resume {trained.folder}{trust}")
     return 128 + trained.interrupted_by if trained.interrupted_by else 0

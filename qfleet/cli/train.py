@@ -113,17 +113,17 @@ class Start(NamedTuple):
 def read_start(argv: list[str]) -> Start:
     """Find environment, algorithm, preset and file in ``argv``: they determine the defaults."""
     argv = _with_env_named(argv)
-    said = _peek(argv, ("--env", "--algo", "--preset", "--config", "--engine", "--update"))
-    file_fields = read_fields(Path(said["--config"])) if said["--config"] else None
+    named = _peek(argv, ("--env", "--algo", "--preset", "--config", "--engine", "--update"))
+    file_fields = read_fields(Path(named["--config"])) if named["--config"] else None
     base, preset = resolve(
-        said["--env"],
-        said["--algo"],
-        said["--preset"],
+        named["--env"],
+        named["--algo"],
+        named["--preset"],
         file_fields,
-        engine=said["--engine"],
-        update=said["--update"],
+        engine=named["--engine"],
+        update=named["--update"],
     )
-    names_task = bool(said["--env"] or file_fields is not None or preset)
+    names_task = bool(named["--env"] or file_fields is not None or preset)
     given = {word.partition("=")[0] for word in argv}
     kept = {
         name: value

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json as json_module
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-import tyro
 
 from qfleet.cli.parsing import parse
+from qfleet.cli.run_options import PolicyOptions
 
 HELP = "record a video of the greedy policy of a run (GIF or MP4)"
 
@@ -22,25 +20,13 @@ Examples:
 
 
 @dataclass(frozen=True)
-class VideoOptions:
-    run: tyro.conf.Positional[str]
-    """Name or folder of the run."""
+class VideoOptions(PolicyOptions):
     out: Path | None = None
     """File to write, .gif or .mp4; default videos/ in the run's folder."""
-    seed: int = 1000
-    """Seed of the environment."""
     max_frames: int = 1000
     """Maximum length of the video, in frames."""
     fps: int = 30
     """Frames per second."""
-    which: Literal["best", "last"] = "best"
-    """The best evaluated policy, or the newest checkpoint's."""
-    device: str | None = None
-    """Device to use instead of the run's own: cpu, cuda …"""
-    trust: bool = False
-    """Import the code (module:Class, --import) that the run's configuration names."""
-    json: bool = False
-    """Print one JSON object and nothing else."""
 
 
 def run(argv: list[str]) -> int:

@@ -33,12 +33,7 @@ def first_counters(seeds: Tensor) -> Tensor:
     return _mixed(seeds * _signed(_STEP))
 
 
-def next_counters(counters: Tensor) -> Tensor:
-    """Return the counters of the next step."""
-    return counters + _signed(_STEP)
-
-
-def later_counters(counters: Tensor, steps: Tensor) -> Tensor:
+def next_counters(counters: Tensor, steps: int | Tensor = 1) -> Tensor:
     """Return the counters ``steps`` steps later; int64 ``steps`` are broadcast over them."""
     return counters + steps * _signed(_STEP)
 

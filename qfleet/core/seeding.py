@@ -55,11 +55,6 @@ def env_seeds(seed: int, count: int) -> list[int]:
     return list(seeds)
 
 
-def rebuilt_seed(seed: int, rebuilds: int) -> int:
-    """Return the seed of a rebuilt environment; the old seed would replay the same failure."""
-    return mix_seeds(seed, rebuilds)
-
-
 def mix_seeds(seed: int, salt: int) -> int:
     """Return a seed derived from ``seed`` and ``salt``."""
     return int(np.random.SeedSequence([seed, salt]).generate_state(1)[0]) % _SEED_LIMIT

@@ -58,14 +58,14 @@ def ignore_sigterm_if_blocked() -> None:
 
 
 @contextlib.contextmanager
-def sigterm_unwinds(theirs: Any) -> Iterator[None]:
+def sigterm_unwinds(previous: Any) -> Iterator[None]:
     """Let SIGTERM unwind the block, so that it cleans up, and exit with code 128 + SIGTERM.
 
-    ``theirs`` is the previous handler. If it is callable, as that of a run that writes a
+    ``previous`` is the handler until now. If it is callable, as that of a run that writes a
     checkpoint, it stays in place.
     """
-    if callable(theirs):
-        with handling({signal.SIGTERM: theirs}):
+    if callable(previous):
+        with handling({signal.SIGTERM: previous}):
             yield
         return
     received = []

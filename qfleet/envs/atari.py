@@ -26,13 +26,6 @@ _OPTIONS = ("use_fire_reset", "maxpool", "img_height", "img_width")
 """The pool's arguments that env_kwargs may set; the others are configuration fields."""
 
 
-def _make_pool(config: Config, *arguments: Any, **options: Any) -> AtariVectorEnv:
-    try:
-        return AtariVectorEnv(*arguments, **options)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise refused_kwargs(config, error) from None
-
-
 class AtariEnvs(BaseEnvs):
     """A ``core.VectorEnv`` of Atari games. Rewards and pixels are integers, so never NaN."""
 
@@ -50,25 +43,27 @@ class AtariEnvs(BaseEnvs):
     ) -> None:
         """Create the pool. ``colour``: return full-size colour frames instead, for videos only."""
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
-        options = env_kwargs(config, "Atari", _OPTIONS)
         frame_stack = config.frame_stack or 4
-        self._pool = _make_pool(
-            config,
-            game,
-            num_envs,
-            num_threads=pool_threads(config, num_envs, training=training),
-            max_num_frames_per_episode=(config.max_episode_steps * config.frame_skip or MAX_FRAMES),
-            repeat_action_probability=config.sticky_actions,
-            full_action_space=config.full_action_space,
-            stack_num=frame_stack,
-            frameskip=config.frame_skip,
-            noop_max=config.noop_max,
-            reward_clipping=False,
+        options: dict[str, Any] = {
+            "num_threads": pool_threads(config, num_envs, training=training),
+            "max_num_frames_per_episode": config.max_episode_steps * config.frame_skip
+            or MAX_FRAMES,
+            "repeat_action_probability": config.sticky_actions,
+            "full_action_space": config.full_action_space,
+            "stack_num": frame_stack,
+            "frameskip": config.frame_skip,
+            "noop_max": config.noop_max,
+            "reward_clipping": False,
             # The pool's episodic life would also end the reported episodes; see life_lost below.
-            episodic_life=False,
-            grayscale=not colour,
-            **{**options, **({"img_height": 210, "img_width": 160} if colour else {})},
-        )
+            "episodic_life": False,
+            "grayscale": not colour,
+            **env_kwargs(config, "Atari", _OPTIONS),
+            **({"img_height": 210, "img_width": 160} if colour else {}),
+        }
+        try:
+            self._pool = AtariVectorEnv(game, num_envs, **options)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise refused_kwargs(config, error) from None
         spec = describe(
             config.env,
             self._pool.single_observation_space,

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.core.errors import EnvironmentFault, UserError, one_line
-from qfleet.core.seeding import rebuilt_seed
+from qfleet.core.seeding import mix_seeds
 from qfleet.core.types import EnvSpec, StateDict
 from qfleet.envs.spaces import AnyEnv, check_array
 from qfleet.envs.state import load_env, save_env
@@ -155,7 +155,8 @@ class GuardedEnv:
         """Close a failed environment; the next reset builds a new one, with a new seed."""
         self.close()
         self._rebuilds += 1
-        self._next_seed = rebuilt_seed(self._seed, self._rebuilds)
+        # The old seed would replay the same failure.
+        self._next_seed = mix_seeds(self._seed, self._rebuilds)
 
     def _store(self, obs: Any, row: NDArray[Any]) -> bool:
         """Write the observation into the row and return whether it is finite."""

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, EnvironmentFault, one_line
-from qfleet.core.seeding import env_seeds, rebuilt_seed
+from qfleet.core.seeding import env_seeds, mix_seeds
 from qfleet.core.types import StateDict, Step
 from qfleet.envs.base import BaseEnvs
 from qfleet.envs.guard import OnFault
@@ -72,9 +72,9 @@ class _Worker:
         self.is_up = False
         self._process: BaseProcess | None = None
         self._pipe: Connection
-        self._pipe, theirs = self._context.Pipe()
+        self._pipe, worker_end = self._context.Pipe()
         _set_deadline(self._pipe, self._timeout_s)
-        process = self._context.Process(target=serve, args=(self._share, theirs), daemon=True)
+        process = self._context.Process(target=serve, args=(self._share, worker_end), daemon=True)
         try:
             process.start()
             self._process = process
@@ -83,7 +83,7 @@ class _Worker:
             self.loss = _Loss("env_process", text, "use fewer envs")
         finally:
             # This process's copy of the worker's end would keep the pipe open if the worker dies.
-            theirs.close()
+            worker_end.close()
 
     @property
     def pid(self) -> int | None:
@@ -212,7 +212,7 @@ class ProcessEnvs(BaseEnvs):
     def _worker_seeds(self, worker: _Worker) -> list[int]:
         return [
             # Guards number their own rebuilds from 1, so 0 gives seeds that no guard uses.
-            rebuilt_seed(rebuilt_seed(self.seeds[i], 0), self._restarts[i])
+            mix_seeds(mix_seeds(self.seeds[i], 0), self._restarts[i])
             if self._restarts[i]
             else self.seeds[i]
             for i in worker.envs

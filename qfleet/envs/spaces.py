@@ -65,10 +65,10 @@ def check_array(name: str, obs: NDArray[Any], shape: tuple[int, ...], dtype: np.
     wrap around.
     """
     if dtype == np.uint8:
-        alike = obs.dtype == np.uint8
+        same_kind = obs.dtype == np.uint8
     else:
-        alike = _KIND.get(obs.dtype.kind) == _KIND[dtype.kind]
-    if obs.shape != shape or not alike:
+        same_kind = _KIND.get(obs.dtype.kind) == _KIND[dtype.kind]
+    if obs.shape != shape or not same_kind:
         raise EnvironmentFault(
             f"{name} changed its observation: expected {shape} {dtype}, got {obs.shape} {obs.dtype}"
             "; fix the environment or its observation_space"
@@ -86,18 +86,14 @@ class Canonical(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: AnyEnv, spec: EnvSpec) -> None:
         super().__init__(env)
-        actions, observations = env.action_space, env.observation_space
-        assert isinstance(actions, Discrete)
-        self.first_action = int(actions.start)
+        self.first_action, self.first_value = spec.first_action, spec.first_obs_value
         self.action_space = Discrete(spec.num_actions)
         self._name = f"environment '{spec.env_id}'"
         self._shape = spec.obs_shape
         self._dtype = np.dtype(spec.obs_dtype)
-        self._declared_dtype = np.dtype(observations.dtype)
-        self.first_value = 0
-        self._is_discrete = isinstance(observations, Discrete)
-        if isinstance(observations, Discrete):
-            self.first_value = int(observations.start)
+        self._declared_dtype = np.dtype(env.observation_space.dtype)
+        self._is_discrete = spec.num_obs_values > 0
+        if self._is_discrete:
             self.observation_space = Discrete(spec.num_obs_values)
         elif self._declared_dtype != self._dtype:
             self.observation_space = Box(-np.inf, np.inf, self._shape, np.float32)
@@ -126,9 +122,6 @@ class Canonical(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 def canonical(env: AnyEnv, spec: EnvSpec, *, copy: bool) -> AnyEnv:
     """Return ``env`` with canonical spaces, unwrapped if they already are: a wrapper costs time."""
-    actions, observations = env.action_space, env.observation_space
-    starts = [space.start for space in (actions, observations) if isinstance(space, Discrete)]
-    is_canonical = not any(starts) and (
-        isinstance(observations, Discrete) or observations.dtype == np.dtype(spec.obs_dtype)
-    )
-    return env if is_canonical and not copy else Canonical(env, spec)
+    is_shifted = spec.first_action or spec.first_obs_value
+    has_dtype = spec.num_obs_values or env.observation_space.dtype == np.dtype(spec.obs_dtype)
+    return env if has_dtype and not is_shifted and not copy else Canonical(env, spec)

@@ -143,9 +143,9 @@ class Worker:
     def __init__(self, share: Share) -> None:
         self._share = share
         slab = Slab(share.raw, share.spec, share.num_envs)
-        mine = slice(share.envs.start, share.envs.stop)
-        self._action: NDArray[np.int64] = slab.action[mine]
-        self._sides = slab.steps(mine)
+        rows = slice(share.envs.start, share.envs.stop)
+        self._action: NDArray[np.int64] = slab.action[rows]
+        self._sides = slab.steps(rows)
         self._envs: GuardedEnvs | None = None
         self._seeds: dict[int, int] = {}
         self._faults: list[tuple[str, str]] = []

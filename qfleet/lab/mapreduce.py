@@ -14,7 +14,6 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,8 +100,8 @@ def make_problem(samples: int, dimensions: int, noise: float, seed: int) -> Prob
     require(seed >= 0, "seed", seed, "at least 0")
     rng = np.random.default_rng(seed)
     features = rng.standard_normal((samples, dimensions))
-    truth = rng.standard_normal(dimensions)
-    return Problem(features, features @ truth + noise * rng.standard_normal(samples))
+    true_weights = rng.standard_normal(dimensions)
+    return Problem(features, features @ true_weights + noise * rng.standard_normal(samples))
 
 
 def check_shares(samples: int, workers: int) -> None:
@@ -139,39 +138,12 @@ def _residuals(features: Floats, targets: Floats, weights: Floats) -> Floats:
     return np.asarray(np.einsum("nd,d->n", features, weights) - targets)
 
 
-def reduce_vectors(vectors: Floats, how: Literal["sum", "mean", "count"]) -> Floats:
-    """Reduce vectors ``[k, d]`` to their sum or mean, ``[d]``, or to their number, ``[]``."""
-    if how == "count":
-        return np.asarray(float(len(vectors)))
-    total = np.asarray(vectors.sum(axis=0))
-    return total / len(vectors) if how == "mean" else total
-
-
-def gradient(parts: list[Floats], samples: int, *, local_reduction: bool) -> Floats:
+def gradient(parts: list[Floats], samples: int) -> Floats:
     """Return the mean gradient over ``samples`` samples.
 
-    ``parts`` are what the workers sent: sums if ``local_reduction``, else one vector per sample.
+    ``parts`` are what the workers sent: sums ``[1, d]``, or one vector per sample, ``[k, d]``.
     """
-    vectors = np.concatenate(parts)
-    if local_reduction:
-        return reduce_vectors(vectors, "sum") / samples
-    return reduce_vectors(vectors, "mean")
-
-
-def descend(
-    problem: Problem, workers: int, steps: int, rate: float, *, local_reduction: bool
-) -> Floats:
-    """Run synchronous descent from 0 in this process; return the weights after every round."""
-    map_share = map_and_reduce if local_reduction else map_samples
-    cuts = shares(problem.samples, workers)
-    weights = [np.zeros(problem.dimensions)]
-    for _ in range(steps):
-        parts = [
-            map_share(problem.features[cut], problem.targets[cut], weights[-1]) for cut in cuts
-        ]
-        slope = gradient(parts, problem.samples, local_reduction=local_reduction)
-        weights.append(weights[-1] - rate * slope)
-    return np.stack(weights)
+    return np.asarray(np.concatenate(parts).sum(axis=0)) / samples
 
 
 def broadcast_bytes(workers: int, dimensions: int) -> int:

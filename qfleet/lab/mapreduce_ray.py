@@ -25,7 +25,6 @@ from qfleet.lab.mapreduce import (
     gradient,
     map_and_reduce,
     map_samples,
-    reduce_vectors,
     shares,
 )
 from qfleet.telemetry.timers import COMMUNICATING, COMPUTING, KINDS, WAITING
@@ -100,17 +99,12 @@ class Descent:
     traffic: Traffic = field(default_factory=Traffic)
     staleness: Counter[int] = field(default_factory=Counter)
     """Age in updates → number of gradients computed with weights of that age."""
-    server_processor_s: float = 0.0
-    workers_processor_s: float = 0.0
+    processor_s: float = 0.0
+    """CPU time of gradients and updates in all processes, without that of Ray itself."""
 
     @property
     def wall_s(self) -> float:
         return self.times_s[-1]
-
-    @property
-    def processor_s(self) -> float:
-        """CPU time of gradients and updates in all processes, without that of Ray itself."""
-        return self.server_processor_s + self.workers_processor_s
 
     def spent_s(self, worker: int, kind: str) -> float:
         return sum(span.end_s - span.start_s for span in self.spans[worker] if span.kind == kind)
@@ -138,7 +132,7 @@ def descend_on(
 ) -> Descent:
     """Descend from 0; the last worker is the straggler. Time starts at the first broadcast."""
     check_descent(steps, rate)
-    server = _Server(cluster, problem, workers, rate, mode, local_reduction, straggler)
+    server = _Server(cluster, problem, rate, Descent(workers, mode, local_reduction), straggler)
     try:
         server.begin()
         if mode == "sync":
@@ -158,32 +152,25 @@ class _Server:
         self,
         cluster: Cluster,
         problem: Problem,
-        workers: int,
         rate: float,
-        mode: Mode,
-        local_reduction: bool,
+        descent: Descent,
         straggler: Slowness | None,
     ) -> None:
-        self._cluster, self._problem, self._rate = cluster, problem, rate
-        self._shares = shares(problem.samples, workers)
-        self._descent = Descent(workers, mode, local_reduction)
+        self._cluster, self._problem, self._rate, self._descent = cluster, problem, rate, descent
+        self._shares = shares(problem.samples, descent.workers)
         self._weights: Floats = np.zeros(problem.dimensions)
         self.workers = []
         for k, share in enumerate(self._shares):
-            slowness = straggler if straggler and k == workers - 1 else Slowness()
+            slowness = straggler if straggler and k == descent.workers - 1 else Slowness()
             data = problem.features[share], problem.targets[share]
-            self.workers.append(cluster.spawn(Worker, *data, local_reduction, slowness))
+            self.workers.append(cluster.spawn(Worker, *data, descent.local_reduction, slowness))
 
     def begin(self) -> None:
         """Wait until all workers have started, compare clocks, and start the time measurement."""
-        names = [self._name(k) for k in range(len(self.workers))]
-        hellos = [worker.clock_s.remote() for worker in self.workers]
-        for hello, name in zip(hellos, names, strict=True):
-            self._cluster.get(hello, name)
-        self._ahead_s = [
-            self._clock_difference(worker, name)
-            for worker, name in zip(self.workers, names, strict=True)
-        ]
+        replies = [worker.clock_s.remote() for worker in self.workers]
+        for k, reply in enumerate(replies):
+            self._cluster.get(reply, self._name(k))
+        self._ahead_s = [self._clock_difference(k) for k in range(len(self.workers))]
         self._processor_s = time.process_time()
         self._begun_s = time.monotonic()
         # Time since which each worker has nothing to do.
@@ -229,7 +216,7 @@ class _Server:
                 send(k, version + 1)
 
     def end(self) -> Descent:
-        self._descent.server_processor_s = time.process_time() - self._processor_s
+        self._descent.processor_s += time.process_time() - self._processor_s
         for k, free_s in enumerate(self._free_s):
             self._add(k, WAITING, free_s, self._descent.wall_s)
         return self._descent
@@ -255,18 +242,17 @@ class _Server:
         self._add(k, COMPUTING, started_s, ended_s)
         self._add(k, COMMUNICATING, ended_s, received_s)
         self._free_s[k] = received_s
-        self._descent.workers_processor_s += answer.processor_s
+        self._descent.processor_s += answer.processor_s
         traffic = self._descent.traffic
         traffic.messages_received += 1
         traffic.bytes_received += answer.vectors.nbytes
-        traffic.vectors_received += int(reduce_vectors(answer.vectors, "count"))
+        traffic.vectors_received += len(answer.vectors)
         return answer.vectors
 
     def _update(self, parts: list[Floats], samples: int) -> None:
         # Overflow is reported below, as one error.
         with np.errstate(over="ignore", invalid="ignore"):
-            slope = gradient(parts, samples, local_reduction=self._descent.local_reduction)
-            self._weights = self._weights - self._rate * slope
+            self._weights = self._weights - self._rate * gradient(parts, samples)
         if not np.isfinite(self._weights).all():
             raise DivergedError(
                 f"the weights are no longer finite: learning_rate {self._rate:g} is too large; "
@@ -285,12 +271,12 @@ class _Server:
     def _now(self) -> float:
         return time.monotonic() - self._begun_s
 
-    def _clock_difference(self, worker: Any, name: str) -> float:
+    def _clock_difference(self, k: int) -> float:
         """Return the seconds that a worker's clock, maybe of another machine, is ahead of ours."""
         trips = []
         for _ in range(_PINGS):
             asked_s = time.monotonic()
-            theirs_s = self._cluster.get(worker.clock_s.remote(), name)
+            theirs_s = self._cluster.get(self.workers[k].clock_s.remote(), self._name(k))
             answered_s = time.monotonic()
             trips.append((answered_s - asked_s, theirs_s - (asked_s + answered_s) / 2))
         return float(min(trips)[1])

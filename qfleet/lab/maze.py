@@ -130,6 +130,7 @@ def _draw_values(axes: Any, result: MazeResult) -> None:
     import matplotlib.patheffects as effects
     from matplotlib import colormaps
     from matplotlib.collections import PolyCollection
+    from matplotlib.patches import Rectangle
 
     maze, q = result.maze, result.q
     points_per_cell = 72 * 5.4 / max(maze.height, maze.width / 1.8)
@@ -204,8 +205,8 @@ def _draw_values(axes: Any, result: MazeResult) -> None:
             path_effects=[] if is_goal else [effects.withStroke(linewidth=2, foreground=_WALL)],
         )
         if is_goal:
-            corner = (column - 0.5, row - 0.5)
-            axes.add_patch(_square(corner, _PATH))
+            corner, look = (column - 0.5, row - 0.5), {"facecolor": _PATH, "edgecolor": "white"}
+            axes.add_patch(Rectangle(corner, 1, 1, zorder=3.5, **look))
     axes.set(xlim=(-0.5, maze.width - 0.5), ylim=(maze.height - 0.5, -0.5), aspect="equal")
     axes.set(xticks=[], yticks=[])
     axes.grid(False)
@@ -217,12 +218,6 @@ def _draw_values(axes: Any, result: MazeResult) -> None:
     bar = axes.figure.colorbar(shading, ax=axes, shrink=0.82, pad=0.02, aspect=28)
     bar.outline.set_visible(False)
     bar.set_label("Q(s, a)")
-
-
-def _square(corner: tuple[float, float], colour: str) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle(corner, 1, 1, facecolor=colour, edgecolor="white", zorder=3.5)
 
 
 def _draw_returns(axes: Any, result: MazeResult) -> None:

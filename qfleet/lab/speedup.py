@@ -45,27 +45,15 @@ class Case:
     """Factor on the step latency of worker 0; 1: no straggler."""
     workers: int
 
-    @property
-    def curve(self) -> tuple[str, float]:
-        return self.update, self.straggler
-
     def fields(self, steps_per_worker: int) -> dict[str, Any]:
         """Return the configuration fields in which this run differs from the others."""
-        return {
-            "update": self.update,
-            "straggler": self.straggler,
-            "workers": self.workers,
-            "steps": self.workers * steps_per_worker,
-        }
+        return {**asdict(self), "steps": self.workers * steps_per_worker}
 
 
 @dataclass(frozen=True)
-class Point:
+class Point(Case):
     """The result of one run."""
 
-    update: str
-    straggler: float
-    workers: int
     env_steps: int
     wall_s: float
     """Wall time of the workers, without starting processes, in seconds."""
@@ -79,10 +67,6 @@ class Point:
     """Mean age of the weights, in updates."""
     processor_s: float | None
     """CPU time of all processes, in seconds."""
-
-    @property
-    def curve(self) -> tuple[str, float]:
-        return self.update, self.straggler
 
 
 def parse_workers(text: str) -> list[int]:
@@ -157,9 +141,7 @@ def _point(case: Case, rate: float, baseline: float, fleet: Mapping[str, Any]) -
     speed_up = rate / baseline
     computing, communicating, waiting = (finite(fleet["shares"][kind]) for kind in KINDS)
     return Point(
-        update=case.update,
-        straggler=case.straggler,
-        workers=case.workers,
+        **asdict(case),
         env_steps=fleet["env_steps"],
         wall_s=fleet["env_steps"] / rate,
         env_steps_per_s=rate,

@@ -1,8 +1,8 @@
 """The columns of a replay memory: their shapes, dtypes and storage.
 
 In: an environment's spec, the number of rows and envs, a device and optionally a folder.
-Out: one flat tensor per column, in RAM, on the device, or mapped from a file in that folder. The
-frames are behind the ``FrameColumn`` protocol, because they may be compressed.
+Out: one flat tensor per column, in RAM, on the device, or mapped from a file in that folder;
+compressed frames are a ``CompressedFrames``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +20,6 @@ from qfleet.core.errors import ConfigError, MemoryRefusedError
 from qfleet.core.types import EnvSpec
 from qfleet.memory.compression import CompressedFrames, Compression, compressed_bytes
 from qfleet.storage.rundir import RunLock
-
-
-class Columns(NamedTuple):
-    """The columns of a ring: one entry per slot, and one blank frame at the end of ``frames``."""
-
-    frames: Tensor | CompressedFrames
-    action: Tensor
-    reward: Tensor
-    flags: Tensor
 
 
 def column_layout(spec: EnvSpec, slots: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -65,28 +55,26 @@ def allocate(
     device: torch.device,
     directory: Path | None,
     compression: Compression,
-) -> Columns:
-    """Allocate columns with undefined contents: a slot is never read before it is written."""
-    layout = dict(column_layout(spec, rows * num_envs))
-    if compression == "lz4":
-        del layout["frames"]
-    if directory is None:
-        columns = {
-            name: torch.empty(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in layout.items()
-        }
-    else:
-        if device.type != "cpu":
-            raise ConfigError(
-                f"replay_dir '{directory}' needs a replay memory on the CPU, not on {device}; "
-                "drop replay_dir or choose device cpu"
-            )
-        columns = {
-            name: _map_file(column_path(directory, name), shape, dtype)
-            for name, (shape, dtype) in layout.items()
-        }
-    frames = CompressedFrames(spec, rows, num_envs) if compression == "lz4" else columns["frames"]
-    return Columns(frames, columns["action"], columns["reward"], columns["flags"])
+) -> tuple[Tensor | CompressedFrames, Tensor, Tensor, Tensor]:
+    """Allocate frames, actions, rewards and flags: one per slot, and one frame more at the end.
+
+    The contents are undefined: a slot is never read before it is written.
+    """
+    if directory is not None and device.type != "cpu":
+        raise ConfigError(
+            f"replay_dir '{directory}' needs a replay memory on the CPU, not on {device}; "
+            "drop replay_dir or choose device cpu"
+        )
+    layout = column_layout(spec, rows * num_envs)
+
+    def column(name: str) -> Tensor:
+        shape, dtype = layout[name]
+        if directory is None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return _map_file(column_path(directory, name), shape, dtype)
+
+    frames = column("frames") if compression == "none" else CompressedFrames(spec, rows, num_envs)
+    return frames, column("action"), column("reward"), column("flags")
 
 
 def lock_directory(directory: Path) -> RunLock:

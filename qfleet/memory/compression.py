@@ -74,7 +74,7 @@ def compressed_bytes(spec: EnvSpec, slots: int) -> int:
 
 
 class CompressedFrames:
-    """A ``columns.FrameColumn`` of compressed frames."""
+    """The frames of a ring, each compressed; the methods are those of ``ring.PlainFrames``."""
 
     def __init__(self, spec: EnvSpec, rows: int, num_envs: int) -> None:
         self._compress, self._decompress = load_codec()

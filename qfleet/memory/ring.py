@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from qfleet.accelerator.compiling import Compilable
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, StateDict
 from qfleet.memory.columns import allocate, lock_directory
-from qfleet.memory.compression import Compression, check_compressible
+from qfleet.memory.compression import CompressedFrames, Compression, check_compressible
 from qfleet.memory.samplers import Sampler, Window, ring_segments
 from qfleet.storage.segments import Segments
 
@@ -27,34 +27,12 @@ SEGMENT_BYTES = 64 * 2**20
 """Size of the segments in which frames are checkpointed."""
 
 
-class FrameColumn(Protocol):
-    """A column of slots + 1 frames, of which the last is always blank.
-
-    A frame stack uses the blank frame for the positions before an episode's start.
-    """
-
-    def write(self, row: int, frames: Tensor) -> None:
-        """Write ``frames`` ``[rows, num_envs, *frame_shape]`` into the rows from ``row`` on."""
-        ...
-
-    def index_select(self, slot: Tensor) -> Tensor:
-        """Return a copy of the frames at these slots, ``[len(slot), *frame_shape]``."""
-        ...
-
-    def pieces(self, cuts: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
-        """Return rows start … stop − 1 of each cut, as ``[rows, num_envs, *frame_shape]``.
-
-        The pieces must be read before the next write.
-        """
-        ...
-
-    def nbytes(self) -> int:
-        """Return the bytes that the frames take at this moment."""
-        ...
-
-
 class PlainFrames:
-    """A ``FrameColumn`` of uncompressed frames in one tensor."""
+    """The frames of a ring, uncompressed; ``CompressedFrames`` has the same methods.
+
+    The frame after the last slot is always blank. A frame stack uses it for the positions before an
+    episode's start.
+    """
 
     def __init__(self, frames: Tensor, rows: int, num_envs: int) -> None:
         """Use ``frames``, ``[rows * num_envs + 1, *frame_shape]`` with undefined contents."""
@@ -63,15 +41,19 @@ class PlainFrames:
         frames[-1].zero_()
 
     def write(self, row: int, frames: Tensor) -> None:
+        """Write ``frames`` ``[rows, num_envs, *frame_shape]`` into the rows from ``row`` on."""
         self._rows[row : row + frames.shape[0]].copy_(frames)
 
     def index_select(self, slot: Tensor) -> Tensor:
+        """Return a copy of the frames at these slots, ``[len(slot), *frame_shape]``."""
         return self._frames.index_select(0, slot)
 
     def pieces(self, cuts: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+        """Return rows start … stop − 1 of each cut; they must be read before the next write."""
         return [self._rows[start:stop] for start, stop in cuts]
 
     def nbytes(self) -> int:
+        """Return the bytes that the frames take at this moment."""
         return self._frames.nbytes
 
 
@@ -124,7 +106,7 @@ class Ring:
         except BaseException:
             self.close()
             raise
-        self._frames: FrameColumn = (
+        self._frames: PlainFrames | CompressedFrames = (
             PlainFrames(frames, self.rows, num_envs) if isinstance(frames, Tensor) else frames
         )
         self.device = device
@@ -137,10 +119,9 @@ class Ring:
         self._gather_columns: Callable[..., Any] = self._columns_at
         if capturable:
             self._gather_columns = Compilable(self._columns_at, is_sized=True)
-        per_row = (self.rows, num_envs)
-        self._action_rows = self._action.view(per_row)
-        self._reward_rows = self._reward.view(per_row)
-        self._flag_rows = self._flags.view(per_row)
+        self._action_rows, self._reward_rows, self._flag_rows = (
+            column.view(self.rows, num_envs) for column in (self._action, self._reward, self._flags)
+        )
         self._total_rows = 0
         sampler.move(Window(0, 0), self._flag_rows)
         self._witness_row = -1

@@ -10,8 +10,9 @@ a graph; the values that depend on the window are then kept in tensors.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,38 +42,45 @@ def ring_segments(first: int, stop: int, rows: int) -> Iterator[tuple[int, int]]
         yield 0, start + count - rows
 
 
-class Sampler(Protocol):
-    """The interface of samplers: they draw starts from a window of rows."""
+class Sampler(ABC):
+    """The base class of samplers: they draw starts from a window of rows."""
+
+    def __init__(self, generator: torch.Generator, capturable: bool) -> None:
+        self._generator, self._capturable = generator, capturable
+        self._window = Window(0, 0)
+        self._flags = torch.empty((1, 1), dtype=torch.uint8)
 
     def move(self, window: Window, flags: Tensor, /) -> None:
         """Set the window of starts; ``flags`` (uint8 ``[rows, N]``) is the ring's own column.
 
         The flags of a row are read when it enters the window or is drawn, not before.
         """
-        ...
+        self._window, self._flags = window, flags
 
+    @abstractmethod
     def draw(self, count: int, beta: float | Tensor, /) -> tuple[Tensor, Tensor]:
         """Return ``count`` flat indices and their importance weights with exponent ``beta``.
 
         The window must hold at least one start that is not SKIP.
         """
-        ...
 
+    @abstractmethod
     def update(self, index: Tensor, priority: Tensor, /) -> None:
         """Set the priorities of the samples at ``index`` to their new errors."""
-        ...
 
     def generators(self) -> list[torch.Generator]:
         """Return the random generators that are drawn from."""
-        ...
+        return [self._generator]
 
+    @abstractmethod
     def compilables(self) -> list[Compilable]:
         """Return the functions that may be compiled with torch.compile."""
-        ...
 
-    def state_dict(self) -> StateDict: ...
+    def state_dict(self) -> StateDict:
+        return {"generator": self._generator.get_state()}
 
-    def load_state_dict(self, state: StateDict) -> None: ...
+    def load_state_dict(self, state: StateDict) -> None:
+        restore_generator(self._generator, state["generator"])
 
 
 CANDIDATES = 16
@@ -82,7 +90,7 @@ LEAST_CANDIDATES = 4096
 SKIP if any start can be sampled."""
 
 
-class UniformSampler:
+class UniformSampler(Sampler):
     """A sampler that draws every eligible start with equal probability.
 
     It draws from the window and redraws starts that are SKIP.
@@ -90,17 +98,15 @@ class UniformSampler:
 
     def __init__(self, generator: torch.Generator, capturable: bool = False) -> None:
         """Create a sampler; ``generator`` must be on the device of the ring."""
-        self._generator, self._capturable = generator, capturable
+        super().__init__(generator, capturable)
         # As a tensor: wrapping a Python number costs more than the operation on it.
         self._skip = torch.tensor(SKIP, dtype=torch.uint8, device=generator.device)
-        self._window = Window(0, 0)
-        self._flags = torch.empty((1, 1), dtype=torch.uint8)
         self._start = torch.zeros((), dtype=torch.int64, device=generator.device)
         self._size = torch.ones((), dtype=torch.int64, device=generator.device)
         self._choose = Compilable(self._first_usable, is_sized=True)
 
     def move(self, window: Window, flags: Tensor, /) -> None:
-        self._window, self._flags = window, flags
+        super().move(window, flags)
         if self._capturable:
             rows, num_envs = flags.shape
             self._start.fill_(window.first % rows * num_envs)
@@ -159,17 +165,8 @@ class UniformSampler:
     def update(self, _index: Tensor, _priority: Tensor, /) -> None:
         """Do nothing: uniform sampling has no priorities."""
 
-    def generators(self) -> list[torch.Generator]:
-        return [self._generator]
-
     def compilables(self) -> list[Compilable]:
         return [self._choose]
-
-    def state_dict(self) -> StateDict:
-        return {"generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        restore_generator(self._generator, state["generator"])
 
 
 BLOCK = 256
@@ -186,7 +183,7 @@ def prioritized_bytes(slots: int) -> int:
     return num_blocks(slots) * (BLOCK * 4 + 8 + 4)
 
 
-class PrioritizedSampler:
+class PrioritizedSampler(Sampler):
     """A sampler with prioritised experience replay (Schaul et al., arXiv 1511.05952).
 
     P(i) = leaf(i) / Σ leaf with leaf = (|error| + ε)^α. Leaves are stored in blocks, together with
@@ -206,27 +203,24 @@ class PrioritizedSampler:
         capturable: bool = False,
     ) -> None:
         """Create a sampler; ``generator`` must be on ``device``."""
-        self._capturable = capturable
+        super().__init__(generator, capturable)
         self._find = Compilable(self._find_leaves, is_sized=True)
         self._reweigh = Compilable(self._set_leaves)
         self._rows, self._num_envs = capacity_rows, num_envs
         self._alpha, self._eps = alpha, eps
-        self._generator = generator
         blocks = num_blocks(capacity_rows * num_envs)
         self.leaves = torch.zeros(blocks * BLOCK, dtype=torch.float32, device=device)
         self.block_sums = torch.zeros(blocks, dtype=torch.float64, device=device)
         self.block_minima = torch.full((blocks,), torch.inf, device=device, dtype=torch.float32)
         """Smallest positive leaf of each block; infinity if there is none."""
         self._max_leaf = torch.ones((), dtype=torch.float32, device=device)
-        self._window = Window(0, 0)
         self._settled = Window(0, 0)
-        self._flags = torch.empty((1, 1), dtype=torch.uint8)
 
     def move(self, window: Window, flags: Tensor, /) -> None:
         # _settle updates the leaves later: the largest leaf changes only in update(), which settles
         # first, so a row gets the same priority as if it were entered now, and entering many rows
         # at once costs little more than entering one.
-        self._window, self._flags = window, flags
+        super().move(window, flags)
         if self._capturable:
             self._settle()
 
@@ -298,12 +292,12 @@ class PrioritizedSampler:
         leaf = error.add_(self._eps).pow_(self._alpha)
         # A leaf that underflows would look ineligible.
         leaf.clamp_(min=torch.finfo(torch.float32).tiny)
-        alive = self.leaves.index_select(0, index) > 0
+        eligible = self.leaves.index_select(0, index) > 0
         finite = leaf.isfinite()
-        largest = torch.where(alive & finite, leaf, 0.0).amax()
+        largest = torch.where(eligible & finite, leaf, 0.0).amax()
         self._max_leaf.copy_(torch.maximum(self._max_leaf, largest))
         leaf = torch.where(finite, leaf, self._max_leaf)
-        leaf = torch.where(alive, leaf, 0.0)
+        leaf = torch.where(eligible, leaf, 0.0)
         self.leaves.index_fill_(0, index, 0.0)
         self.leaves.scatter_reduce_(0, index, leaf, "amax")
         if index.shape[0] < self.block_sums.shape[0]:
@@ -342,9 +336,6 @@ class PrioritizedSampler:
     def _blocks(self) -> Tensor:
         return self.leaves.view(-1, BLOCK)
 
-    def generators(self) -> list[torch.Generator]:
-        return [self._generator]
-
     def compilables(self) -> list[Compilable]:
         return [self._find, self._reweigh]
 
@@ -357,7 +348,7 @@ class PrioritizedSampler:
             "block_minima": self.block_minima,
             "max_leaf": self._max_leaf,
             "window": list(self._settled),
-            "generator": self._generator.get_state(),
+            **super().state_dict(),
         }
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -368,7 +359,7 @@ class PrioritizedSampler:
         self.block_minima.copy_(state["block_minima"])
         self._max_leaf.copy_(state["max_leaf"])
         self._settled = self._window = Window(*state["window"])
-        restore_generator(self._generator, state["generator"])
+        super().load_state_dict(state)
 
 
 def _below(mass: Tensor, bound: Tensor) -> Tensor:

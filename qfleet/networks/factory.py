@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +13,6 @@ from qfleet.core.types import EnvSpec
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import MLP, ImpalaResNet, MinAtarCNN, NatureCNN, is_nature_image
 
-_NAMES = ("auto", "mlp", "nature", "impala", "minatar")
 _CONVOLUTIONAL: dict[str, tuple[type[NatureCNN | ImpalaResNet | MinAtarCNN], int]] = {
     "nature": (NatureCNN, 512),
     "impala": (ImpalaResNet, 256),
@@ -50,7 +47,7 @@ def build_network(spec: EnvSpec, config: Config) -> QNetwork:
         hidden = () if shared else config.net_arch
         return QNetwork(mlp, mlp.features, spec.num_actions, config, hidden)
     if name not in _CONVOLUTIONAL:
-        raise UnknownNameError("network", name, _NAMES)
+        raise UnknownNameError("network", name, ("auto", "mlp", *_CONVOLUTIONAL))
     kind, dense = _CONVOLUTIONAL[name]
     if config.layer_norm:
         if issubclass(kind, ImpalaResNet):
@@ -103,26 +100,19 @@ def _features(torso: nn.Module, path: str, spec: EnvSpec) -> int:
     return output.shape[1]
 
 
-ModelTransform = Callable[[QNetwork], QNetwork]
-
-
 def make_network(config: Config, spec: EnvSpec, device: torch.device, seed: int) -> QNetwork:
     """Build the network with weights drawn from ``seed`` and apply the model transform."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = build_network(spec, config)
-    return model_transform(config, device)(network.to(device))
+    return model_transform(network.to(device), config, device)
 
 
-def model_transform(config: Config, device: torch.device) -> ModelTransform:
-    """Return the transform for a network that has been built: torch.compile or the identity."""
-
-    def compiled(network: QNetwork) -> QNetwork:
-        network.compile()
-        network.allows_shortcuts = False
-        return network
-
+def model_transform(network: QNetwork, config: Config, device: torch.device) -> QNetwork:
+    """Return the network, compiled if the configuration asks for it."""
     # On an accelerator these engines compile whole updates, which include the network.
     whole_updates = config.engine in ("pipeline", "device") and has_streams(device)
-    in_itself = config.compile == "on" and not whole_updates
-    return compiled if in_itself else lambda network: network
+    if config.compile == "on" and not whole_updates:
+        network.compile()
+        network.allows_shortcuts = False
+    return network

@@ -7,11 +7,9 @@ arithmetic is that of ``networks.torsos.MinAtarCNN`` and of the Huber or squared
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,15 +17,12 @@ from torch import Tensor
 from qfleet.accelerator.fused_radam import on, why_no_kernels
 from qfleet.config.config import Config
 from qfleet.core.types import EnvSpec
-from qfleet.networks.heads import QHead
 from qfleet.networks.population import Population
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import MinAtarCNN
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 SIDE, WIDTH, CHANNELS, TILE = 8, 128, 16, 16
-JUDGED_TOGETHER = 8
+HEAD_SAMPLES = 8
 """Samples per program of the head and loss kernels: few, so that many programs run in parallel."""
 DENSE_PIECES = 32
 MOST_SAMPLES = 2**20
@@ -39,7 +34,7 @@ BOARD = 10
 def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device) -> FusedCNN | None:
     """Return the kernels for this network, or None if they do not support it or the machine."""
     one = network.template if isinstance(network, Population) else network
-    torso, head = one.torso, one.head
+    torso = one.torso
     fits = (
         why_no_kernels(device) is None
         and config.precision != "bf16"
@@ -50,7 +45,7 @@ def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device)
         and (spec.obs_dtype, spec.frame_stack) == ("uint8", 1)
         and spec.obs_shape[1:] == (BOARD, BOARD)
         and not torso.layout.channels_last
-        and isinstance(head, QHead)
+        and one.head_kind == "q"
         and not (config.dueling or config.noisy)
         and config.batch_size % TILE == 0
         and config.batch_size * config.population <= MOST_SAMPLES
@@ -69,19 +64,6 @@ def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device)
 def _stride(rows: Tensor) -> int:
     """Return the distance from one agent's weights to the next agent's."""
     return rows.stride(0) if rows.dim() > 1 else 0
-
-
-def _on_its_device(
-    method: Callable[Concatenate[FusedCNN, Arguments], Result],
-) -> Callable[Concatenate[FusedCNN, Arguments], Result]:
-    """Decorate a method so that its kernels are launched on the device of its buffers."""
-
-    @functools.wraps(method)
-    def there(self: FusedCNN, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
-        with on(self._device):
-            return method(self, *arguments, **named)
-
-    return there
 
 
 class FusedCNN:
@@ -125,37 +107,36 @@ class FusedCNN:
         return samples % (self._agents * TILE) == 0 and samples <= MOST_SAMPLES
 
     def _convolve(self, weights: Tensor, obs: Tensor, keep: bool) -> Tensor:
-        obs, everyone = obs.contiguous(), obs.shape[0]
-        partial = self._buffer("partial", SIDE * everyone, WIDTH)
+        obs, total = obs.contiguous(), obs.shape[0]
+        partial = self._buffer("partial", SIDE * total, WIDTH)
         kept: list[Tensor] = [partial, partial, partial]
         if keep:
             kept = [
-                self._buffer("features", everyone, SIDE * SIDE * CHANNELS),
-                self._buffer("normed", everyone, SIDE * SIDE * CHANNELS),
-                self._buffer("inverse", everyone, SIDE * SIDE),
+                self._buffer("features", total, SIDE * SIDE * CHANNELS),
+                self._buffer("normed", total, SIDE * SIDE * CHANNELS),
+                self._buffer("inverse", total, SIDE * SIDE),
             ]
         launch: Any = self._kernels.convolve
-        launch[(everyone // TILE, SIDE)](
-            obs, weights, _stride(weights), *kept, partial, everyone // self._agents,
+        launch[(total // TILE, SIDE)](
+            obs, weights, _stride(weights), *kept, partial, total // self._agents,
             BOARDS=self._boards, TAPS=self._taps, AT=self._at, KEEP=keep,
             PRECISION=self._precision, num_warps=4,
         )  # fmt: skip
         return partial
 
-    @_on_its_device
     def q_values(self, weights: Tensor, obs: Tensor) -> Tensor:
         """Return Q-values ``[samples, actions]``; the next call overwrites them."""
-        everyone = obs.shape[0]
-        partial = self._convolve(weights, obs, keep=False)
-        q = self._buffer("q", everyone, self._actions)
+        total = obs.shape[0]
+        q = self._buffer("q", total, self._actions)
         launch: Any = self._kernels.values
-        launch[(everyone // JUDGED_TOGETHER,)](
-            weights, _stride(weights), partial, q, everyone // self._agents,
-            ACTIONS=self._actions, AT=self._at, ROWS=JUDGED_TOGETHER, num_warps=4,
-        )  # fmt: skip
+        with on(self._device):
+            partial = self._convolve(weights, obs, keep=False)
+            launch[(total // HEAD_SAMPLES,)](
+                weights, _stride(weights), partial, q, total // self._agents,
+                ACTIONS=self._actions, AT=self._at, ROWS=HEAD_SAMPLES, num_warps=4,
+            )  # fmt: skip
         return q
 
-    @_on_its_device
     def gradient(
         self,
         weights: Tensor,
@@ -170,31 +151,33 @@ class FusedCNN:
 
         Returns each sample's prediction, and its error (prediction − target).
         """
-        obs, everyone = obs.contiguous(), obs.shape[0]
-        samples = everyone // self._agents
+        obs, total = obs.contiguous(), obs.shape[0]
+        samples = total // self._agents
         kernels: Any = self._kernels
-        partial = self._convolve(weights, obs, keep=True)
-        slope = self._buffer("slope", everyone, WIDTH)
-        prediction, errors = torch.empty((2, everyone), device=self._device)
-        head_programs, conv_programs = everyone // JUDGED_TOGETHER, samples // TILE * SIDE
+        slope = self._buffer("slope", total, WIDTH)
+        prediction, errors = torch.empty((2, total), device=self._device)
+        head_programs, conv_programs = total // HEAD_SAMPLES, samples // TILE * SIDE
         head_sums = self._buffer("head_sums", head_programs, (4 + self._actions) * WIDTH)
         conv_sums = self._buffer(
             "conv_sums", self._agents * conv_programs, (self._taps + 3) * CHANNELS
         )
-        kernels.judge[(head_programs,)](
-            weights, _stride(weights), partial, action, target, weight, slope, prediction, errors,
-            head_sums, samples,
-            ACTIONS=self._actions, AT=self._at, ROWS=JUDGED_TOGETHER, HUBER=huber, num_warps=2,
-        )  # fmt: skip
-        kernels.retrace[(self._agents, DENSE_PIECES + conv_programs)](
-            obs, weights, _stride(weights), self._buffer("features", everyone),
-            self._buffer("normed", everyone), self._buffer("inverse", everyone), slope, grad,
-            conv_sums, samples,
-            BOARDS=self._boards, TAPS=self._taps, AT=self._at, PRECISION=self._precision,
-            num_warps=4, num_stages=1,
-        )  # fmt: skip
-        kernels.gather_sums[(self._agents, self._taps + 3 + 4 + self._actions)](
-            conv_sums, head_sums, grad, _stride(grad), conv_programs, head_programs // self._agents,
-            BOARDS=self._boards, TAPS=self._taps, ACTIONS=self._actions, AT=self._at, num_warps=4,
-        )  # fmt: skip
+        with on(self._device):
+            partial = self._convolve(weights, obs, keep=True)
+            kernels.judge[(head_programs,)](
+                weights, _stride(weights), partial, action, target, weight, slope, prediction,
+                errors, head_sums, samples,
+                ACTIONS=self._actions, AT=self._at, ROWS=HEAD_SAMPLES, HUBER=huber, num_warps=2,
+            )  # fmt: skip
+            kernels.retrace[(self._agents, DENSE_PIECES + conv_programs)](
+                obs, weights, _stride(weights), self._buffer("features", total),
+                self._buffer("normed", total), self._buffer("inverse", total), slope, grad,
+                conv_sums, samples,
+                BOARDS=self._boards, TAPS=self._taps, AT=self._at, PRECISION=self._precision,
+                num_warps=4, num_stages=1,
+            )  # fmt: skip
+            kernels.gather_sums[(self._agents, self._taps + 3 + 4 + self._actions)](
+                conv_sums, head_sums, grad, _stride(grad), conv_programs,
+                head_programs // self._agents, BOARDS=self._boards, TAPS=self._taps,
+                ACTIONS=self._actions, AT=self._at, num_warps=4,
+            )  # fmt: skip
         return prediction, errors

@@ -1,7 +1,5 @@
 """Heads: they map features ``[B, F]`` to values ``[B, A]`` or distributions ``[B, A, K]``.
 
-The actor-critic head returns a policy and a value, ``[B, A + 1]``.
-
 Every head has one or two *streams*: hidden layers, if any, and a linear layer. A dueling head has a
 stream for the state's value and one for the advantages; with noisy nets every layer of the streams
 is noisy. A stream without noise is one fused autograd node.
@@ -77,10 +75,16 @@ def _two_noisy(features: Tensor, one: nn.Module, other: nn.Module) -> tuple[Tens
     return x[0, :, : widths[0]], x[1, :, : widths[1]]
 
 
-class _Streams(nn.Module):
-    """The streams of a head: features ``[B, F]`` → ``[B, A]``, or ``[B, A, K]`` if K is given."""
+class ActionHead(nn.Module):
+    """A head of one number per action, ``[B, A]``, or of K = ``width`` numbers, ``[B, A, K]``.
 
-    def __init__(self, features: int, num_actions: int, width: int | None, style: Style) -> None:
+    The numbers are expected values, the logits of K atoms of fixed value (C51, 1707.06887), or the
+    values of K fixed quantiles (QR-DQN, 1710.10044).
+    """
+
+    def __init__(
+        self, features: int, num_actions: int, style: Style, width: int | None = None
+    ) -> None:
         super().__init__()
         self.width, self._noisy = width, style.noisy
         self.advantage = _stream(features, num_actions * (width or 1), style)
@@ -99,34 +103,6 @@ class _Streams(nn.Module):
         return output if self.width is None else output.view(output.shape[0], -1, self.width)
 
 
-class QHead(_Streams):
-    """A head of expected values ``[B, A]``."""
-
-    def __init__(self, features: int, num_actions: int, style: Style) -> None:
-        super().__init__(features, num_actions, None, style)
-
-
-class ActorCriticHead(_Streams):
-    """A head of a policy's logits and, last, the state's value, ``[B, A + 1]`` (A3C, 1602.01783).
-
-    Both share all hidden layers: they are outputs of the same linear layer.
-    """
-
-    def __init__(self, features: int, num_actions: int, style: Style) -> None:
-        super().__init__(features, num_actions + 1, None, style)
-
-
-class DistributionHead(_Streams):
-    """A head of K numbers per action, ``[B, A, K]``.
-
-    They are the logits of K atoms of fixed value (C51, 1707.06887), or the values of K fixed
-    quantiles (QR-DQN, 1710.10044).
-    """
-
-    def __init__(self, features: int, num_actions: int, width: int, style: Style) -> None:
-        super().__init__(features, num_actions, width, style)
-
-
 class ImplicitQuantileHead(nn.Module):
     """A head of the values ``[B, A, K]`` of the quantiles ``fractions`` ``[B, K]`` (IQN).
 
@@ -141,7 +117,7 @@ class ImplicitQuantileHead(nn.Module):
         frequencies = math.pi * torch.arange(num_cosines, dtype=torch.float32)
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.embedding = Dense((num_cosines, features), relu_last=True)
-        self.values = QHead(features, num_actions, style)
+        self.values = ActionHead(features, num_actions, style)
 
     def forward(self, features: Tensor, fractions: Tensor) -> Tensor:
         batch, count = fractions.shape

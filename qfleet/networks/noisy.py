@@ -13,7 +13,7 @@ class NoisyLinear(nn.Module):
     """A linear layer with factorised Gaussian noise.
 
     w = μ + σ ∘ (f(ε_in) ⊗ f(ε_out)), f(x) = sgn(x)·√|x|. In training mode the noise of the last
-    ``resample_noise`` is used, in eval mode only the means. The noise is stored in ordinary
+    ``store_noise`` is used, in eval mode only the means. The noise is stored in ordinary
     buffers, so that a checkpoint contains it and a run resumes exactly.
     """
 
@@ -54,14 +54,8 @@ class NoisyLinear(nn.Module):
         return torch.addcmul(mean, noisy, self.noise_out)
 
 
-@torch.no_grad()
-def resample_noise(layers: Sequence[NoisyLinear], generator: torch.Generator) -> None:
-    """Draw new noise for all layers at once on the generator's device, to launch few kernels."""
-    store_noise(layers, draw_noise(layers, generator))
-
-
 def draw_noise(layers: Sequence[NoisyLinear], generator: torch.Generator) -> Tensor:
-    """Return the normal random numbers that all layers need."""
+    """Return the normal random numbers of all layers, drawn at once to launch few kernels."""
     size = sum(len(layer.noise_in) + len(layer.noise_out) for layer in layers)
     return torch.randn(size, generator=generator, device=generator.device)
 

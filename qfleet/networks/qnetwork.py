@@ -7,14 +7,8 @@ from torch import Tensor, nn
 
 from qfleet.config.config import Config, Head
 from qfleet.networks.fused import Dense
-from qfleet.networks.heads import (
-    ActorCriticHead,
-    DistributionHead,
-    ImplicitQuantileHead,
-    QHead,
-    Style,
-)
-from qfleet.networks.noisy import NoisyLinear, draw_noise, resample_noise, store_noise
+from qfleet.networks.heads import ActionHead, ImplicitQuantileHead, Style
+from qfleet.networks.noisy import NoisyLinear, draw_noise, store_noise
 from qfleet.networks.torsos import MLP
 
 
@@ -53,14 +47,16 @@ class QNetwork(nn.Module):
         support, fractions = torch.empty(0), torch.empty(0)
         match config.head:
             case "q":
-                self.head = QHead(features, num_actions, style)
+                self.head = ActionHead(features, num_actions, style)
             case "actor-critic":
-                self.head = ActorCriticHead(features, num_actions, style)
+                # A policy's logits and, last, the state's value (A3C, 1602.01783) are outputs of
+                # the same linear layer.
+                self.head = ActionHead(features, num_actions + 1, style)
             case "c51":
-                self.head = DistributionHead(features, num_actions, config.n_atoms, style)
+                self.head = ActionHead(features, num_actions, style, config.n_atoms)
                 support = torch.linspace(config.v_min, config.v_max, config.n_atoms)
             case "qr":
-                self.head = DistributionHead(features, num_actions, config.n_quantiles, style)
+                self.head = ActionHead(features, num_actions, style, config.n_quantiles)
                 fractions = _midpoints(config.n_quantiles)
             case "iqn":
                 self.head = ImplicitQuantileHead(features, num_actions, config.iqn_embedding, style)
@@ -75,13 +71,16 @@ class QNetwork(nn.Module):
 
         Then callers need not call it: shortcuts may compute the same products with its weights.
         """
-        if not self.allows_shortcuts:
-            return False
-        if not isinstance(self.head, QHead | ActorCriticHead) or self.head.value is not None:
-            return False
-        if not isinstance(self.head.advantage, Dense) or not isinstance(self.torso, MLP):
-            return False
-        return self.torso.layers is None and self.torso.takes_plain_vectors
+        return (
+            self.allows_shortcuts
+            and isinstance(self.head, ActionHead)
+            and self.head.width is None
+            and self.head.value is None
+            and isinstance(self.head.advantage, Dense)
+            and isinstance(self.torso, MLP)
+            and self.torso.layers is None
+            and self.torso.takes_plain_vectors
+        )
 
     def forward(self, obs: Tensor, fractions: Tensor | None = None) -> Tensor:
         """Return ``[B, A]`` values (q), or ``[B, A, K]`` logits (c51) or quantiles (qr, iqn).
@@ -137,7 +136,7 @@ class QNetwork(nn.Module):
     def resample_noise(self, generator: torch.Generator) -> None:
         """Draw new noise for noisy layers, if the network has any."""
         if self._noisy_layers:
-            resample_noise(self._noisy_layers, generator)
+            self.store_noise(self.draw_noise(generator))
 
     def draw_noise(self, generator: torch.Generator) -> Tensor:
         return draw_noise(self._noisy_layers, generator)

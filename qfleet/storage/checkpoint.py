@@ -23,13 +23,7 @@ from typing import Any
 from qfleet.core import files
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.types import StateDict
-from qfleet.storage.snapshot import (
-    MANIFEST,
-    Manifest,
-    read_manifest,
-    read_snapshot,
-    write_snapshot,
-)
+from qfleet.storage.snapshot import MANIFEST, Manifest, read_manifest, read_snapshot, write_snapshot
 
 _TMP = ".tmp-"
 _OLD = ".old-"
@@ -43,16 +37,6 @@ same version number means other contents, so segments are linked to this checkpo
 
 
 @dataclass
-class Checkpoint:
-    """A loaded checkpoint; every file was verified."""
-
-    env_steps: int
-    parts: dict[str, StateDict]
-    meta: dict[str, Any]
-    path: Path
-
-
-@dataclass
 class Policy:
     """A loaded policy; every file was verified."""
 
@@ -61,12 +45,15 @@ class Policy:
     path: Path
 
 
+@dataclass
+class Checkpoint(Policy):
+    """A loaded checkpoint; every file was verified."""
+
+    env_steps: int
+
+
 def save_checkpoint(
-    root: Path,
-    env_steps: int,
-    parts: Mapping[str, StateDict],
-    meta: Mapping[str, Any],
-    keep: int,
+    root: Path, env_steps: int, parts: Mapping[str, StateDict], meta: Mapping[str, Any], keep: int
 ) -> Path:
     """Commit a checkpoint in `root` (``<run>/checkpoints``), then remove all but the `keep` newest.
 
@@ -105,9 +92,7 @@ def has_checkpoint(root: Path) -> bool:
 
 
 def load_checkpoint(
-    root: Path,
-    env_steps: int | None = None,
-    on_alert: Callable[[str], None] = warnings.warn,
+    root: Path, env_steps: int | None = None, on_alert: Callable[[str], None] = warnings.warn
 ) -> Checkpoint:
     """Load the newest intact checkpoint in `root` (``<run>/checkpoints``), or number `env_steps`.
 
@@ -238,9 +223,9 @@ def _prune(folder: Path, newest: int, keep: int) -> None:
     for number in _numbers(folder):
         if number not in committed[-keep:]:
             # Renamed first, so that a half-removed folder is never taken for a damaged checkpoint.
-            doomed = folder / f"{_TMP}{number}-removed"
-            files.rename(folder / str(number), doomed)
-            files.remove_tree(doomed)
+            removed = folder / f"{_TMP}{number}-removed"
+            files.rename(folder / str(number), removed)
+            files.remove_tree(removed)
 
 
 def _sweep(folder: Path, prefix: str) -> None:
@@ -277,7 +262,7 @@ def _load(folder: Path, number: int) -> Checkpoint:
     if manifest.env_steps != number:
         raise CheckpointError(f"'{path / MANIFEST}' belongs to checkpoint {manifest.env_steps}")
     _lineage[folder.resolve()] = (number, manifest.sha256)
-    return Checkpoint(number, parts, manifest.meta, path)
+    return Checkpoint(parts, manifest.meta, path, number)
 
 
 def _link_base(folder: Path) -> tuple[Path, Manifest] | None:

@@ -37,7 +37,6 @@ _DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _RESERVED_KEY = "__metadata__"
-_HASH_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,10 @@ class FileRecord:
 
 def check_storable(name: str, tensor: Tensor) -> None:
     """Raise CheckpointError if safetensors cannot store this tensor under this name."""
-    if not _is_utf8(name):
-        raise CheckpointError(f"state key {name!r} is not valid Unicode; rename it")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"state key {name!r} is not valid Unicode; rename it") from None
     if name == _RESERVED_KEY:
         raise CheckpointError(f"state key '{name}' is reserved by safetensors; rename it")
     if tensor.layout != torch.strided or tensor.dtype not in _DTYPE_NAMES:
@@ -107,32 +108,17 @@ def read_tensors(path: Path, record: FileRecord) -> dict[str, Tensor]:
                 f"'{path}' failed the size check: {status.st_size} bytes, "
                 f"its manifest says {record.size_bytes}"
             )
-        found = _sha256(path)
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != record.sha256:
             raise CheckpointError(
                 f"'{path}' failed the SHA-256 check: {found[:12]}…, "
                 f"its manifest says {record.sha256[:12]}…"
             )
-        with safe_open(str(path), framework="pt", device="cpu") as file:
+        with safe_open(str(path), framework="pt", device="cpu") as tensors:
             # The library memory-maps the file; a copy stays valid after the file is closed.
-            return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+            return {key: tensors.get_tensor(key).clone() for key in tensors.keys()}  # noqa: SIM118
     except OSError as error:
         raise CheckpointError(f"'{path}' cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:
         raise CheckpointError(f"'{path}' is not a safetensors file: {error}") from None
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qfleet.algorithms.tabular import QTable, solve_q
+from qfleet.algorithms.tabular import QTable
+from support.exact_values import solve_q
 
 
 def test_update() -> None:

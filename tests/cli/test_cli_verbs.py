@@ -375,7 +375,7 @@ def test_doctor(shell: Shell) -> None:
     assert {rate["envs"] for rate in said["rates"]} == {1, 2}
     assert all(rate["env_steps_per_s"] > 0 for rate in said["rates"])
     assert shell("doctor", "--envs", "1", "--seconds", "0.02") == 0
-    assert "quickest" in shell.out
+    assert "fastest" in shell.out
 
 
 def test_lab_maze(shell: Shell) -> None:

@@ -15,7 +15,6 @@ from qfleet.core.counter_rng import (
     draw_bits,
     draw_uniform,
     first_counters,
-    later_counters,
     next_counters,
 )
 from qfleet.envs.device.cartpole import CartPole
@@ -182,4 +181,4 @@ def test_later_counters_are_those_of_as_many_steps() -> None:
     expected = []
     for _ in range(7):
         expected.append(next_counters(expected[-1] if expected else counters))
-    assert torch.equal(later_counters(counters, steps), torch.stack(expected))
+    assert torch.equal(next_counters(counters, steps), torch.stack(expected))

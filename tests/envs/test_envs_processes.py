@@ -16,7 +16,7 @@ import torch
 
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, EnvironmentFault
-from qfleet.core.seeding import env_seeds, rebuilt_seed
+from qfleet.core.seeding import env_seeds, mix_seeds
 from qfleet.core.types import Step, VectorEnv
 from qfleet.envs import processes
 from qfleet.envs.factory import make_envs
@@ -191,7 +191,7 @@ def test_a_killed_worker_comes_back(number: signal.Signals) -> None:
         ]
         # New episodes, and not the first ones again.
         plain = make_single(config)
-        seed = rebuilt_seed(rebuilt_seed(envs.seeds[2], 0), 1)
+        seed = mix_seeds(mix_seeds(envs.seeds[2], 0), 1)
         assert np.array_equal(step.obs[2], plain.reset(seed=seed)[0])
         assert not np.array_equal(step.obs[2:], first[2:])
         for _ in range(5):

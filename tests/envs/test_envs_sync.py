@@ -11,7 +11,7 @@ import pytest
 
 from qfleet.config.config import Config
 from qfleet.core.errors import EnvironmentFault
-from qfleet.core.seeding import env_seeds, rebuilt_seed
+from qfleet.core.seeding import env_seeds, mix_seeds
 from qfleet.core.types import Step
 from qfleet.envs.factory import make_envs
 from qfleet.envs.native import NativeEnvs
@@ -265,7 +265,7 @@ def test_seeds_are_distinct_reproducible_and_mixed() -> None:
     assert seeds[:8] == env_seeds(0, 8)
     assert not set(seeds) & set(env_seeds(1, 256))
     assert all(0 <= seed < 2**31 for seed in seeds)
-    assert len({rebuilt_seed(seeds[0], k) for k in range(8)} | set(seeds)) == 264
+    assert len({mix_seeds(seeds[0], k) for k in range(8)} | set(seeds)) == 264
 
 
 def test_reset_repeats_the_first_episodes_and_envs_differ() -> None:

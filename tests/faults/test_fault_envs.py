@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import qfleet
-from qfleet.algorithms.tabular import solve_q
 from qfleet.core.errors import (
     EnvironmentFault,
     FaultRateError,
@@ -21,6 +20,7 @@ from qfleet.core.errors import (
     UserError,
 )
 from qfleet.storage.checkpoint import load_checkpoint
+from support.exact_values import solve_q
 from support.faulty_envs import TINY, ChainEnv, faulty, result_of
 from support.messages import holds, says
 

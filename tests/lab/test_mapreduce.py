@@ -11,16 +11,15 @@ from qfleet.lab.mapreduce import (
     Slowness,
     broadcast_bytes,
     check_size,
-    descend,
     gradient,
     gradient_bytes,
     loss,
     make_problem,
     map_and_reduce,
     map_samples,
-    reduce_vectors,
     shares,
 )
+from support.descents import descend
 from support.messages import says
 
 FEATURES = np.array([[1.0, 2.0], [3.0, -1.0], [0.0, 1.0]])
@@ -38,13 +37,13 @@ def test_gradients_and_loss_by_hand() -> None:
 
 def test_reduce_by_hand() -> None:
     vectors = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, -3.0], [0.0, 1.0]])
-    assert reduce_vectors(vectors, "sum").tolist() == [9.0, 4.0]
-    assert reduce_vectors(vectors, "mean").tolist() == [2.25, 1.0]
-    assert reduce_vectors(vectors, "count").tolist() == 4.0
+    for parts in ([vectors], [vectors[:3], vectors[3:]], list(vectors[:, None])):
+        assert gradient(parts, 1).tolist() == [9.0, 4.0]
+        assert gradient(parts, 4).tolist() == [2.25, 1.0]
 
 
 def test_the_gradient_is_the_loss_s_own_by_differences() -> None:
-    found = gradient([map_and_reduce(FEATURES, TARGETS, WEIGHTS)], 3, local_reduction=True)
+    found = gradient([map_and_reduce(FEATURES, TARGETS, WEIGHTS)], 3)
     for i in range(2):
         step = np.eye(2)[i] * 1e-6
         above, below = (loss(FEATURES, TARGETS, WEIGHTS + sign * step) for sign in (1, -1))

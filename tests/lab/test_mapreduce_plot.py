@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from qfleet.core.errors import ConfigError
-from qfleet.lab.mapreduce import descend, make_problem
+from qfleet.lab.mapreduce import make_problem
 from qfleet.lab.mapreduce_plot import draw_descent
 from qfleet.lab.mapreduce_ray import Descent, Mode, Span
 from qfleet.telemetry.timeline import KIND_COLOURS
 from qfleet.telemetry.timers import COMMUNICATING, COMPUTING, WAITING
+from support.descents import descend
 from support.messages import says
 
 PROBLEM = make_problem(60, 3, noise=0.1, seed=0)

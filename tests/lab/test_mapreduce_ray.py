@@ -16,16 +16,11 @@ import pytest
 
 from qfleet.core.errors import ClusterError, ConfigError, DivergedError
 from qfleet.engines.cluster.ray_cluster import Cluster, open_cluster
-from qfleet.lab.mapreduce import (
-    Slowness,
-    broadcast_bytes,
-    descend,
-    gradient_bytes,
-    make_problem,
-)
+from qfleet.lab.mapreduce import Slowness, broadcast_bytes, gradient_bytes, make_problem
 from qfleet.lab.mapreduce_ray import Descent, descend_on
 from qfleet.telemetry.timers import COMPUTING
 from support.clusters import RAY_MARKS
+from support.descents import descend
 from support.messages import says
 from support.waiting import deadline
 

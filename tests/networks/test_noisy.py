@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import tensor
 
-from qfleet.networks.heads import DistributionHead, Style, _two_noisy
-from qfleet.networks.noisy import NoisyLinear, resample_noise
+from qfleet.networks.heads import ActionHead, Style, _two_noisy
+from qfleet.networks.noisy import NoisyLinear, draw_noise, store_noise
+
+
+def resample(layers: list[NoisyLinear], generator: torch.Generator) -> None:
+    store_noise(layers, draw_noise(layers, generator))
 
 
 def hand_made() -> NoisyLinear:
@@ -34,7 +38,7 @@ def test_forward_in_eval_mode_uses_the_means() -> None:
     # 1·1 + 10·2 + 3 = 24, whatever the noise
     layer = hand_made().eval()
     torch.testing.assert_close(layer(tensor([[1.0, 10.0]])), tensor([[24.0]]))
-    resample_noise([layer], torch.Generator().manual_seed(0))
+    resample([layer], torch.Generator().manual_seed(0))
     torch.testing.assert_close(layer(tensor([[1.0, 10.0]])), tensor([[24.0]]))
 
 
@@ -59,7 +63,7 @@ def test_initial_scale() -> None:
 
 def test_resample_shapes_the_draw() -> None:
     one, two = NoisyLinear(3, 2, sigma0=0.5), NoisyLinear(2, 4, sigma0=0.5)
-    resample_noise([one, two], torch.Generator().manual_seed(5))
+    resample([one, two], torch.Generator().manual_seed(5))
     draw = torch.randn(11, generator=torch.Generator().manual_seed(5))
     expected = [math.copysign(math.sqrt(abs(v)), v) for v in draw.tolist()]
     actual = torch.cat([one.noise_in, one.noise_out, two.noise_in, two.noise_out])
@@ -79,8 +83,8 @@ def test_the_state_holds_the_noise() -> None:
 def test_two_streams_in_one_product_are_the_two_streams(hidden: tuple[int, ...]) -> None:
     """What an accelerator does instead of two products each."""
     torch.manual_seed(3)
-    head = DistributionHead(12, 4, 5, Style(dueling=True, noisy=True, hidden=hidden))
-    resample_noise([m for m in head.modules() if isinstance(m, NoisyLinear)], torch.Generator())
+    head = ActionHead(12, 4, Style(dueling=True, noisy=True, hidden=hidden), width=5)
+    resample([m for m in head.modules() if isinstance(m, NoisyLinear)], torch.Generator())
     features = torch.randn(7, 12)
     for module in (head.train(), head.eval()):
         assert module.value is not None

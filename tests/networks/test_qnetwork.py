@@ -17,7 +17,7 @@ from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.core.plugins import load_object
 from qfleet.core.types import EnvSpec
 from qfleet.networks.factory import build_network
-from qfleet.networks.heads import ImplicitQuantileHead, QHead, Style, combine_streams
+from qfleet.networks.heads import ActionHead, ImplicitQuantileHead, Style, combine_streams
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import MLP, NatureCNN
 from support.messages import says
@@ -103,7 +103,7 @@ def test_dueling_removes_the_mean_advantage_of_every_atom() -> None:
 
 def test_a_dueling_head_has_the_value_as_its_mean() -> None:
     torch.manual_seed(0)
-    head = QHead(6, 4, Style(dueling=True, hidden=(5,)))
+    head = ActionHead(6, 4, Style(dueling=True, hidden=(5,)))
     features = torch.randn(3, 6)
     assert head.value is not None
     torch.testing.assert_close(head(features).mean(1, keepdim=True), head.value(features))

@@ -34,9 +34,7 @@ class MountainCar(TensorEnv):
         speed = torch.where(place <= LEFTMOST, speed.clamp(min=0), speed)
         arrived = (place >= GOAL) & (speed >= 0)
         return Outcome(
-            {"car": torch.stack((place, speed), dim=1)},
-            torch.full_like(place, -1),
-            arrived,
+            {"car": torch.stack((place, speed), dim=1)}, torch.full_like(place, -1), arrived
         )
 
     def observe(self, state: State) -> Tensor:

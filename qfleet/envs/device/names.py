@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any
 
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UnknownNameError
@@ -92,28 +91,16 @@ def _make_minatar(config: Config) -> MinAtar:
     found = re.fullmatch(r"MinAtar/(?P<game>\w+)-v(?P<version>[01])", config.env)
     if found is None or found["game"] not in {**_RAMPING, **_STEADY}:
         raise UnknownNameError("MinAtar game", config.env, MINATAR_IDS)
-    options = _options(config)
-    name, ramps = found["game"], options.get("difficulty_ramping", True)
-    return MinAtar(
-        _RAMPING[name](ramps) if name in _RAMPING else _STEADY[name](),
-        sticky=options.get("sticky_action_prob", 0.1),
-        all_actions=found["version"] == "0",
-    )
-
-
-def _options(config: Config) -> dict[str, Any]:
-    """Return ``env_kwargs``, with the names of the minatar package's arguments."""
+    # The names are those of the minatar package's arguments.
     options = env_kwargs(config, "MinAtar", ("sticky_action_prob", "difficulty_ramping"))
-    for name, value in options.items():
-        if name == "sticky_action_prob":
-            good = type(value) in (int, float) and 0 <= value <= 1
-        else:
-            good = isinstance(value, bool)
-            if re.fullmatch(rf"MinAtar/({'|'.join(_STEADY)})-v.", config.env):
-                raise ConfigError(f"'{config.env}' has no difficulty_ramping; leave it out")
-        if not good:
-            raise ConfigError(
-                f"MinAtar game '{config.env}' cannot take {name} = {value!r}; sticky_action_prob "
-                "must be from 0 to 1, difficulty_ramping true or false"
-            )
-    return options
+    name = found["game"]
+    if name in _STEADY and "difficulty_ramping" in options:
+        raise ConfigError(f"'{config.env}' has no difficulty_ramping; leave it out")
+    sticky, ramps = options.get("sticky_action_prob", 0.1), options.get("difficulty_ramping", True)
+    if type(sticky) not in (int, float) or not 0 <= sticky <= 1 or not isinstance(ramps, bool):
+        raise ConfigError(
+            f"MinAtar game '{config.env}' cannot take env_kwargs {config.env_kwargs}; "
+            "sticky_action_prob must be from 0 to 1, difficulty_ramping true or false"
+        )
+    game: Game = _RAMPING[name](ramps) if name in _RAMPING else _STEADY[name]()
+    return MinAtar(game, sticky, all_actions=found["version"] == "0")

@@ -42,13 +42,7 @@ class MinAtar(TensorEnv):
     the start of an episode the previous action is no-op.
     """
 
-    def __init__(
-        self,
-        game: Game,
-        sticky: float = 0.1,
-        *,
-        all_actions: bool = False,
-    ) -> None:
+    def __init__(self, game: Game, sticky: float = 0.1, *, all_actions: bool = False) -> None:
         self.game, self.sticky, self.max_episode_steps = game, sticky, 0
         self.actions = tuple(range(FIRE + 1)) if all_actions else game.useful
         shape, version = (game.channels, SIDE, SIDE), 0 if all_actions else 1

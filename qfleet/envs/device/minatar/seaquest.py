@@ -23,15 +23,7 @@ import torch
 from torch import Tensor
 
 from qfleet.core.counter_rng import draw_below, draw_uniform
-from qfleet.envs.device.minatar.game import (
-    DOWN,
-    FIRE,
-    LEFT,
-    NOTHING,
-    RIGHT,
-    SIDE,
-    UP,
-)
+from qfleet.envs.device.minatar.game import DOWN, FIRE, LEFT, NOTHING, RIGHT, SIDE, UP
 from qfleet.envs.device.protocol import Outcome, State
 
 ENEMY_SIDE_LANE, ENEMY_KIND_LANE, ENEMY_ROW_LANE, DIVER_SIDE_LANE, DIVER_ROW_LANE = range(1, 6)
@@ -221,10 +213,7 @@ def _with_diver(state: State, counters: Tensor) -> tuple[Tensor, Tensor]:
     from_left = draw_uniform(counters, DIVER_SIDE_LANE) < 1 / 2
     column, right = torch.where(from_left, 0, LAST), torch.where(from_left, 1, -1)
     fresh = torch.stack((row, column, right, torch.full_like(row, DIVER_MOVE)), dim=1)
-    return (
-        _pushed(state["divers"], fresh, due),
-        torch.where(due, DIVER_SPAWN, state["diver_due"]),
-    )
+    return (_pushed(state["divers"], fresh, due), torch.where(due, DIVER_SPAWN, state["diver_due"]))
 
 
 def _after_divers(
