@@ -205,8 +205,9 @@ def _draw_values(axes: Any, result: MazeResult) -> None:
             path_effects=[] if is_goal else [effects.withStroke(linewidth=2, foreground=_WALL)],
         )
         if is_goal:
-            corner, look = (column - 0.5, row - 0.5), {"facecolor": _PATH, "edgecolor": "white"}
-            axes.add_patch(Rectangle(corner, 1, 1, zorder=3.5, **look))
+            corner = (column - 0.5, row - 0.5)
+            square = Rectangle(corner, 1, 1, facecolor=_PATH, edgecolor="white", zorder=3.5)
+            axes.add_patch(square)
     axes.set(xlim=(-0.5, maze.width - 0.5), ylim=(maze.height - 0.5, -0.5), aspect="equal")
     axes.set(xticks=[], yticks=[])
     axes.grid(False)
