@@ -142,7 +142,7 @@ def learner_pair(
             target=make_network(config, IMAGES, CUDA, 0),
             memory=memory,
             objective=make_objective(config, CUDA, 2),
-            make_updater=lambda weights: make_updater(config, weights, capturable=True),
+            updater_factory=lambda weights: make_updater(config, weights, capturable=True),
             clock=clock,
             timers=Timers(),
             device=CUDA,

@@ -81,10 +81,10 @@ def test_fused_gradients_are_those_of_autograd(env: str, loss: str, population: 
     plain = AutogradGradient(network, objective, weights, weighted=True)
     ours = FusedGradient(fused, objective, weights)
     batch, target = batch_of(config)
-    wanted = plain(plain.predict(batch), batch, target)
+    wanted = plain.backward(plain.predict(batch), batch, target)
     grad = weights.grad.clone()
     weights.grad = torch.full_like(grad, math.nan if population == 1 else 0.0)
-    found = ours(None, batch, target)
+    found = ours.backward(None, batch, target)
     assert fused.takes(len(batch))
     with torch.no_grad():
         q = fused.q_values(weights.data, batch.obs)
@@ -104,11 +104,11 @@ def test_fused_gradients_are_the_same_every_time() -> None:
     assert fused is not None
     batch, target = batch_of(config)
     ours = FusedGradient(fused, make_objective(config, CUDA, 0), weights)
-    ours(None, batch, target)
+    ours.backward(None, batch, target)
     first = weights.grad.clone()
     for _ in range(20):
         weights.grad.zero_()
-        ours(None, batch, target)
+        ours.backward(None, batch, target)
         assert torch.equal(weights.grad, first)
 
 

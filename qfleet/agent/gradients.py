@@ -64,10 +64,12 @@ class Gradient(Protocol):
     """The gradient of a batch, in two calls: targets can be computed during the first one."""
 
     def predict(self, batch: Batch) -> Any:
-        """Run the forward pass; only ``__call__`` reads the result."""
+        """Run the forward pass; only ``backward`` reads the result."""
         ...
 
-    def __call__(self, predicted: Any, batch: Batch, target: Tensor) -> LossInfo: ...
+    def backward(self, predicted: Any, batch: Batch, target: Tensor) -> LossInfo:
+        """Write the gradient to ``FlatWeights.grad``."""
+        ...
 
 
 class AutogradGradient:
@@ -82,7 +84,7 @@ class AutogradGradient:
     def predict(self, batch: Batch) -> Prediction:
         return self._objective.predict(batch.obs, self._network)
 
-    def __call__(self, predicted: Prediction, batch: Batch, target: Tensor) -> LossInfo:
+    def backward(self, predicted: Prediction, batch: Batch, target: Tensor) -> LossInfo:
         mean, priority, prediction = self._mean_loss(*predicted, batch.action, batch.weight, target)
         self._weights.set_grad(torch.autograd.grad(mean, self._weights.parameters))
         return self._info(mean, priority, prediction, predicted)
@@ -131,7 +133,7 @@ class DenseGradient:
             return dense_forward(batch.obs, self._layers, self._biases, False)
 
     @torch.no_grad()
-    def __call__(self, predicted: list[Tensor], batch: Batch, target: Tensor) -> LossInfo:
+    def backward(self, predicted: list[Tensor], batch: Batch, target: Tensor) -> LossInfo:
         outputs = predicted
         action = batch.action.unsqueeze(1)
         prediction = outputs[-1].gather(1, action)

@@ -25,7 +25,7 @@ from qfleet.telemetry.timers import Timers
 BURST_SAMPLES = 8192
 """Samples drawn at once: enough to hide the cost of a draw, few enough for the cache."""
 PRIORITIZED_BURST = 8
-"""Prioritised batches drawn at once: their priorities are at most this many updates old."""
+"""Prioritised batches drawn at once: the last one by priorities of this many updates ago."""
 
 
 class Learner:
@@ -38,7 +38,7 @@ class Learner:
         target: QNetwork,
         memory: Memory,
         objective: Objective,
-        make_updater: Callable[[FlatWeights], Updater],
+        updater_factory: Callable[[FlatWeights], Updater],
         clock: Clock,
         timers: Timers,
         device: torch.device,
@@ -48,33 +48,34 @@ class Learner:
     ) -> None:
         """``target`` is ``online`` itself if there is no target network.
 
-        ``drawing``: the stage that drawing samples counts as; a rollout then computes returns.
+        ``drawing``: the timed stage that drawing samples belongs to. Default: "copy"; without
+        replay "learn", because a rollout computes its returns when samples are drawn.
         """
-        self._config, self._clock, self._learning = config, clock, timers.span("learn")
-        self._drawing = timers.span(drawing or ("copy" if config.replay else "learn"))
+        self._config, self._clock, self._learn_span = config, clock, timers.span("learn")
+        self._draw_span = timers.span(drawing or ("copy" if config.replay else "learn"))
         self.online, self._target_network = online, target
         self._has_target = target is not online
         self.networks = [online, target] if self._has_target else [online]
         self.weights = FlatWeights(online)
         self._target_weights = FlatWeights(target) if self._has_target else self.weights
-        targets = {"target_": self._target_weights} if self._has_target else {}
-        self._flat = {"": self.weights, **targets}  # by their prefix in a checkpoint
+        copies = [("", self.weights), ("target_", self._target_weights)]
+        self._flat = dict(copies if self._has_target else copies[:1])  # by prefix in a checkpoint
         self.move_target(1.0)
         self._memory, self._objective = memory, objective
         self._gradient = self._make_gradient(config.prioritized_replay or not config.replay)
-        self._updater = make_updater(self.weights)
-        self._noise = torch.Generator(device=device).manual_seed(seed)
+        self._updater = updater_factory(self.weights)
+        self._noise_generator = torch.Generator(device=device).manual_seed(seed)
         self.batch_size = config.batch_size * (self.weights.agents or 1)
         """Samples per update."""
-        most = PRIORITIZED_BURST if config.prioritized_replay else BURST_SAMPLES
-        self.burst_updates = max(1, min(BURST_SAMPLES // self.batch_size, most))
+        most = max(1, BURST_SAMPLES // self.batch_size)
+        self.burst_updates = min(most, PRIORITIZED_BURST) if config.prioritized_replay else most
         """Most gradient steps in a burst."""
         # Each batch needs its own noise; a torso's buffers (batch normalisation) depend on the
         # batch; and IQN's fractions of a whole burst would take gigabytes.
         self._has_buffers = any(True for _ in online.torso.buffers())
         self._terms_per_batch = config.noisy or self._has_buffers or config.head == "iqn"
         self._target_updates = 0
-        """Intervals of the target network that have passed on the clock."""
+        """Number of ``target_update_interval`` that had passed at the last ``learn``."""
         self.lr_scale = 1.0
         """Factor of the learning rate, lowered on a plateau."""
         self._learning_rate: Tensor | float = config.learning_rate
@@ -91,13 +92,13 @@ class Learner:
         config, progress = self._config, self._clock.progress
         self._learning_rate = schedules.learning_rate(config, progress) * self.lr_scale
         self._beta = schedules.importance_exponent(config, progress)
-        self.move_target(self._target_move_due())
+        self.move_target(self._take_target_move())
         while updates > 0:
             count = min(updates, self.burst_updates)
-            with self._drawing:
+            with self._draw_span:
                 samples = self._memory.sample(count * self.batch_size, self._beta)
             batches = samples.split(self.batch_size)
-            with self._learning:
+            with self._learn_span:
                 for batch, terms in zip(batches, self._terms(samples, batches), strict=True):
                     self.step(batch, terms)
             self._clock.updates += count
@@ -107,9 +108,10 @@ class Learner:
         """Take one gradient step; ``terms`` are the batch's targets, or what they are made of."""
         self._updater.before_gradient()
         if self._config.noisy:
-            self.online.store_noise(self.online.draw_noise(self._noise))
+            self.online.store_noise(self.online.draw_noise(self._noise_generator))
         target = terms if isinstance(terms, Tensor) else self._target(batch, terms)
-        loss_info = self._gradient(self._gradient.predict(batch), batch, target)
+        prediction = self._gradient.predict(batch)
+        loss_info = self._gradient.backward(prediction, batch, target)  # into weights.grad
         if self._config.prioritized_replay:
             self._memory.update_priorities(batch.index, loss_info.priority)
         applied = self._updater.apply(self._learning_rate, loss_info.loss)
@@ -133,20 +135,20 @@ class Learner:
 
     def _terms_of(self, batch: Batch) -> TargetTerms:
         if self._config.noisy:
-            self._target_network.store_noise(self._target_network.draw_noise(self._noise))
+            self._target_network.store_noise(self._target_network.draw_noise(self._noise_generator))
         return self._objective.target_terms(batch, self._target_network)
 
     def _target(self, batch: Batch, terms: TargetTerms) -> Tensor:
         return self._objective.target(batch, terms, self.online, self._target_network)
 
-    def _target_move_due(self) -> float:
+    def _take_target_move(self) -> float:
         """Return how far the target network moves now: by 1 − (1 − τ)^k after k more intervals."""
         due = self._clock.progress // self._config.target_update_interval - self._target_updates
         self._target_updates += max(due, 0)
         return 1.0 - (1.0 - self._config.tau) ** max(due, 0)
 
     def move_target(self, share: float) -> None:
-        """Move the target network by this share of the way to the online weights; 1 copies."""
+        """Move the target network, if any, by this share of the way to the online weights."""
         if share == 1.0:
             self._target_weights.data.copy_(self.weights.data)
         elif share > 0 and self._has_target:
@@ -156,7 +158,7 @@ class Learner:
     def state_values(self, obs: Tensor) -> Tensor:
         """Return the value of each observation, ``[B]``, by the target network; for returns."""
         if self._config.noisy:
-            self._target_network.store_noise(self._target_network.draw_noise(self._noise))
+            self._target_network.store_noise(self._target_network.draw_noise(self._noise_generator))
         return self._target_network.state_values(obs)
 
     def q_values(self, obs: Tensor) -> Tensor:
@@ -175,12 +177,12 @@ class Learner:
             **{f"{prefix}weights": flat.data for prefix, flat in self._flat.items()},
             **{f"{prefix}buffers": flat.buffers() for prefix, flat in self._flat.items()},
             "optimiser": self._updater.state_dict(),
-            "noise": self._noise.get_state(),
+            "noise": self._noise_generator.get_state(),
             "objective": self._objective.generator.get_state(),
             "target_updates": self._target_updates,
-            "target_move": 0.0,
+            "target_move": 0.0,  # RecordedLearner may have one to make
             "lr_scale": self.lr_scale,
-            # One number, or one per agent of a population.
+            # One number; of RecordedLearner one per agent of a population.
             "skipped": torch.as_tensor(self._skipped).squeeze(-1).tolist(),
         }
 
@@ -191,7 +193,7 @@ class Learner:
             for name, buffer in flat.buffers().items():
                 buffer.copy_(state[f"{prefix}buffers"][name])
         self._updater.load_state_dict(state["optimiser"])
-        restore_generator(self._noise, state["noise"])
+        restore_generator(self._noise_generator, state["noise"])
         restore_generator(self._objective.generator, state["objective"])
         self._target_updates = state["target_updates"]
         self.lr_scale = state["lr_scale"]

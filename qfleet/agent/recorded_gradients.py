@@ -33,7 +33,7 @@ class CompilableGradient(AutogradGradient):
     def _output(self, obs: Tensor) -> Prediction:
         return self._objective.predict(obs, self._network)
 
-    def __call__(self, predicted: Prediction, batch: Batch, target: Tensor) -> LossInfo:
+    def backward(self, predicted: Prediction, batch: Batch, target: Tensor) -> LossInfo:
         mean, priority, prediction = self._loss(*predicted, batch.action, batch.weight, target)
         gradients = torch.autograd.grad(mean, self._weights.parameters)
         if self._weights.grad.is_cpu or self._weights.agents is not None:
@@ -58,7 +58,7 @@ class FusedGradient:
     def predict(self, batch: Batch) -> None:
         """Do nothing: forward and backward pass are one kernel."""
 
-    def __call__(self, predicted: None, batch: Batch, target: Tensor) -> LossInfo:
+    def backward(self, predicted: None, batch: Batch, target: Tensor) -> LossInfo:
         del predicted
         weights = self._weights
         prediction, error = self._fused.gradient(

@@ -49,7 +49,7 @@ class RecordedLearner(Learner):
         target: QNetwork,
         memory: Memory,
         objective: Objective,
-        make_updater: Callable[[FlatWeights], Updater],
+        updater_factory: Callable[[FlatWeights], Updater],
         clock: Clock,
         timers: Timers,
         device: torch.device,
@@ -61,7 +61,7 @@ class RecordedLearner(Learner):
     ) -> None:
         self._fused = fused
         super().__init__(
-            config, online, target, memory, objective, make_updater, clock, timers, device, seed,
+            config, online, target, memory, objective, updater_factory, clock, timers, device, seed,
             drawing=drawing,
         )  # fmt: skip
         self._device, self._copying = device, timers.span("copy")
@@ -126,7 +126,7 @@ class RecordedLearner(Learner):
         """Update what depends on the clock."""
         rate = self._read_rate()
         beta = schedules.importance_exponent(self._config, self._clock.progress)
-        move = self._target_move_due()
+        move = self._take_target_move()
         if self._capturable:
             # Kernel arguments, not copies from host memory, which could change before they happen.
             assert isinstance(self._beta, Tensor)
@@ -149,7 +149,7 @@ class RecordedLearner(Learner):
     def _draw(self, count: int) -> Batch:
         if self._has_target and not self._config.replay:
             self._make_target_move()  # first, because the samples of a rollout have returns
-        with self._drawing:
+        with self._draw_span:
             return self._memory.sample(count * self.batch_size, self._beta)
 
     def _make_target_move(self) -> None:
@@ -167,7 +167,7 @@ class RecordedLearner(Learner):
         with self._copying:
             samples = samples.to(self._device)
         batches = samples.split(self.batch_size)
-        with self._learning:
+        with self._learn_span:
             targets = self._targets(samples, batches)
             waits = [
                 self._step(batch, compute_target)
@@ -203,11 +203,11 @@ class RecordedLearner(Learner):
         """Take one gradient step; return a function that waits for the new priorities."""
         self._updater.before_gradient()
         if self._config.noisy:
-            self._store_noise(self.online.draw_noise(self._noise))
+            self._store_noise(self.online.draw_noise(self._noise_generator))
         target_ready = self._beside.start(compute_target)
         predicted = self._gradient.predict(batch)
         target = target_ready()
-        loss_info = self._gradient(predicted, batch, target)
+        loss_info = self._gradient.backward(predicted, batch, target)
         set_priorities = functools.partial(self._set_priorities, batch, loss_info)
         on_host = self._memory.device.type != self._device.type
         # A memory on the host makes the host wait for the gradient: launch the optimiser before.
@@ -223,7 +223,7 @@ class RecordedLearner(Learner):
 
     def _terms_of(self, batch: Batch) -> TargetTerms:
         if self._config.noisy:
-            self._store_target_noise(self._target_network.draw_noise(self._noise))
+            self._store_target_noise(self._target_network.draw_noise(self._noise_generator))
         terms: TargetTerms = self._target_terms(*_columns(batch))
         return terms
 
@@ -240,7 +240,7 @@ class RecordedLearner(Learner):
     @torch.no_grad()
     def state_values(self, obs: Tensor) -> Tensor:
         if self._config.noisy:
-            self._store_target_noise(self._target_network.draw_noise(self._noise))
+            self._store_target_noise(self._target_network.draw_noise(self._noise_generator))
         there = obs.to(self._device)
         if self._fused is not None and self._fused.takes(len(obs)):
             values = self._fused.q_values(self._target_weights.data, there).amax(1)
@@ -277,7 +277,7 @@ class RecordedLearner(Learner):
         learning from them is recorded, and every burst's samples are copied there first.
         """
         assert self._capturable, "only a capturable learner can be recorded"
-        drawn_from = [self._noise, self._objective.generator]
+        drawn_from = [self._noise_generator, self._objective.generator]
         drawn_from += self._memory.generators() if self._draws_recorded else []
         self.burst_updates = updates_at_once
         self._recorded.clear()
@@ -303,7 +303,7 @@ class RecordedLearner(Learner):
             with self._copying:
                 samples.copy_(drawn)
         self._newest = None
-        with self._learning:
+        with self._learn_span:
             launch()
         if self._newest is None:  # a replay runs no Python, but writes to the recorded tensors
             self._newest = self._newest_of[count]

@@ -1,4 +1,7 @@
-"""Crash-safe file writes: when these functions return, the complete data is on the disk."""
+"""Building blocks of crash-safe writes; ``atomic_write_text`` is the complete sequence.
+
+A new or renamed file survives a crash once its folder was synced (``sync_folder``).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ def write_point(name: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a new text file and sync it."""
+    """Write a text file that does not exist yet, and sync it."""
     write_point(f"create {path.name}")
     with path.open("x", encoding="utf-8") as file:
         file.write(text)
@@ -22,7 +25,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """Sync a folder, so that files created or renamed in it survive a crash."""
     write_point("sync folder")
     descriptor = os.open(path, os.O_RDONLY)
     try:

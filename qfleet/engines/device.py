@@ -34,7 +34,7 @@ from qfleet.engines.placement import Placement
 from qfleet.engines.recording import prepare_learner
 from qfleet.engines.stage_rates import Stages, make_stages
 from qfleet.engines.torch_settings import set_threads
-from qfleet.engines.tuning import apply_asked, may_compile
+from qfleet.engines.tuning import apply_precision, may_compile
 from qfleet.envs.device.vector import check_tensor_env
 from qfleet.envs.factory import make_tensors
 from qfleet.memory.rollout import Rollout
@@ -54,7 +54,7 @@ def build(setup: Setup) -> LoopParts:
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = setup.make_timers("learner")
-        # The memory calls the learner for values, and the learner the memory for samples.
+        # A lambda, because the learner does not exist yet: a rollout calls it for its returns.
         memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs), members)
         made.callback(memory.close)
         learner = make_learner(
@@ -69,7 +69,7 @@ def build(setup: Setup) -> LoopParts:
             notes.append(prepared.note)
             learner_only = prepared.learner_rate(config, len(members))
         else:
-            apply_asked(config, learner.networks)
+            apply_precision(config, learner.networks)
         channel = SameWeights()
         started_s = time.monotonic()
         # Steps are tried before they are recorded; a torso's own buffers must not keep the effects.

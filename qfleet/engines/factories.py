@@ -149,23 +149,24 @@ def make_learner(
     timers: Timers,
     *,
     members: Sequence[int] = (0,),
-    updater: Callable[[FlatWeights], Updater] | None = None,
+    updater_factory: Callable[[FlatWeights], Updater] | None = None,
     drawing: str | None = None,
     use_kernels: bool = False,
 ) -> Learner:
     """Return the learner: ``RecordedLearner`` on accelerators and for populations.
 
-    ``updater``: makes the updater; default: the one of the configuration. ``use_kernels``: let our
-    own kernels replace the network if they can.
+    ``updater_factory``: default: the updater of the configuration. ``use_kernels``: let our own
+    kernels replace the network if they can.
     """
     device, seeds = place.device, Seeds.of(config.seed)
     online = make_networks(config, spec, device, members)
     has_target = config.replay or config.target_network
     target = make_network(config, spec, device, seeds.network) if has_target else online
     objective = make_objective(config, device, seeds.objective)
-    updater = updater or functools.partial(make_updater, config, capturable=place.capturable)
+    local = functools.partial(make_updater, config, capturable=place.capturable)
+    factory = updater_factory or local
     seed = seeds.learner
-    given = (config, online, target, memory, objective, updater, clock, timers, device, seed)
+    given = (config, online, target, memory, objective, factory, clock, timers, device, seed)
     if device.type == "cpu" and config.population == 1:
         return Learner(*given, drawing=drawing)
     return RecordedLearner(

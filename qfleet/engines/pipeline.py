@@ -32,7 +32,7 @@ from qfleet.engines.placement import Acting, Placement, inference_rate, place_in
 from qfleet.engines.recording import Prepared, prepare_learner
 from qfleet.engines.stage_rates import Stages, env_rate, learner_rate, make_stages
 from qfleet.engines.torch_settings import set_threads
-from qfleet.engines.tuning import Tuning, apply_asked
+from qfleet.engines.tuning import Tuning, apply_precision
 from qfleet.telemetry.bottleneck import StageRates
 from qfleet.telemetry.timers import Timers
 
@@ -50,7 +50,7 @@ def build(setup: Setup) -> LoopParts:
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = [setup.make_timers("learner")]
-        # The memory calls the learner for values, and the learner the memory for samples.
+        # A lambda, because the learner does not exist yet: a rollout calls it for its returns.
         memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs))
         made.callback(memory.close)
         learner = make_learner(config, spec, place, memory, clock, timers[0])
@@ -63,7 +63,7 @@ def build(setup: Setup) -> LoopParts:
             hooks.append(TuningHook(prepared.tuning))
             choice = prepared.tuning.choice
         else:
-            choice = apply_asked(config, learner.networks)
+            choice = apply_precision(config, learner.networks)
         inference: Inference
         if place.ahead or config.lockstep:
             sizes = [group.num_envs for group in envs]

@@ -22,34 +22,36 @@ from qfleet.engines.loop import SameWeights, collect, learn
 from qfleet.engines.parts import LoopParts, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
-from qfleet.engines.tuning import apply_asked
+from qfleet.engines.tuning import apply_precision
 
 
 def build(
     setup: Setup,
     *,
-    make_updater: Callable[..., Updater] | None = None,
+    updater_factory: Callable[..., Updater] | None = None,
     ladder: NDArray[np.float32] | None = None,
 ) -> LoopParts:
     """Create the parts.
 
-    For the workers of a parameter server: ``make_updater(weights, timers=…)`` makes the updater
-    that calls the servers, and ``ladder`` is the ε of each env.
+    The last two arguments are for the workers of a parameter server, which reuse this function:
+    ``updater_factory(weights, timers=…)`` returns the updater that calls the servers, and
+    ``ladder`` is one constant ε per env.
     """
     config, seed = setup.config, setup.seeds.actor
     with contextlib.ExitStack() as made:
         envs = setup.make_envs(made)
         spec = envs[0].spec
-        place = Placement.of(config, spec, any(group.in_background for group in envs))
+        in_background = any(group.in_background for group in envs)
+        place = Placement.of(config, spec, in_background=in_background)
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = setup.make_timers("learner")
-        # The memory calls the learner for values, and the learner the memory for samples.
+        # A lambda, because the learner does not exist yet: a rollout calls it for its returns.
         memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs))
         made.callback(memory.close)
-        updater = functools.partial(make_updater, timers=timers) if make_updater else None
-        learner = make_learner(config, spec, place, memory, clock, timers, updater=updater)
-        apply_asked(config, learner.networks)
+        factory = updater_factory and functools.partial(updater_factory, timers=timers)
+        learner = make_learner(config, spec, place, memory, clock, timers, updater_factory=factory)
+        apply_precision(config, learner.networks)
         channel = SameWeights()
         inference = HostInference(learner.online, place.device, spec.obs_dtype, seed)
         rows = rows_per_block(config)
@@ -58,7 +60,7 @@ def build(
             setup=setup,
             spec=spec,
             device=place.device,
-            env_seeds=[seed for group in envs for seed in group.seeds],
+            env_seeds=[env_seed for group in envs for env_seed in group.seeds],
             clock=clock,
             timers=[timers],
             collector=Inline(actor, channel, clock),
@@ -74,7 +76,7 @@ def build(
 def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
     """Advance the loop until ``keep_going`` returns False, then wait for the device.
 
-    ``keep_going`` is called when no update is owed.
+    ``keep_going`` is called before every block: it does the periodic work of the run.
     """
     collecting = collect(
         parts.collector, parts.memory, parts.channel, parts.limiter, parts.clock, parts.timers[0]

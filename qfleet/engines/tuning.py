@@ -71,7 +71,7 @@ def apply_choice(choice: Choice, networks: list[QNetwork], compilables: list[Com
     switch(compilables, choice.compiled)
 
 
-def apply_asked(config: Config, networks: list[QNetwork]) -> Choice:
+def apply_precision(config: Config, networks: list[QNetwork]) -> Choice:
     """Apply the configured precision without measuring; ``auto`` changes nothing."""
     if config.precision == "auto":
         return Choice("fp32", compiled=False)

@@ -1,4 +1,4 @@
-"""The periodic work of a run, one hook each: log, evaluate, compete, stop, save.
+"""The periodic work of a run, one hook each: engine, log, evaluate, compete, stop, save.
 
 ``standard_hooks`` lists them in the order in which they run. Their interface is that of users'
 callbacks, plus the last call of a run (``on_finish``) and the state that a checkpoint keeps.
@@ -39,7 +39,7 @@ class HandleEngine(Hook):
 
 
 class Log(Hook):
-    """Writes scalars every ``log_interval`` steps, and looks for signs of divergence."""
+    """Writes scalars every ``log_interval`` env steps, and looks for signs of divergence."""
 
     _logged: tuple[float, int]
     """Time and env steps of the newest log."""
@@ -92,7 +92,7 @@ class Log(Hook):
 
 
 class Evaluate(Hook):
-    """Plays the greedy policy every ``eval_freq`` steps, keeps the best one, and stops early."""
+    """Plays the greedy policy every ``eval_freq`` env steps, keeps the best, and stops early."""
 
     def __init__(self, config: Config) -> None:
         self._early_stopping = EarlyStopping(config)
@@ -106,19 +106,19 @@ class Evaluate(Hook):
         if run.evaluated_at != run.parts.clock.env_steps and not run.is_out_of_time():
             # An interrupted run only reports: resumed, it evaluates when an uninterrupted one does.
             complete = run.stopped_by not in ("stop_after", "max_wall", "SIGINT", "SIGTERM")
-            self.evaluate(run, decides=complete)
+            self.evaluate(run, counts=complete)
         if run.best_return is None and run.evaluation is not None:
             save_best(run.folder, run.parts, run.standings, run.parts.members, run.faults)
 
-    def evaluate(self, run: RunState, decides: bool = True) -> None:
-        """Play the greedy policy. ``decides`` False: only report, stop nothing and keep nothing."""
+    def evaluate(self, run: RunState, counts: bool = True) -> None:
+        """Play the greedy policy. ``counts`` False: only report, stop nothing and keep nothing."""
         config, parts, standings = run.config, run.parts, run.standings
         evaluation = parts.evaluator.play(run.is_out_of_time)
         if evaluation is None:
             return
         run.evaluation, run.evaluated_at = evaluation, parts.clock.env_steps
-        better = standings.add_evaluation(evaluation, parts.members, counts=decides)
-        if not decides:
+        better = standings.add_evaluation(evaluation, parts.members, counts=counts)
+        if not counts:
             return
         scalars = {
             "eval/mean_reward": evaluation.mean,
@@ -138,7 +138,7 @@ class Evaluate(Hook):
         run.call("on_evaluation", evaluation)
 
     def keep_best(self, run: RunState, best_return: float) -> None:
-        """Do not let a worse policy replace one with this return."""
+        """Keep a policy with this return, found after the checkpoint that a run resumes from."""
         best = self._early_stopping.best_return
         run.best_return = best_return if best is None else max(best_return, best)
         self._early_stopping.best_return = run.standings.agents[0].best = run.best_return
@@ -203,7 +203,7 @@ class Stop(Hook):
 
 
 class Save(Hook):
-    """Writes a checkpoint every ``checkpoint_freq`` steps and at the end."""
+    """Writes a checkpoint every ``checkpoint_freq`` env steps and at the end."""
 
     def on_step(self, run: RunState) -> None:
         going_on = run.survivors is None and run.stopped_by is None

@@ -153,7 +153,7 @@ def test_the_learners_gradient_is_that_of_the_loss_written_plainly(changes: dict
     weights, batch = FlatWeights(network), random_batch(32)
     gradient = make_gradient(network, make_objective(config, CPU, 0), weights, weighted=True)
     assert isinstance(gradient, AutogradGradient)
-    loss_info = gradient(gradient.predict(batch), batch, batch.reward)
+    loss_info = gradient.backward(gradient.predict(batch), batch, batch.reward)
     ours = weights.grad.clone()
 
     output = network(batch.obs)
@@ -292,7 +292,7 @@ def make_learner(config: Config) -> tuple[Learner, Rollout, Clock]:
         target=make_network(config, SPEC, CPU, 0) if config.target_network else online,
         memory=memory,
         objective=make_objective(config, CPU, 2),
-        make_updater=lambda weights: make_updater(config, weights, capturable=False),
+        updater_factory=lambda weights: make_updater(config, weights, capturable=False),
         clock=clock,
         timers=Timers(),
         device=CPU,

@@ -69,7 +69,7 @@ def test_by_hand_equals_autograd_bit_for_bit(
         seen = []
         for gradient in ways:
             weights.grad.fill_(torch.nan)  # every entry must be written
-            loss_info = gradient(gradient.predict(batch), batch, target)
+            loss_info = gradient.backward(gradient.predict(batch), batch, target)
             seen.append((weights.grad.clone(), loss_info))
         (by_hand, dense), (by_autograd, auto) = seen
         assert by_autograd.abs().sum() > 0

@@ -157,7 +157,7 @@ def make_learner(config: Config, capturable: bool) -> tuple[RecordedLearner, Rol
         target=online,
         memory=memory,
         objective=make_objective(config, CPU, 2),
-        make_updater=lambda weights: make_updater(config, weights, capturable=True),
+        updater_factory=lambda weights: make_updater(config, weights, capturable=True),
         clock=clock,
         timers=Timers(),
         device=CPU,

@@ -17,8 +17,8 @@ from qfleet.engines.cluster.state_arrays import copy_state
 from qfleet.engines.torch_settings import TorchSettings
 from qfleet.engines.tuning import (
     Choice,
-    apply_asked,
     apply_choice,
+    apply_precision,
     candidates,
     may_compile,
     tune,
@@ -197,7 +197,7 @@ def test_what_was_asked_for_is_in_force_where_nothing_is_tried(asked: Any, choic
     expected = torch_state()
     settings.restore()
     network = make_network(Config(), EnvSpec("toy", (3,), "float32", 2), CPU, seed=0)
-    assert apply_asked(Config(precision=asked), [network]) == choice
+    assert apply_precision(Config(precision=asked), [network]) == choice
     assert torch_state() == expected
     assert network.autocast_dtype == (torch.bfloat16 if asked == "bf16" else None)
 
@@ -206,7 +206,7 @@ def test_where_nothing_was_asked_for_torch_is_left_alone() -> None:
     network = make_network(Config(), EnvSpec("toy", (3,), "float32", 2), CPU, seed=0)
     torch.set_float32_matmul_precision("medium")
     before = torch_state()
-    assert apply_asked(Config(), [network]) == FP32
+    assert apply_precision(Config(), [network]) == FP32
     assert torch_state() == before
     assert network.autocast_dtype is None
 

@@ -44,7 +44,7 @@ from qfleet.engines.factories import check_replay_fits, make_learner
 from qfleet.engines.parts import LoopParts, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
-from qfleet.engines.tuning import apply_asked
+from qfleet.engines.tuning import apply_precision
 from qfleet.envs.factory import make_envs
 from qfleet.networks.factory import make_network
 from qfleet.telemetry.timeline import draw_workers
@@ -83,7 +83,7 @@ def build(setup: Setup) -> LoopParts:
         check_store(cluster, cluster.store_bytes(), needed, contents, lower)
         memory = ShardedReplay(cluster, config, spec, faults, account, seeds.memory)
         learner = make_learner(config, spec, place, memory, clock, timers, drawing="communicate")
-        apply_asked(config, learner.networks)
+        apply_precision(config, learner.networks)
         learner.burst_updates = min(learner.burst_updates, _batches_at_once(config, spec))
         channel = Broadcast(cluster, learner.weights, account)
         actors = ActorFleet(cluster, setup, spec, channel, clock, timers, account)

@@ -121,7 +121,7 @@ class Worker:
         self._own = worker_config(config, number)
         self._parts = serial.build(
             Setup(self._own, self._faults, restarted_at, self._trace),
-            make_updater=remote,
+            updater_factory=remote,
             ladder=own_ladder(config, number),
         )
         self._processor_s = time.process_time()
