@@ -16,17 +16,17 @@ class Ledger:
     """The account of one server over all its epochs, from one restore to the next."""
 
     def __init__(self) -> None:
-        self._heard: dict[int, dict[int, int]] = defaultdict(dict)
+        self._sent: dict[int, dict[int, int]] = defaultdict(dict)
         """By epoch and worker: messages sent until then, including those of earlier epochs."""
         self._kept: dict[int, Mapping[int, int]] = {}
         """By ended epoch and worker: messages in the snapshot that the next epoch began with."""
         self.unknown = 0
         """How often a worker died when its server could not report its last message number."""
 
-    def heard(self, worker: int, sent: Mapping[int, int]) -> None:
+    def record_sent(self, worker: int, sent: Mapping[int, int]) -> None:
         """Record the messages sent by a worker, by epoch. Reports may come late or twice."""
         for epoch, count in sent.items():
-            known = self._heard[epoch]
+            known = self._sent[epoch]
             known[worker] = max(count, known.get(worker, 0))
 
     def restored(self, epoch: int, kept: Mapping[int, int]) -> None:
@@ -39,5 +39,5 @@ class Ledger:
         return sum(
             max(0, count - kept.get(worker, 0))
             for epoch, kept in self._kept.items()
-            for worker, count in self._heard[epoch].items()
+            for worker, count in self._sent[epoch].items()
         )

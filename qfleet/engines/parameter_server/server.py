@@ -185,7 +185,7 @@ class Server:
                 self._lives[worker] = life
                 self._watched(self._shard.remove_worker, worker, self._clock())
                 self._changed.notify_all()
-            return self._shard.heard_from(worker)
+            return self._shard.next_message(worker)
 
     def snapshot(self) -> StateDict:
         with self._changed:

@@ -161,15 +161,15 @@ class ServerRow:
             answer = self._answer(server, call, max(0.0, until_s - time.monotonic()))
             if answer is not None:
                 epoch, count = Welcome(*answer)
-                server.ledger.heard(worker, {epoch: count})
+                server.ledger.record_sent(worker, {epoch: count})
             if died_with is not None:
                 is_known = answer is not None and died_with.get(server.number, 0) == server.life
                 server.ledger.unknown += not is_known
 
-    def heard(self, worker: int, sent: list[dict[int, int]]) -> None:
+    def record_sent(self, worker: int, sent: list[dict[int, int]]) -> None:
         """Record how many messages a worker reports to have sent, by server and epoch."""
         for server, counts in zip(self._servers, sent, strict=True):
-            server.ledger.heard(worker, counts)
+            server.ledger.record_sent(worker, counts)
 
     # --- what they hold -----------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class Shard:
             self._admission.join(worker, self._moment(now_s))
         self._admission.expect(worker, turn)
         self.tick(now_s)
-        return self.heard_from(worker)
+        return self.next_message(worker)
 
     def remove_worker(self, worker: int, now_s: float = 0.0) -> None:
         """No longer wait for the worker. The gradients that it has sent still count."""
@@ -127,7 +127,7 @@ class Shard:
             self._present.remove(worker)
             self.tick(now_s)
 
-    def heard_from(self, worker: int) -> Welcome:
+    def next_message(self, worker: int) -> Welcome:
         """Return the number of the worker's next message, whether it is present or not."""
         return Welcome(self._epoch, self._records.get(worker, _Record()).sequence)
 

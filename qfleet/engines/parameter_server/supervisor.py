@@ -309,7 +309,7 @@ class Supervisor:
         return paces[number] / max(paces.values())
 
     def _take_report(self, worker: WorkerState, report: Report) -> None:
-        self._servers.heard(worker.number, report.traffic["sent"])
+        self._servers.record_sent(worker.number, report.traffic["sent"])
         with self.lock:
             worker.report, worker.granted, worker.failures = report, 0, 0
             worker.spans += _shifted(report, time.perf_counter())

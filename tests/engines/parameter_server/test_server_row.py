@@ -71,7 +71,7 @@ def push(row: ServerRow, worker: int, count: int) -> None:
     for handle in row.handles:
         server: Server = handle.server
         for _ in range(count):
-            _, sequence = server._shard.heard_from(worker)
+            _, sequence = server._shard.next_message(worker)
             gradient = np.ones(server._shard.size, dtype=np.float32)
             stamp = server.pull(Pull()).stamp
             server.push(Push(worker, sequence, *stamp, gradient, 1e-3, patience_s=1.0))
@@ -102,7 +102,7 @@ def test_what_came_after_the_snapshot_is_counted_when_workers_tell() -> None:
     push(row, 0, 3)
     row.handles[1].is_dead = True
     row.replace(1)
-    row.heard(0, [{0: 8}, {0: 8}])
+    row.record_sent(0, [{0: 8}, {0: 8}])
     assert lost_and_unknown(row) == [(0, 0), (3, 0)]
     row.ask_accounts()
     assert [account.applied for account in row.accounts()] == [8, 5]

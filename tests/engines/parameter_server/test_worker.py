@@ -303,7 +303,7 @@ def test_what_a_worker_sent_tells_what_died_with_a_server() -> None:
     report = worker.work(WorkOrder(0, STEPS, LONG_S, renewed=((1, DirectLine(other)),)))
     assert report.traffic["outcomes"]["server-lost"] == 1
     ledger = Ledger()
-    ledger.heard(0, report.traffic["sent"][1])
+    ledger.record_sent(0, report.traffic["sent"][1])
     ledger.restored(0, {0: snapshot["records"]["0"]["sequence"]})
     # What the dead server could have told: all of it was applied there, the last one unheard.
     assert ledger.lost == servers[1].account()["applied"] - snapshot["counters"]["applied"]
