@@ -113,7 +113,7 @@ def test_a_rate_measured_at_the_start_is_believed() -> None:
         hook = parts.find(PipelineHook)
         assert hook is not None
         updates_per_step = parts.config.updates_per_env_step
-        hook._prepared = Prepared(cast(Tuning, None), 1 / (123.0 * updates_per_step), "")
+        hook.prepared = Prepared(cast(Tuning, None), 1 / (123.0 * updates_per_step), "")
         rates = measured_by(parts, end_to_end=1.0).rates
     finally:
         parts.close()
