@@ -14,6 +14,7 @@ from torch import Tensor
 import qfleet
 from qfleet.agent.gradients import AutogradGradient
 from qfleet.agent.recorded_gradients import FusedGradient
+from qfleet.agent.updaters.fused import FusedUpdater
 from qfleet.agent.updaters.local import LocalUpdater
 from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.agent.weights import FlatWeights
@@ -119,7 +120,7 @@ def test_fused_radam_is_radam(population: int) -> None:
     both = [FlatWeights(make_networks(config, spec, CUDA)) for _ in range(2)]
     plain = LocalUpdater(both[0], make_optimiser("radam", both[0].data, 1e-8), 1.0)
     ours = make_updater(dataclasses.replace(config, optimizer_eps=1e-8), both[1], capturable=True)
-    assert not isinstance(ours, LocalUpdater)
+    assert isinstance(ours, FusedUpdater)
     each = () if population == 1 else (population, 1)
     rate = torch.full(each, 1e-3, device=CUDA)
     if population > 1:
