@@ -90,7 +90,7 @@ class Run(RunState):
         )
         # Keep a better policy that was saved after the checkpoint: this run may not find it again.
         try:
-            best = load_policy(self.folder / "best").meta["return"]
+            best = load_policy(self.folder / "best").meta.get("return")
         except CheckpointError:
             return
         for hook in self._hooks:
