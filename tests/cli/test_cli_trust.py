@@ -232,7 +232,7 @@ def test_the_address_of_a_fleet_comes_from_the_option(
 
 
 def test_a_run_in_one_process_has_no_address(half: Path) -> None:
-    with pytest.raises(ConfigError, match="run on serial, without address"):
+    with pytest.raises(ConfigError, match=says("address", "serial")):
         qfleet.resume(half, address=ADDRESS)
 
 
