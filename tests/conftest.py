@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 TESTS = str(Path(__file__).parent)
 
 # Before torch is imported, which reads it then. Waiting OpenMP threads sleep instead of spinning,
 # because the processes of pytest-xdist have more of them than there are cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# No test measures time: by default Hypothesis fails an example that takes over 200 ms, and a test
+# whose examples are slow to draw, which happens on a busy machine.
+settings.register_profile("qfleet", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("qfleet")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -35,9 +41,9 @@ def torch_settings() -> Iterator[None]:
     """Parts built without a run change torch's settings; no test may depend on the one before."""
     from qfleet.engines.torch_settings import TorchSettings
 
-    settings = TorchSettings()
+    before = TorchSettings()
     yield
-    settings.restore()
+    before.restore()
 
 
 @pytest.fixture
