@@ -38,8 +38,9 @@ PRESETS = {
         batch_size=64, td_lambda=0.95, learning_rate=4e-3, exploration_fraction=0.2, eval_freq=5000,
     ),
     "cartpole-apex": _preset(
-        "qfleet's own: `cartpole` with two actors, uniform replay and falling ε (docs/actors.md).",
-        base="cartpole", engine="actors", workers=2,
+        "qfleet's own: `cartpole` for two actors, with twice as many updates per step, which 16 "
+        "envs need (docs/actors.md).",
+        base="cartpole", engine="actors", workers=2, train_freq=2,
     ),
     "cartpole-parameter-server": _preset(
         "qfleet's own: `cartpole` for four workers, with four times as many gradients, each of a "
