@@ -26,7 +26,7 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias, cast, overload
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
+from qfleet.storage.segments import LazyPieces
 
 Compression: TypeAlias = Literal["none", "lz4"]
 """The compression of a ring's frames."""
@@ -99,7 +100,7 @@ class CompressedFrames:
         return self._decompressed(self._blobs[slot.numpy()].tolist())
 
     def pieces(self, cuts: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
-        return _Pieces(self._read_rows, cuts)
+        return LazyPieces(len(cuts), lambda piece: self._read_rows(*cuts[piece]))
 
     def nbytes(self) -> int:
         return self._blob_bytes + ENTRY_BYTES * self._blobs.shape[0]
@@ -118,27 +119,6 @@ class CompressedFrames:
             into[at : at + frame_bytes] = decompress(blob)
             at += frame_bytes
         return flat.view(len(blobs), *self._frame_shape)
-
-
-class _Pieces(Sequence[Tensor]):
-    """A lazy sequence of row ranges: each is decompressed on access, so not all need fit in RAM."""
-
-    def __init__(
-        self, read_rows: Callable[[int, int], Tensor], cuts: Sequence[tuple[int, int]]
-    ) -> None:
-        self._read_rows, self._cuts = read_rows, cuts
-
-    def __len__(self) -> int:
-        return len(self._cuts)
-
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
-        if isinstance(index, slice):
-            return _Pieces(self._read_rows, self._cuts[index])
-        return self._read_rows(*self._cuts[index])
 
 
 def load_codec() -> tuple[Callable[[object], bytes], Callable[[bytes], bytes]]:

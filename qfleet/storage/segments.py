@@ -5,10 +5,26 @@ A memory puts a ``Segments`` into its state dict; a loaded checkpoint contains i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
+
+
+class LazyPieces(Sequence[Tensor]):
+    """Pieces that are read one by one, when they are used: memory need not hold all of them."""
+
+    def __init__(self, count: int, read: Callable[[int], Tensor]) -> None:
+        self._count, self._read = count, read
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if index >= self._count:
+            raise IndexError(index)
+        return self._read(index)
 
 
 @dataclass

@@ -263,7 +263,7 @@ def test_a_state_unpacks_only_the_piece_that_is_asked_for(monkeypatch: pytest.Mo
     assert torch.equal(pieces[1], frames[15:30])
     assert len(unpacked) == 30
     assert torch.equal(torch.cat(list(pieces)), frames)
-    assert [piece.shape[0] for piece in pieces[1:]] == [15, 10]
+    assert [piece.shape[0] for piece in pieces] == [15, 15, 10]
 
 
 def test_a_state_with_frames_of_another_size_is_refused() -> None:

@@ -7,8 +7,9 @@ meanwhile.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ from qfleet.engines.actors.shares import Holding, allot, relative_rarity, ring_s
 from qfleet.engines.cluster.member_pool import Member, MemberPool
 from qfleet.engines.cluster.ray_cluster import Cluster
 from qfleet.engines.cluster.state_arrays import as_arrays, as_tensors
-from qfleet.storage.segments import Segments
+from qfleet.storage.segments import LazyPieces, Segments
 from qfleet.telemetry.faults import FaultLog
 
 PREFETCHED = 2
@@ -300,15 +301,19 @@ class ShardedReplay:
         for shard in self._shards:
             for actor in shard.actors:
                 state, newest_rows = self._fetch(shard, shard.handle.describe.remote(actor))
-                pieces = _RemotePieces(self._fetch, shard, actor, len(newest_rows))
+                read = functools.partial(self._read_frames, shard, actor)
                 # The successor of a lost shard counts rows from 0 again: they are other rows.
                 versions = [row + shard.life * ROWS_OF_A_LIFE for row in newest_rows]
                 rings[str(actor)] = {
                     **as_tensors(state),
-                    "frames": Segments(pieces, versions),
+                    "frames": Segments(LazyPieces(len(versions), read), versions),
                     "life": shard.life,
                 }
         return {"actors": self._config.workers, "rings": rings}
+
+    def _read_frames(self, shard: _Shard, actor: int, piece: int) -> Tensor:
+        frames = self._fetch(shard, shard.handle.frames.remote(actor, piece))
+        return torch.from_numpy(np.array(frames))
 
     def _fetch(self, shard: _Shard, reference: Any) -> Any:
         try:
@@ -336,21 +341,3 @@ class ShardedReplay:
         for piece in pieces.tensors:
             self._pool.get(shard, shard.handle.restore_frames.remote(actor, row, piece.numpy()))
             row += len(piece)
-
-
-class _RemotePieces(Sequence[Tensor]):
-    """Pieces of a ring's frames, each fetched when it is read: memory need not hold all."""
-
-    def __init__(
-        self, fetch: Callable[[_Shard, Any], Any], shard: _Shard, actor: int, count: int
-    ) -> None:
-        self._fetch, self._shard, self._actor, self._count = fetch, shard, actor, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        if index >= self._count:
-            raise IndexError(index)
-        reference = self._shard.handle.frames.remote(self._actor, index)
-        return torch.from_numpy(np.array(self._fetch(self._shard, reference)))
