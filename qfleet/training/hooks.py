@@ -99,7 +99,7 @@ class Evaluate(Hook):
 
     def on_step(self, run: RunState) -> None:
         if run.config.eval_freq and run.due("eval", run.config.eval_freq):
-            with run.aside():
+            with run.not_training():
                 self.evaluate(run)
 
     def on_finish(self, run: RunState) -> None:
@@ -172,7 +172,7 @@ class Compete(Hook):
             return
         if len(parts.members) == 1 or not run.due("round", interval):
             return
-        with run.aside():
+        with run.not_training():
             run.take_episodes()
             if config.pbt_interval:
                 bad = run.divergence.bad(parts)
@@ -208,7 +208,7 @@ class Save(Hook):
     def on_step(self, run: RunState) -> None:
         going_on = run.survivors is None and run.stopped_by is None
         if going_on and run.due("checkpoint", run.config.checkpoint_freq):
-            with run.aside():
+            with run.not_training():
                 self.on_finish(run)
 
     def on_finish(self, run: RunState) -> None:

@@ -153,7 +153,7 @@ class Run(RunState):
         clock = self.parts.clock
         if self._learning_since is None and clock.updates > 0:
             self._learning_since = (time.monotonic(), clock.env_steps)
-            self.aside_s = 0.0
+            self.not_training_s = 0.0
         for hook in self._hooks:
             hook.on_step(self)
         self.call("on_step")
@@ -170,7 +170,7 @@ class Run(RunState):
 
     def _finish(self) -> None:
         since_s, since_steps = self._learning_since or (self.started_s, self._began_at)
-        working_s = max(time.monotonic() - since_s - self.aside_s, 1e-9)
+        working_s = max(time.monotonic() - since_s - self.not_training_s, 1e-9)
         steps = self.standings.steps_of_all(self.parts.clock.env_steps)
         end_to_end = (steps - self.standings.steps_of_all(since_steps)) / working_s
         self.stop(self.reason_to_stop() or "steps")

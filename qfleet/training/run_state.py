@@ -69,7 +69,7 @@ class RunState:
         self.stopped_by: str | None = None
         self.interrupted_by: int | None = None
         """The signal that requested a stop, if one did."""
-        self.aside_s = 0.0
+        self.not_training_s = 0.0
         """Seconds spent on evaluations, tournaments and checkpoints."""
         self.earlier_wall_s = 0.0
         """Seconds of the invocations before a resume."""
@@ -112,11 +112,11 @@ class RunState:
         return self.earlier_wall_s + time.monotonic() - self.started_s
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def not_training(self) -> Iterator[None]:
         """Count the time spent inside as not spent on training."""
         began_s = time.monotonic()
         yield
-        self.aside_s += time.monotonic() - began_s
+        self.not_training_s += time.monotonic() - began_s
 
     def take_episodes(self) -> None:
         """Add the episodes that have finished to the standings."""
