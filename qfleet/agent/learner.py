@@ -25,11 +25,11 @@ from qfleet.telemetry.timers import Timers
 BURST_SAMPLES = 8192
 """Samples drawn at once: enough to hide the cost of a draw, few enough for the cache."""
 PRIORITIZED_BURST = 8
-"""Prioritised batches drawn at once: the last one by priorities of this many updates ago."""
+"""Prioritised batches drawn at once: the priorities of the last one are 7 updates old."""
 
 
 class Learner:
-    """Draws samples, computes targets and gradients, and has the updater apply them; on a CPU."""
+    """Draws samples, computes targets and gradients, has them applied (one agent, on a CPU)."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Learner:
         self._has_buffers = any(True for _ in online.torso.buffers())
         self._terms_per_batch = config.noisy or self._has_buffers or config.head == "iqn"
         self._target_updates = 0
-        """Number of ``target_update_interval`` that had passed at the last ``learn``."""
+        """Number of target update intervals that had passed at the last ``learn``."""
         self.lr_scale = 1.0
         """Factor of the learning rate, lowered on a plateau."""
         self._learning_rate: Tensor | float = config.learning_rate
@@ -105,7 +105,7 @@ class Learner:
             updates -= count
 
     def step(self, batch: Batch, terms: TargetTerms | Tensor) -> None:
-        """Take one gradient step; ``terms`` are the batch's targets, or what they are made of."""
+        """Take one gradient step. ``terms``: target values, or what they are computed from."""
         self._updater.before_gradient()
         if self._config.noisy:
             self.online.store_noise(self.online.draw_noise(self._noise_generator))
@@ -156,7 +156,7 @@ class Learner:
 
     @torch.no_grad()
     def state_values(self, obs: Tensor) -> Tensor:
-        """Return the value of each observation, ``[B]``, by the target network; for returns."""
+        """Return the value of each observation, ``[B]``, for the returns of a rollout."""
         if self._config.noisy:
             self._target_network.store_noise(self._target_network.draw_noise(self._noise_generator))
         return self._target_network.state_values(obs)
@@ -180,9 +180,9 @@ class Learner:
             "noise": self._noise_generator.get_state(),
             "objective": self._objective.generator.get_state(),
             "target_updates": self._target_updates,
-            "target_move": 0.0,  # RecordedLearner may have one to make
+            "target_move": 0.0,  # always made at once; RecordedLearner may make one later
             "lr_scale": self.lr_scale,
-            # One number; of RecordedLearner one per agent of a population.
+            # One number; RecordedLearner has one per agent.
             "skipped": torch.as_tensor(self._skipped).squeeze(-1).tolist(),
         }
 

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 class QTable:
-    """A table of Q-learning: Q(s,a) += α [r + γ max Q(s',·) − Q(s,a)] (Watkins 1989)."""
+    """A Q-table, updated by Q-learning: Q(s,a) += α [r + γ max Q(s',·) − Q(s,a)] (Watkins 1989)."""
 
     def __init__(self, num_states: int, num_actions: int, alpha: float, gamma: float) -> None:
         self.alpha = alpha

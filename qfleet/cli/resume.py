@@ -10,15 +10,17 @@ import tyro
 from qfleet.cli.parsing import parse
 from qfleet.cli.run_options import RunArguments, finish, quiet_stdout
 
-HELP = "continue an interrupted run, bit for bit"
+HELP = "continue an interrupted run"
 
-DESCRIPTION = """Continue a run from its newest checkpoint, bit for bit: replay, priorities,
-random generators, ε, optimiser and step counters are all restored.
+DESCRIPTION = """Continue a run from its newest checkpoint.
+
+Replay, priorities, random generators, ε, optimiser and step counters are restored: a run in one
+process, with the same options, goes on as if it had never stopped, bit for bit.
 
 Examples:
   qfleet resume runs/NAME
   qfleet resume NAME --max-wall 30m
-  qfleet resume NAME --steps 1000000      (a new total; schedules refer to it)
+  qfleet resume NAME --steps 1000000      (a new total; schedules stretch to it)
   qfleet resume NAME --workers 8          (parameter server: another number of workers)
 """
 
@@ -35,15 +37,15 @@ class ResumeOptions:
     workers: int | None = None
     """Parameter server: new number of workers."""
     servers: int | None = None
-    """Parameter server, actors: new number of servers."""
+    """New number of servers (parameter server) or replay shards (actors)."""
     address: str | None = None
-    """Ray cluster to join, as host:port, instead of the run's own; '': start our own cluster."""
+    """Ray cluster to join, as host:port, instead of the stored address; '': start a new cluster."""
     replay_dir: str | None = None
     """Folder for the files of the replay memory, instead of the run's own; '': RAM."""
     track: Literal["none", "wandb", "mlflow"] | None = None
     """Experiment tracker to report to, instead of the run's own."""
     trust: bool = False
-    """Accept code, address, replay_dir and track that the run's configuration names."""
+    """Accept stored values that run code or reach outside the folder: imports, address …"""
 
 
 def run(argv: list[str]) -> int:

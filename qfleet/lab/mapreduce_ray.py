@@ -130,7 +130,10 @@ def descend_on(
     local_reduction: bool = True,
     straggler: Slowness | None = None,
 ) -> Descent:
-    """Descend from 0; the last worker is the straggler. Time starts at the first broadcast."""
+    """Descend from zero weights. The last worker is the straggler.
+
+    Time starts at the first broadcast.
+    """
     check_descent(steps, rate)
     server = _Server(cluster, problem, rate, Descent(workers, mode, local_reduction), straggler)
     try:
@@ -173,7 +176,7 @@ class _Server:
         self._ahead_s = [self._clock_difference(k) for k in range(len(self.workers))]
         self._processor_s = time.process_time()
         self._begun_s = time.monotonic()
-        # Time since which each worker has nothing to do.
+        # When each worker became idle.
         self._free_s = [0.0] * len(self.workers)
         self._descent.spans = [[] for _ in self.workers]
         self._note_weights()
@@ -211,7 +214,7 @@ class _Server:
             self._update([part], share.stop - share.start)
             if (version + 1) % count == 0:
                 self._note_weights()
-            # The gradients in flight may already be all that are still needed.
+            # Send no more once the gradients in flight suffice.
             if version + 1 + len(pending) < steps * count:
                 send(k, version + 1)
 
@@ -234,10 +237,10 @@ class _Server:
     def _receive(self, reference: Any, k: int, sent_s: float) -> Floats:
         answer: Answer = self._cluster.get(reference, self._name(k))
         received_s = self._now()
-        ahead_s = self._ahead_s[k] + self._begun_s
+        offset_s = self._ahead_s[k] + self._begun_s
         # Clocks agree only to a fraction of a millisecond, so times are clipped to the known order.
-        started_s = min(max(answer.started_s - ahead_s, sent_s), received_s)
-        ended_s = min(max(answer.ended_s - ahead_s, started_s), received_s)
+        started_s = min(max(answer.started_s - offset_s, sent_s), received_s)
+        ended_s = min(max(answer.ended_s - offset_s, started_s), received_s)
         self._add(k, COMMUNICATING, sent_s, started_s)
         self._add(k, COMPUTING, started_s, ended_s)
         self._add(k, COMMUNICATING, ended_s, received_s)
@@ -256,8 +259,8 @@ class _Server:
         if not np.isfinite(self._weights).all():
             raise DivergedError(
                 f"the weights are no longer finite: learning_rate {self._rate:g} is too large; "
-                f"use less than {self._problem.largest_rate:.3g} for one worker, and still less "
-                "for several that do not wait for each other"
+                f"use less than {self._problem.largest_rate:.3g} if the workers wait for each "
+                "other, and less if they do not"
             )
 
     def _note_weights(self) -> None:
@@ -272,7 +275,7 @@ class _Server:
         return time.monotonic() - self._begun_s
 
     def _clock_difference(self, k: int) -> float:
-        """Return the seconds that a worker's clock, maybe of another machine, is ahead of ours."""
+        """Return by how many seconds a worker's clock, possibly on another machine, is ahead."""
         trips = []
         for _ in range(_PINGS):
             asked_s = time.monotonic()

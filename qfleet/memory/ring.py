@@ -3,6 +3,10 @@
 Row r holds one step of N envs; the next observation is the one in row r + 1, also at the end of an
 episode, where a SKIP row holds the true final observation. n-step returns, bootstrapping at
 truncations and frame stacks that share their frames all follow from this rule.
+
+A transition is named by its start: the slot (row × N + env) of its first observation. A start is
+eligible if its row is complete (its n-step return is known and nothing of it is overwritten) and it
+is not SKIP.
 """
 
 from __future__ import annotations
@@ -78,8 +82,8 @@ class Ring:
         ``capacity`` counts transitions over all envs. With ``directory`` the columns are
         memory-mapped files in that folder.
 
-        ``capturable``: ``sample`` does not synchronise with the host, so the caller must check
-        ``can_sample`` first; the sampler must be capturable too.
+        ``capturable``: ``sample`` does not synchronise with the host, so that a CUDA graph can
+        record it. The caller must check ``can_sample`` first; the sampler must be capturable too.
 
         The sampler's generator must be on ``device``.
         """
@@ -124,23 +128,23 @@ class Ring:
         )
         self._total_rows = 0
         sampler.move(Window(0, 0), self._flag_rows)
-        self._witness_row = -1
-        """A row known to hold a start that is not SKIP, counted like the rows of a ``Window``."""
+        self._eligible_row = -1
+        """A row known to hold an eligible start, counted like the rows of a ``Window``."""
 
         powers = [gamma**k for k in range(n_steps + 1)]
         self._gamma_powers = torch.tensor(powers, dtype=torch.float32, device=device)
         # Masks as tensors: wrapping a Python number costs more than the operation on it.
         self._terminated = torch.tensor(TERMINATED, dtype=torch.uint8, device=device)
         self._skip = torch.tensor(SKIP, dtype=torch.uint8, device=device)
-        every_flags = range((TERMINATED | SKIP | FIRST) + 1)
+        all_flag_values = range((TERMINATED | SKIP | FIRST) + 1)
         self._discount_by_flags = torch.tensor(
-            [0.0 if flags & TERMINATED else gamma for flags in every_flags],
+            [0.0 if flags & TERMINATED else gamma for flags in all_flag_values],
             dtype=torch.float32,
             device=device,
         )
-        self._walk_powers = self._gamma_powers[1:n_steps].unsqueeze(1)
+        self._return_powers = self._gamma_powers[1:n_steps].unsqueeze(1)
         # Offsets in slots: of the rows that an n-step return sums over, and of the rows of a stack.
-        self._walk_offsets = (torch.arange(n_steps, device=device) * num_envs).unsqueeze(1)
+        self._return_offsets = (torch.arange(n_steps, device=device) * num_envs).unsqueeze(1)
         self._stack_offsets = torch.arange(1 - spec.frame_stack, 1, device=device) * num_envs
 
     def __len__(self) -> int:
@@ -203,12 +207,12 @@ class Ring:
     def can_sample(self) -> bool:
         """Return whether any start is eligible."""
         window = self._window()
-        if self._witness_row < window.first:
-            self._witness_row = self._find_witness(window)
-        return self._witness_row >= 0
+        if self._eligible_row < window.first:
+            self._eligible_row = self._find_eligible_row(window)
+        return self._eligible_row >= 0
 
-    def _find_witness(self, window: Window) -> int:
-        """Return the newest row of the window with a start that is not SKIP, or −1.
+    def _find_eligible_row(self, window: Window) -> int:
+        """Return the newest row of the window with an eligible start, or −1.
 
         The newest row stays in the window until the ring has almost wrapped around, so this scan
         and its host synchronisation are rare.
@@ -241,9 +245,9 @@ class Ring:
         return sum(int((self._flag_rows[a:b] & SKIP == 0).sum()) for a, b in segments)
 
     def newest_starts(self, rows: int) -> Tensor:
-        """Return flat indices ``[rows, N]`` of the newest ``rows`` rows that can be sampled.
+        """Return the slots ``[rows, N]`` of the newest ``rows`` complete rows, SKIP ones included.
 
-        There are fewer rows if the ring holds fewer. Starts that are SKIP are included.
+        There are fewer rows if the ring holds fewer.
         """
         first, stop = self._window()
         row = torch.arange(max(first, stop - rows), stop, device=self.device) % self.rows
@@ -258,8 +262,8 @@ class Ring:
         return Batch(obs, action, reward, discount, next_obs, weight, index)
 
     def _columns_at(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        walk = self._walk_one if self._n_steps == 1 else self._walk
-        reward, discount, next_index = walk(index)
+        compute = self._one_step_return if self._n_steps == 1 else self._n_step_return
+        reward, discount, next_index = compute(index)
         action = self._action.index_select(0, index)
         return self._observe(index), action, reward, discount, self._observe(next_index)
 
@@ -272,30 +276,30 @@ class Ring:
         ours = [self._gather_columns] if isinstance(self._gather_columns, Compilable) else []
         return [*ours, *self._sampler.compilables()]
 
-    def _walk_one(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``_walk`` for n = 1, where no row between start and bootstrap row can be SKIP."""
+    def _one_step_return(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``_n_step_return`` for n = 1: no row between start and bootstrap row can be SKIP."""
         reward = self._reward.index_select(0, index)
         flags = self._flags.index_select(0, index)
         discount = self._discount_by_flags.index_select(0, flags.int())
         return reward, discount, (index + self.num_envs).remainder_(self._slots)
 
-    def _walk(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _n_step_return(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the n-step reward, the bootstrap discount and the index of the bootstrap row."""
-        at = (index + self._walk_offsets).remainder_(self._slots)
+        at = (index + self._return_offsets).remainder_(self._slots)
         flags = self._flags.index_select(0, at.view(-1)).view(at.shape)
         reward = self._reward.index_select(0, at.view(-1)).view(at.shape)
         terminated = flags.bitwise_and(self._terminated).bool()
         # Row k > 0 is not part of the return if a row before it terminated, or if it is SKIP.
         stops = flags[1:].bitwise_and(self._skip).bool().logical_or_(terminated[:-1])
-        walked = stops.logical_not_().cumprod(0)
+        counted = stops.logical_not_().cumprod(0)
         # The rewards of excluded rows may be NaN, so they are masked, not multiplied by 0. The sum
         # has a fixed order, so that a sample's return does not depend on the rest of its batch.
-        discounted = (reward[1:] * self._walk_powers).masked_fill_(walked == 0, 0.0)
+        discounted = (reward[1:] * self._return_powers).masked_fill_(counted == 0, 0.0)
         total = reward[0] + discounted[0]
         for k in range(1, self._n_steps - 1):
             total += discounted[k]
-        steps = walked.sum(0).add_(1)
-        over = terminated[1:].logical_and_(walked).any(0).logical_or_(terminated[0])
+        steps = counted.sum(0).add_(1)
+        over = terminated[1:].logical_and_(counted).any(0).logical_or_(terminated[0])
         discount = self._gamma_powers.index_select(0, steps).masked_fill_(over, 0.0)
         return total, discount, (index + steps * self.num_envs).remainder_(self._slots)
 
@@ -371,7 +375,7 @@ class Ring:
         self._action[:filled].copy_(state["action"])
         self._reward[:filled].copy_(state["reward"])
         self._flags[:filled].copy_(state["flags"])
-        self._witness_row = -1
+        self._eligible_row = -1
         self._sampler.load_state_dict(state["sampler"])
         self._sampler.move(self._window(), self._flag_rows)
 
@@ -379,9 +383,9 @@ class Ring:
 def check_block(
     memory: str, block: Block, most_rows: int, num_envs: int, frame_shape: tuple[int, ...]
 ) -> None:
-    """Raise ValueError if a block is too long or a column has another shape.
+    """Raise ValueError if a block is too long or a column has the wrong shape.
 
-    ``copy_`` would broadcast a column of another shape.
+    ``copy_`` would silently broadcast it.
     """
     if block.rows > most_rows:
         raise ValueError(f"a block of {block.rows} rows is longer than the {memory} of {most_rows}")

@@ -1,8 +1,8 @@
 """The parameter-server engine: workers collect and learn, servers hold the weights.
 
 Every worker runs the loop of the serial engine in a process of its own. This process starts them,
-calls them slice by slice, fetches weights to evaluate and save, and has neither a learner nor a
-memory.
+has each train for a short time after another, fetches weights to evaluate and save, and has neither
+a learner nor a memory.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ def build(setup: Setup) -> Parts:
     config, faults, seeds = setup.config, setup.faults, setup.seeds
     device, closing = torch.device("cpu"), contextlib.ExitStack()
     envs = make_envs(config, 1, seeds.envs, training=False, on_fault=faults)
-    spec = envs.spec
+    spec = envs.spec  # all that this process needs of an environment
     envs.close()
     if not config.address:
-        Placement.of(config, spec, in_background=False)  # refuses what the workers would refuse
+        # Raises here what the workers would raise; those of a cluster may have other devices.
+        Placement.of(config, spec, in_background=False)
     _check_room(config, spec, config.workers + config.servers, config.buffer_size)
     set_threads(config.threads, spec)
     clock, timers = Clock(frame_skip=spec.frame_skip), Timers()
     network = make_network(config, spec, device, seeds.network)
     weights = FlatWeights(network)
 
-    def check_more(workers: int) -> None:
-        _check_room(config, spec, workers, workers * -(-config.buffer_size // config.workers))
+    def check_more(extra: int) -> None:
+        _check_room(config, spec, extra, extra * -(-config.buffer_size // config.workers))
 
     fleet = Fleet(setup, clock, timers, weights.data, check_more)
     servers = f"{config.servers} server{'s' if config.servers > 1 else ''}"
@@ -78,7 +79,7 @@ def run(parts: Parts, keep_going: Callable[[], bool]) -> None:
 
 
 class FetchedModel:
-    """A network whose weights are on servers; the fleet fetches them to be evaluated and saved."""
+    """A network whose weights are on servers; the fleet copies them into ``weights``."""
 
     def __init__(self, network: QNetwork, weights: FlatWeights, fleet: Fleet) -> None:
         self.online, self.weights, self._fleet = network, weights, fleet
@@ -103,7 +104,7 @@ class FetchedModel:
 
 @dataclass
 class FleetHook(ProcessesHook):
-    """Also handles requests for another number of workers (``qfleet scale``)."""
+    """Also handles requests for more or fewer workers (``qfleet scale``)."""
 
     processes: Fleet
 
