@@ -1,8 +1,8 @@
 """The parameter-server engine: workers collect and learn, servers hold the weights.
 
 Every worker runs the loop of the serial engine in a process of its own. This process starts them,
-has each train for a short time after another, fetches weights to evaluate and save, and has neither
-a learner nor a memory.
+has them train in short time slices, fetches weights to evaluate and save, and has neither a learner
+nor a memory.
 """
 
 from __future__ import annotations
