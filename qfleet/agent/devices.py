@@ -10,7 +10,7 @@ from qfleet.networks.torsos import image_layout
 
 
 def is_image(spec: EnvSpec) -> bool:
-    return image_layout(spec.obs_shape) is not None
+    return image_layout(spec) is not None
 
 
 def resolve_device(name: str, spec: EnvSpec) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json as json_module
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,26 @@ def show(trained: Trained) -> None:
     )
 
 
+SLOW_STEP_S = 0.001
+"""Seconds per env step from which processes, which cost about a fifth of it, are worth advice."""
+
+
+def _advice(trained: Trained) -> str | None:
+    """Return what would help a run that spent most of its time in slow environments."""
+    config, result = trained.config, trained.result
+    share = result.time_share.get("env") or 0.0
+    is_slow = share * result.wall_s > SLOW_STEP_S * max(result.env_steps, 1)
+    cores = os.cpu_count() or 1
+    if share < 0.5 or not is_slow or config.vectorize not in ("auto", "sync") or cores == 1:
+        return None
+    if config.engine not in ("serial", "pipeline"):
+        return None
+    return (
+        f"{share:.0%} of the time was in the environments; --envs {max(config.envs, cores)} "
+        f"--vectorize async steps them in processes, on all {cores} cores"
+    )
+
+
 def finish(trained: Trained, options: RunArguments) -> int:
     """Print the result; return the exit code: 130 or 143 if a signal stopped the run, else 0."""
     from qfleet.training.api import result_dict
@@ -105,6 +126,8 @@ def finish(trained: Trained, options: RunArguments) -> int:
         if options.trace:
             print(f"  trace      {trace_path(trained.folder)}")
             print(f"  timeline   {timeline_path(trained.folder)}")
+        if advice := _advice(trained):
+            print(f"  advice     {advice}")
         if trained.result.env_steps < trained.config.steps:
             trust = " --trust" if needs_trust(trained.config) else ""
             print(f"  go on with: qfleet resume {trained.folder}{trust}")

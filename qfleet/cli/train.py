@@ -17,7 +17,6 @@ from qfleet.config.config import FIELDS, OPTIONS, Config, Group, read_docstrings
 from qfleet.config.presets import resolve
 from qfleet.config.recipes import PRESETS
 from qfleet.config.trust import check_trust
-from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -27,14 +26,16 @@ HELP = "train an agent: qfleet train CartPole-v1"
 
 DESCRIPTION = """Train a DQN-family agent: qfleet train ENV [options]
 
-ENV is a Gymnasium id, an Atari game (ALE/Pong-v5, PongNoFrameskip-v4) or package.module:EnvClass.
-Without --preset, the preset that suits ENV is used; every option below overrides it.
+ENV is a Gymnasium id, package:id (the package registers it), an Atari game (ALE/Pong-v5,
+PongNoFrameskip-v4) or package.module:EnvClass. Without --preset, the preset that suits ENV is used;
+every option below overrides it. A shorter run scales what a preset counts in steps.
 Stable-Baselines3's and CleanRL's option names are understood.
 
 Examples:
   qfleet train CartPole-v1
   qfleet train CartPole-v1 --algo qr-dqn --steps 30000 --seeds 5
   qfleet train PongNoFrameskip-v4 --algo rainbow --envs 16 --device cuda
+  qfleet train highway_env:highway-fast-v0 --steps 20000
   qfleet train my_package.envs:Corridor --network my_package.nets:Torso
   qfleet train ALE/Breakout-v5 --max-wall 30m      (qfleet resume RUN continues)
   qfleet train --config runs/NAME/config.json --seed 7
@@ -82,7 +83,7 @@ class Start(NamedTuple):
     """The fields that come from the file of ``--config``; the others have their defaults."""
 
     def parse(self, own: type[Options], verb: str, description: str) -> tuple[Options, Config]:
-        """Return the verb's own options, and the configuration after validation."""
+        """Return the verb's own options, and the configuration, which is not validated yet."""
         shows_all = "--help-all" in self.argv
         argv = ["--help"] if shows_all else self.argv
         hides = not shows_all and ("-h" in argv or "--help" in argv)
@@ -107,13 +108,16 @@ class Start(NamedTuple):
             name: value for group in groups for name, value in vars(getattr(parsed, group)).items()
         }
         # ``base.algo`` is the algorithm's own name; the parsed one may be an alias.
-        return parsed.own, validate(Config(**fields).replace(algo=self.base.algo))
+        return parsed.own, Config(**fields).replace(algo=self.base.algo)
 
 
 def read_start(argv: list[str]) -> Start:
     """Find environment, algorithm, preset and file in ``argv``: they determine the defaults."""
     argv = _with_env_named(argv)
-    named = _peek(argv, ("--env", "--algo", "--preset", "--config", "--engine", "--update"))
+    named = _peek(
+        argv, ("--env", "--algo", "--preset", "--config", "--engine", "--update", "--steps")
+    )
+    steps = named["--steps"] or ""
     file_fields = read_fields(Path(named["--config"])) if named["--config"] else None
     base, preset = resolve(
         named["--env"],
@@ -122,6 +126,7 @@ def read_start(argv: list[str]) -> Start:
         file_fields,
         engine=named["--engine"],
         update=named["--update"],
+        steps=int(steps) if steps.isdecimal() else None,
     )
     names_task = bool(named["--env"] or file_fields is not None or preset)
     given = {word.partition("=")[0] for word in argv}
@@ -148,7 +153,12 @@ def run(argv: list[str]) -> int:
     arguments = options.run_arguments
     run_options = arguments.resolve()
     if start.preset and run_options.display != "silent":
-        print(f"preset {start.preset}; --preset none for plain defaults")
+        chosen = ("learning_starts", "target_update_interval", "eval_freq")
+        values = ", ".join(f"{name} {getattr(config, name)}" for name in chosen)
+        print(
+            f"preset {start.preset} for {config.steps} steps: {values}; --preset none for plain "
+            "defaults"
+        )
     train = api.train if options.seeds == 1 else functools.partial(api.train_seeds, options.seeds)
     with quiet_stdout(arguments.json):
         trained = train(

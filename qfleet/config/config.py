@@ -36,6 +36,20 @@ PROCESSES: tuple[Engine, ...] = ("parameter-server", "actors")
 ALL_BUT_EASGD: tuple[Update, ...] = ("sync", "async", "ssp", "hybrid", "local-sgd", "admm")
 
 
+JSON_FIELDS = ("env_kwargs", "vary")
+"""Fields that hold a JSON object as text; they also take a dict."""
+SPARE_ROWS = 8
+"""Rows of a replay memory beyond those of a run: the newest row never has its return yet, and a
+stack of frames needs earlier ones."""
+
+
+def split_env(env: str) -> tuple[tuple[str, ...], str]:
+    """Return the module, if any, and the id of ``module:id``; ``module:EnvClass`` stays whole."""
+    module, colon, name = env.partition(":")
+    is_id = colon and module and name and not name.replace(".", "").isidentifier()
+    return ((module,), name) if is_id else ((), env)
+
+
 class Option(NamedTuple):
     """What validation, ``--help`` and docs/options.md need to know about a field."""
 
@@ -77,7 +91,7 @@ class Config:
     """All settings that determine what a run computes."""
 
     env: str = field("CartPole-v1", "environment", common=True)
-    """Gymnasium id, ALE/<Game>-v5, <Game>NoFrameskip-v4, or package.module:EnvClass."""
+    """Gymnasium id, package:id, ALE/<Game>-v5, <Game>NoFrameskip-v4, or package.module:EnvClass."""
     imports: tuple[str, ...] = field((), "environment")
     """Modules to import before the environment is made, e.g. to register environments."""
     env_kwargs: str = field("{}", "environment", common=True)
@@ -195,7 +209,7 @@ class Config:
     batch_size: int = field(32, "optimisation", common=True, low=1)
     """Transitions per update."""
     buffer_size: int = field(1_000_000, "replay", common=True, low=1)
-    """Transitions kept for replay, over all envs."""
+    """Transitions kept for replay, over all envs; at most as many as the run can make."""
     learning_starts: int = field(100, "optimisation", common=True, low=0)
     """Env steps collected before the first update."""
     train_freq: int = field(4, "optimisation", common=True, low=1)
@@ -345,8 +359,17 @@ class Config:
     """Warn when absolute Q-values or targets exceed this, and stop when they stay above it."""
 
     def __post_init__(self) -> None:
-        for name in ("imports", "net_arch"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        module, env = split_env(self.env)
+        named = {
+            "env": env,
+            "imports": tuple(dict.fromkeys((*module, *self.imports))),
+            "net_arch": tuple(self.net_arch),
+        }
+        for name in JSON_FIELDS:
+            value = getattr(self, name)
+            named[name] = json.dumps(value) if isinstance(value, dict) else value
+        for name, value in named.items():
+            object.__setattr__(self, name, value)
 
     def replace(self, **changes: Any) -> Config:
         """Return a copy with some fields changed; raise if a name is unknown or a type is wrong."""
@@ -359,6 +382,13 @@ class Config:
     @property
     def updates_per_env_step(self) -> float:
         return self.gradient_steps / self.train_freq
+
+    @property
+    def replay_capacity(self) -> int:
+        """Transitions that a replay memory has room for: at most as many as the run can make."""
+        envs = max(self.envs, 1)
+        rows = -(-self.steps // envs) + self.n_steps + self.frame_stack + SPARE_ROWS
+        return min(self.buffer_size, rows * envs)
 
     def plugins(self) -> tuple[str, ...]:
         """Return the names of code outside qfleet that this configuration imports."""
@@ -403,7 +433,7 @@ def check_fields(values: dict[str, Any]) -> None:
         if name not in FIELDS:
             raise UnknownNameError("configuration field", name, FIELDS)
         kind = FIELDS[name]
-        if not _matches(value, kind):
+        if not (_matches(value, kind) or (name in JSON_FIELDS and isinstance(value, dict))):
             expected = kind.__name__ if isinstance(kind, type) else str(kind)
             if typing.get_origin(kind) is Literal:
                 expected = "one of " + ", ".join(typing.get_args(kind))

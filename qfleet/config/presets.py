@@ -1,7 +1,8 @@
 """Resolve the user's settings to one Config.
 
 Sources in increasing priority: the preset (given by name, or the one that suits the environment), a
-configuration file, the algorithm given by name, single fields.
+configuration file, the algorithm given by name, single fields. What a preset counts in env steps
+follows ``steps`` if that is a single field.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qfleet.config.algorithms import ALIASES, algorithm_switches
-from qfleet.config.config import Config, check_fields
+from qfleet.config.config import Config, check_fields, split_env
 from qfleet.config.recipes import PRESETS
 from qfleet.core.errors import UnknownNameError
 
@@ -32,6 +33,9 @@ _SUITS = (
     (r"(ALE/\S+|\w+NoFrameskip-v4) .*", "atari-dqn"),
     (r"MinAtar/\S+ pqn .*", "minatar-pqn"),
     (r"MinAtar/\S+ .*", "minatar-dqn"),
+    (r"(FrozenLake|Taxi|CliffWalking)\S* .*", "toy-text"),
+    (r"(highway|highway-fast|merge|roundabout|intersection|exit)-v\d .*", "highway"),
+    (r".*", "general"),
 )
 """Pattern of "ENV ALGO ENGINE UPDATE" → preset; the first match wins. What is not given is None.
 
@@ -39,13 +43,17 @@ The preset of an engine is used with other algorithms only if it sets no field o
 """
 
 
+MOST_GROWTH = 10
+"""Factor up to which ``learning_starts`` and ``target_update_interval`` grow with a longer run."""
+
+
 def preset_for(
     env: str, algo: str | None, engine: str | None = None, update: str | None = None
-) -> str | None:
-    """Return the name of the preset that suits an environment, or None."""
+) -> str:
+    """Return the name of the preset that suits an environment."""
     row = algo and ALIASES.get(algo.lower(), algo.lower())
-    given = f"{env} {row} {engine} {update}"
-    return next((name for pattern, name in _SUITS if re.fullmatch(pattern, given)), None)
+    given = f"{split_env(env)[1]} {row} {engine} {update}"
+    return next(name for pattern, name in _SUITS if re.fullmatch(pattern, given))
 
 
 def preset_config(name: str) -> Config:
@@ -64,10 +72,12 @@ def resolve(
     fields: Mapping[str, Any] | None = None,
     engine: str | None = None,
     update: str | None = None,
+    steps: int | None = None,
 ) -> tuple[Config, str | None]:
     """Return the configuration, not yet validated, and the name of the preset that was used.
 
-    ``engine`` and ``update`` only select the preset; ``fields`` may hold them instead.
+    ``engine`` and ``update`` only select the preset, and ``steps`` only scales it; ``fields`` may
+    hold them instead.
     """
     file_fields, fields = dict(file_fields or {}), dict(fields or {})
     check_fields({**file_fields, **fields})
@@ -78,7 +88,33 @@ def resolve(
     config = _with_fields(config, file_fields)
     if algo is not None:
         config = with_algorithm(config, algo)
+    steps = fields.get("steps", steps)
+    if steps and preset not in (None, "none") and not file_fields:
+        config = _scaled(config, steps, grows=preset == "general")
     return config.replace(**fields, **({} if env is None else {"env": env})), preset
+
+
+def _scaled(config: Config, steps: int, grows: bool) -> Config:
+    """Return the configuration with another number of steps, and what is counted in steps scaled.
+
+    A published recipe is scaled for shorter runs only: a longer one keeps its values.
+    """
+    factor = steps / config.steps
+    factor = factor if grows else min(factor, 1.0)
+    slow = min(factor, MOST_GROWTH)
+    scaled = config.replace(
+        steps=steps,
+        learning_starts=int(config.learning_starts * slow),
+        target_update_interval=max(1, int(config.target_update_interval * slow)),
+        eval_freq=max(1, int(config.eval_freq * factor)) if config.eval_freq else 0,
+    )
+    # A rollout that is longer than the run is halved until it fits, if its parts can be.
+    while not scaled.replay and scaled.train_freq > steps and scaled.gradient_steps % 2 == 0:
+        half = scaled.train_freq // 2
+        if scaled.train_freq % 2 or half % max(scaled.envs, 1) or half < 2 * scaled.envs:
+            break
+        scaled = scaled.replace(train_freq=half, gradient_steps=scaled.gradient_steps // 2)
+    return scaled
 
 
 def _with_fields(config: Config, fields: Mapping[str, Any]) -> Config:

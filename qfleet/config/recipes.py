@@ -93,6 +93,21 @@ PRESETS = {
         "rl-baselines3-zoo, hyperparams/dqn.yml, LunarLander (needs `pip install qfleet[box2d]`).",
         base="acrobot", env="LunarLander-v3", v_min=-300.0, v_max=300.0,
     ),
+    "general": _preset(
+        "qfleet's own, for environments without a preset (docs/first-steps.md).",
+        algo="double-dqn", envs=0, net_arch=(128, 128), learning_rate=5e-4, batch_size=64,
+        learning_starts=1000, train_freq=2, target_update_interval=500,
+    ),
+    "toy-text": _preset(
+        "qfleet's own, for Gymnasium's small tables of states (docs/first-steps.md).",
+        base="general", env="FrozenLake-v1",
+    ),
+    "highway": _preset(
+        "highway-env, scripts/sb3_highway_dqn.py.",
+        env="highway-fast-v0", steps=20_000, net_arch=(256, 256),
+        learning_rate=5e-4, buffer_size=15_000, learning_starts=200, gamma=0.8, train_freq=1,
+        target_update_interval=50, eval_freq=5000,
+    ),
     "atari-dqn": _preset(
         "rl-baselines3-zoo, hyperparams/dqn.yml, atari; envs chosen by machine, same replay ratio.",
         env="ALE/Pong-v5", steps=10_000_000, envs=0, clip_rewards=True, buffer_size=100_000,

@@ -41,14 +41,17 @@ class ConfigError(UserError):
 class UnknownNameError(UserError):
     """An environment, algorithm, preset, run … that does not exist."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], advice: str = "") -> None:
+        """``known`` are all names; with ``advice``, an alternative, only those worth suggesting."""
         known = sorted(known)
         close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         if close:
             fix = "did you mean " + " or ".join(close) + "?"
+        elif advice:
+            fix, advice = advice, ""
         else:
             fix = "known: " + (", ".join(known[:12]) + (" …" if len(known) > 12 else "") or "none")
-        super().__init__(f"unknown {kind} '{name}'; {fix}")
+        super().__init__(f"unknown {kind} '{name}'; {fix}{' or ' * bool(advice)}{advice}")
 
 
 class UnsupportedEnvError(UserError):

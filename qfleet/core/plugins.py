@@ -1,7 +1,8 @@
-"""Plugins: import an object from outside qfleet by its path, ``package.module:Name``."""
+"""Plugins: objects from outside qfleet, by their path ``package.module:Name``."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -9,12 +10,43 @@ from typing import Any
 
 from qfleet.core.errors import ConfigError, one_line
 
+_LOCAL = "object"
+_LOCAL_OBJECTS: dict[str, Any] = {}
+"""Path → an object that cannot be imported: a lambda, a class inside a function …"""
+
+
+def name_object(value: Any, name: str = "") -> str:
+    """Return a path by which ``load_object`` finds this class or function.
+
+    An object that cannot be imported gets a path that only this process knows. ``name`` is for
+    objects that have none.
+    """
+    module_name = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", name or type(value).__name__)
+    module = sys.modules.get(module_name or "")
+    try:
+        if functools.reduce(getattr, name.split("."), module) is value:
+            return f"{module_name}:{name}"
+    except AttributeError:
+        pass
+    path = f"{_LOCAL}:{name.rpartition('.')[2].strip('<>')}"
+    while _LOCAL_OBJECTS.setdefault(path, value) is not value:
+        path += "_"
+    return path
+
 
 def load_object(path: str, kind: str) -> Any:
     """Import ``package.module:Name``; ``kind`` ("network", "environment" …) is for messages."""
+    if path in _LOCAL_OBJECTS:
+        return _LOCAL_OBJECTS[path]
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ConfigError(f"{kind} '{path}' is not of the form package.module:Name")
+    if module_name == _LOCAL:
+        raise ConfigError(
+            f"{kind} '{path}' is a Python object that only the process that made it knows; define "
+            "it in a module, so that other processes can import it"
+        )
     add_current_folder()
     importlib.invalidate_caches()  # the file may be newer than the import system's listing
     try:
@@ -31,7 +63,7 @@ def load_object(path: str, kind: str) -> Any:
             f"cannot import {kind} '{path}': {one_line(error)}; fix the module '{module_name}'"
         ) from error
     try:
-        return getattr(module, name)
+        return functools.reduce(getattr, name.split("."), module)
     except AttributeError:
         raise ConfigError(
             f"{kind} '{path}': module '{module_name}' has no '{name}'; check the name behind ':'"

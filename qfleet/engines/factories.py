@@ -68,15 +68,16 @@ def make_memory(
 
 def make_ring(config: Config, spec: EnvSpec, place: Placement, seed: int) -> Ring:
     device = place.replay
-    check_replay_fits(config, spec, config.buffer_size, device)
+    capacity = config.replay_capacity
+    check_replay_fits(config, spec, capacity, device)
     capturable = place.capturable and device.type == place.device.type
     return Ring(
         spec,
         config.envs,
-        config.buffer_size,
+        capacity,
         config.n_steps,
         config.gamma,
-        make_sampler(config, config.buffer_size, device, seed, capturable),
+        make_sampler(config, capacity, device, seed, capturable),
         device,
         Path(config.replay_dir) if config.replay_dir else None,
         config.replay_compression,

@@ -133,7 +133,7 @@ def _place_replay(
         return learner, None  # a rollout is small, and the network computes its returns
     if config.replay_dir or config.replay_compression != "none":
         return host, "replay on the host: it is kept in files or compressed"
-    needed = replay_bytes(spec, config.envs, config.buffer_size, config.prioritized_replay)
+    needed = replay_bytes(spec, config.envs, config.replay_capacity, config.prioritized_replay)
     free = free_device_bytes(learner)
     free = min(free - RESERVED_BYTES, free * USABLE_PERCENT // 100)
     if needed > free:

@@ -14,12 +14,12 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from qfleet.config.config import Config
-from qfleet.core.errors import ConfigError, EnvironmentFault, UnknownNameError, one_line
+from qfleet.core.errors import ConfigError, EnvironmentFault, one_line
 from qfleet.core.seeding import env_seeds
 from qfleet.core.types import StateDict, Step
 from qfleet.envs.base import BaseEnvs
 from qfleet.envs.guard import all_finite
-from qfleet.envs.registry import close_names, env_kwargs, has_vector_entry_point
+from qfleet.envs.registry import env_kwargs, has_vector_entry_point, unknown_env
 from qfleet.envs.spaces import describe
 from qfleet.envs.state import load_vector_env, save_vector_env
 
@@ -84,7 +84,7 @@ class NativeEnvs(BaseEnvs):
 
 def _make(config: Config, num_envs: int) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
     if ":" not in config.env and config.env not in gymnasium.registry:
-        raise UnknownNameError("environment", config.env, close_names(config.env))
+        raise unknown_env(config.env)
     if not has_vector_entry_point(config.env):
         raise ConfigError(
             f"environment '{config.env}' has no vector entry point of its own; "

@@ -10,9 +10,11 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import importlib.metadata
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -36,7 +38,9 @@ def import_modules(config: Config) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:
-            raise ConfigError(f"imports: cannot import '{name}': {one_line(error)}") from error
+            raise ConfigError(
+                f"imports: cannot import '{name}': {one_line(error)}; install it or correct it"
+            ) from error
 
 
 def env_kwargs(config: Config, kind: str = "", known: Sequence[str] = ()) -> dict[str, Any]:
@@ -97,11 +101,54 @@ def _rom(name: str, env_id: str, *, is_required: bool) -> str | None:
 
 
 def close_names(env_id: str) -> list[str]:
-    """Return the registered ids most similar to this one, ignoring case."""
+    """Return the registered ids most similar to this one, ignoring case; none if all differ."""
     _atari_ids()
     known = {name.lower(): name for name in gymnasium.registry}
-    close = difflib.get_close_matches(env_id.lower(), known, n=3, cutoff=0.4)
+    close = difflib.get_close_matches(env_id.lower(), known, n=3, cutoff=0.7)
     return [known[name] for name in close]
+
+
+def unknown_env(env_id: str) -> UnknownNameError:
+    """Return the error of an id that nothing has registered."""
+    package = package_of(env_id)
+    if package:
+        return UnknownNameError(
+            "environment", env_id, (), f"the installed package {package} has it: --import {package}"
+        )
+    advice = "use --import PACKAGE if a package of yours registers it"
+    return UnknownNameError("environment", env_id, close_names(env_id), advice)
+
+
+def package_of(env_id: str) -> str | None:
+    """Return the installed package whose source has this id, without importing any package.
+
+    Only packages that require Gymnasium are read. Those that announce their ids to Gymnasium need
+    no import: their ids are registered already.
+    """
+    quoted = (f'"{env_id}"', f"'{env_id}'")
+    for distribution in importlib.metadata.distributions():
+        required = distribution.requires or []
+        if not any(re.match(r"gymnasium\b", name) for name in required):
+            continue
+        for file in distribution.files or []:
+            path = Path(str(file.locate()))
+            if path.suffix == ".py" and path.is_file():
+                text = path.read_text(errors="replace")
+                if any(name in text for name in quoted):
+                    return file.parts[0].removesuffix(".py")
+    return None
+
+
+def check_env(config: Config) -> None:
+    """Raise an error if nothing is known under the name of this environment; make none."""
+    import_modules(config)
+    if ":" in config.env:
+        load_object(config.env, "environment")
+    elif not config.env.startswith("MinAtar/") and ale_game(config.env) is None:
+        try:
+            gymnasium.spec(config.env)
+        except gymnasium.error.Error:
+            raise unknown_env(config.env) from None
 
 
 def has_vector_entry_point(env_id: str) -> bool:
@@ -160,7 +207,7 @@ def _make_raw(config: Config, render_mode: str | None) -> AnyEnv:
             config.env, max_episode_steps=limit, disable_env_checker=True, **kwargs
         )
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv):
-        raise UnknownNameError("environment", config.env, close_names(config.env)) from None
+        raise unknown_env(config.env) from None
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError(f"environment '{config.env}' needs a package: {error}") from error
     except TypeError as error:

@@ -365,7 +365,11 @@ class Ring:
         self._frames.write(row, frames)
 
     def load_state_dict(self, state: StateDict) -> None:
-        check_equal(state["shape"], self._shape(), "replay memory")
+        stored = dict(state["shape"])
+        if state["total_rows"] <= min(stored["rows"], self.rows):
+            # No row was overwritten yet: every row has the same place in a ring of another size.
+            stored["rows"] = self.rows
+        check_equal(stored, self._shape(), "replay memory")
         self._total_rows = state["total_rows"]
         filled = len(self)
         start = 0

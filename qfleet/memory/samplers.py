@@ -355,8 +355,10 @@ class PrioritizedSampler(Sampler):
         filled = state["leaves"].shape[0]
         self.leaves[:filled] = state["leaves"]
         self.leaves[filled:] = 0
-        self.block_sums.copy_(state["block_sums"])
-        self.block_minima.copy_(state["block_minima"])
+        # The ring may have another number of rows; blocks beyond the filled ones are empty.
+        blocks = num_blocks(filled)
+        self.block_sums.zero_()[:blocks] = state["block_sums"][:blocks]
+        self.block_minima.fill_(torch.inf)[:blocks] = state["block_minima"][:blocks]
         self._max_leaf.copy_(state["max_leaf"])
         self._settled = self._window = Window(*state["window"])
         super().load_state_dict(state)

@@ -11,7 +11,7 @@ from qfleet.core.errors import ConfigError, UnknownNameError, one_line
 from qfleet.core.plugins import load_object
 from qfleet.core.types import EnvSpec
 from qfleet.networks.qnetwork import QNetwork
-from qfleet.networks.torsos import MLP, ImpalaResNet, MinAtarCNN, NatureCNN, is_nature_image
+from qfleet.networks.torsos import MLP, ImpalaResNet, MinAtarCNN, NatureCNN, choose_network
 
 _CONVOLUTIONAL: dict[str, tuple[type[NatureCNN | ImpalaResNet | MinAtarCNN], int]] = {
     "nature": (NatureCNN, 512),
@@ -37,7 +37,7 @@ def build_network(spec: EnvSpec, config: Config) -> QNetwork:
     """
     name = config.network
     if name == "auto":
-        name = "nature" if is_nature_image(spec.obs_shape) else "mlp"
+        name = choose_network(spec)
     if ":" in name:
         torso = _user_torso(name, spec)
         return QNetwork(torso, _features(torso, name, spec), spec.num_actions, config)
@@ -59,6 +59,15 @@ def build_network(spec: EnvSpec, config: Config) -> QNetwork:
         return QNetwork(normal, normal.features, spec.num_actions, config)
     conv = kind(spec, dense=0)
     return QNetwork(conv, conv.features, spec.num_actions, config, (dense,))
+
+
+def describe_choice(config: Config, spec: EnvSpec) -> str | None:
+    """Return a sentence about the network that ``auto`` chose, or None."""
+    if config.network != "auto":
+        return None
+    shape = "×".join(map(str, spec.obs_shape))
+    kind = f"{shape} {spec.obs_dtype}" if shape else f"{spec.num_obs_values} discrete"
+    return f"network {choose_network(spec)} for {kind} observations"
 
 
 def _user_torso(path: str, spec: EnvSpec) -> nn.Module:

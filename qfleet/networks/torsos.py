@@ -22,6 +22,8 @@ from qfleet.networks.plainly import is_plain
 
 NATURE_MIN_PIXELS = 36
 """The smallest image side for which the three convolutions of NatureCNN leave one pixel."""
+SMALL_MIN_PIXELS = 5
+"""The smallest side of uint8 observations that ``auto`` takes for an image."""
 
 
 class ImageLayout(NamedTuple):
@@ -32,31 +34,38 @@ class ImageLayout(NamedTuple):
     channels_last: bool
 
 
-def image_layout(obs_shape: tuple[int, ...]) -> ImageLayout | None:
+def image_layout(spec: EnvSpec) -> ImageLayout | None:
     """Return how to read an observation as an image, or None if it is not an image.
 
     The shorter of the first and last axis is the channel axis. A frame stack is the first axis,
-    either of grey frames (3 axes in all) or of images with a channel axis (4 axes).
+    either of grey frames (3 axes in all) or of images with a channel axis (4 axes). Two axes are a
+    grey image if they hold uint8.
     """
-    if len(obs_shape) == 4:
-        frame = image_layout(obs_shape[1:])
-        return frame and frame._replace(channels=frame.channels * obs_shape[0])
-    if len(obs_shape) != 3:
+    shape, frames = spec.obs_shape, 1
+    if len(shape) == 4:
+        frames, shape = shape[0], shape[1:]
+    if len(shape) == 2 and spec.obs_dtype == "uint8":
+        return ImageLayout(1, shape[0], shape[1], channels_last=False)
+    if len(shape) != 3:
         return None
-    first, middle, last = obs_shape
+    first, middle, last = shape
     if first <= last:
-        return ImageLayout(first, middle, last, channels_last=False)
-    return ImageLayout(last, first, middle, channels_last=True)
+        return ImageLayout(frames * first, middle, last, channels_last=False)
+    return ImageLayout(frames * last, first, middle, channels_last=True)
 
 
-def is_nature_image(obs_shape: tuple[int, ...]) -> bool:
-    layout = image_layout(obs_shape)
-    return layout is not None and min(layout.height, layout.width) >= NATURE_MIN_PIXELS
+def choose_network(spec: EnvSpec) -> str:
+    """Return the network of ``auto``: one with convolutions for images, else an MLP."""
+    layout = image_layout(spec)
+    side = 0 if layout is None else min(layout.height, layout.width)
+    if side >= NATURE_MIN_PIXELS:
+        return "nature"
+    return "minatar" if side >= SMALL_MIN_PIXELS and spec.obs_dtype == "uint8" else "mlp"
 
 
 def _require_image(spec: EnvSpec, network: str, least_pixels: int) -> ImageLayout:
     """Return the layout of the observations, or raise ConfigError if they are too small."""
-    layout = image_layout(spec.obs_shape)
+    layout = image_layout(spec)
     if layout is None or min(layout.height, layout.width) < least_pixels:
         raise ConfigError(
             f"network '{network}' needs an image of at least {least_pixels}×{least_pixels} pixels, "
@@ -68,6 +77,8 @@ def _require_image(spec: EnvSpec, network: str, least_pixels: int) -> ImageLayou
 def _as_image(obs: Tensor, layout: ImageLayout) -> Tensor:
     """Return the observation as ``[B, channels, height, width]``; pixels are scaled to [0, 1]."""
     image = obs.movedim(-1, -3) if layout.channels_last else obs
+    if image.dim() == 3:
+        image = image.unsqueeze(1)
     if image.dim() == 5:
         image = image.flatten(1, 2)
     if image.is_cpu and not is_plain():

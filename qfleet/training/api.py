@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torch.nn import Module
+
 from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.policy import Policy, load_run_policy
 from qfleet.config.config import Config, read_fields
@@ -18,7 +20,10 @@ from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, RunBusyError
 from qfleet.core.files import atomic_write_text
+from qfleet.core.plugins import name_object
 from qfleet.engines.parameter_server import limits, resize_request
+from qfleet.envs.objects import env_fields
+from qfleet.envs.registry import check_env
 from qfleet.storage.checkpoint import diff_meta, has_checkpoint, load_checkpoint
 from qfleet.storage.rundir import check_idle, check_name, default_name, new_run_dir
 from qfleet.storage.vacancy import check_vacant, how_to_start_anew
@@ -86,7 +91,7 @@ class Scaled:
 
 
 def train(
-    env: str | None = None,
+    env: Any = None,
     *,
     algo: str | None = None,
     preset: str | None = None,
@@ -100,6 +105,10 @@ def train(
 ) -> Trained:
     """Train one agent. ``fields`` are fields of Config by name; ``config`` sets all at once.
 
+    ``env`` is an id, an environment from ``gymnasium.make``, or a class or function that makes one;
+    ``network`` may be a class; ``env_kwargs`` a dict. An object that other processes cannot import
+    (a lambda, a class inside a function) works on engines that have one process.
+
     ``sitting`` is the former name of ``options``.
     """
     config = _configure(env, algo, preset, config, fields)
@@ -111,7 +120,7 @@ def train(
 
 def train_seeds(
     seeds: int | Sequence[int],
-    env: str | None = None,
+    env: Any = None,
     *,
     algo: str | None = None,
     preset: str | None = None,
@@ -247,16 +256,27 @@ def evaluate(
 
 
 def _configure(
-    env: str | None,
+    env: Any,
     algo: str | None,
     preset: str | None,
     config: Config | None,
     fields: dict[str, Any],
 ) -> Config:
     if config is None:
-        config, _ = resolve(env, algo, preset, fields=fields)
-    elif env or algo or preset or fields:
+        of_env = {} if env is None else env_fields(env)
+        fields = {**of_env, **fields}
+        network = fields.get("network", "")
+        if isinstance(network, Module):
+            raise ConfigError(
+                f"network is an instance of {type(network).__name__}; give the class, which is "
+                "called with the shape of an observation"
+            )
+        if not isinstance(network, str):
+            fields["network"] = name_object(network)
+        config, _ = resolve(fields.pop("env", None), algo, preset, fields=fields)
+    elif env is not None or algo or preset or fields:
         raise ConfigError("config= sets every field; use config.replace(…) to change some of them")
+    check_env(config)
     return validate(config)
 
 

@@ -22,6 +22,7 @@ from qfleet.engines import registry
 from qfleet.engines.auto import settle
 from qfleet.engines.parameter_server import resize_request
 from qfleet.engines.torch_settings import TorchSettings
+from qfleet.networks.factory import describe_choice
 from qfleet.storage.checkpoint import Checkpoint, load_policy
 from qfleet.storage.rundir import RunLock
 from qfleet.storage.vacancy import check_vacant
@@ -143,7 +144,7 @@ class Run(RunState):
         self.started_s = time.monotonic()
         for hook in self._hooks:
             hook.on_start(self)
-        self.show([self._chosen, *self.parts.notes])
+        self.show([self._chosen, describe_choice(self.config, self.parts.spec), *self.parts.notes])
         self.progress.start(resumed)
         self._began_at = resumed
         self.call("on_start")

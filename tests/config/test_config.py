@@ -325,7 +325,7 @@ def test_a_preset_is_valid_and_names_its_source(name: str) -> None:
     assert validate(config) is config
     source = PRESETS[name].source.lower()
     papers = ("1710.02298", "1803.00933", "1903.03176", "2407.04811")
-    known = ("rl-baselines3-zoo", "cleanrl", "nature", "qfleet", *papers)
+    known = ("rl-baselines3-zoo", "cleanrl", "nature", "qfleet", "highway-env", *papers)
     assert any(word in source for word in known)
     _, switches = algorithm_switches(config.algo)
     for field, value in switches.items():
@@ -408,8 +408,11 @@ def test_an_alias_means_its_row(alias: str, name: str) -> None:
         ("MinAtar/Breakout-v1", "pqn", "minatar-pqn"),
         ("MinAtar/Breakout-v1", "c51", "minatar-dqn"),
         ("Acrobot-v1", "pqn", "acrobot"),
-        ("Taxi-v3", None, None),
-        ("my.module:Env", None, None),
+        ("Taxi-v3", None, "toy-text"),
+        ("my.module:Env", None, "general"),
+        ("highway_env:highway-fast-v0", None, "highway"),
+        ("highway-fast-v0", "c51", "highway"),
+        ("highways-v0", None, "general"),
     ],
 )
 def test_the_preset_that_suits_an_env_is_used(
@@ -489,3 +492,68 @@ def test_a_row_replaces_the_switches_of_the_presets_own_row(preset: str, algo: s
 def test_unknown_names_come_with_the_nearest(arguments: tuple[Any, ...], words: str) -> None:
     with pytest.raises(UnknownNameError, match=says(*words.split())):
         resolve(*arguments)
+
+
+# --- what follows the number of steps ---------------------------------------------------------
+
+
+def test_a_shorter_run_scales_what_its_preset_counts_in_steps() -> None:
+    whole, short = (resolve("ALE/Pong-v5", fields=f)[0] for f in ({}, {"steps": 20_000}))
+    assert whole.steps == 10_000_000
+    assert validate(short).learning_starts == whole.learning_starts // 500
+    assert short.target_update_interval == whole.target_update_interval // 500
+    assert short.eval_freq == whole.eval_freq // 500
+    assert short.exploration_fraction == whole.exploration_fraction
+
+
+def test_a_longer_run_keeps_a_published_recipe_and_stretches_the_general_one() -> None:
+    zoo, longer = (resolve("MountainCar-v0", fields=f)[0] for f in ({}, {"steps": 10**7}))
+    assert longer == zoo.replace(steps=10**7)
+    general, longer = (resolve("Mine-v0", fields=f)[0] for f in ({}, {"steps": 10**7}))
+    assert longer.eval_freq == general.eval_freq * 100
+    assert longer.learning_starts == general.learning_starts * 10
+    assert longer.target_update_interval == general.target_update_interval * 10
+
+
+def test_a_field_that_is_given_is_not_scaled_and_plain_defaults_never_are() -> None:
+    config, _ = resolve("Mine-v0", fields={"steps": 1000, "learning_starts": 500})
+    assert (config.learning_starts, config.eval_freq) == (500, 100)
+    plain, _ = resolve("Mine-v0", preset="none", fields={"steps": 1000})
+    assert plain == Config(env="Mine-v0", steps=1000)
+
+
+@pytest.mark.parametrize("steps", [1, 10, 100, 1000])
+@pytest.mark.parametrize("env", ["CartPole-v1", "ALE/Pong-v5", "Taxi-v4", "highway-v0", "my:Env"])
+@pytest.mark.parametrize("algo", [None, "rainbow", "iqn"])
+def test_no_number_of_steps_is_too_small(env: str, algo: str | None, steps: int) -> None:
+    validate(resolve(env, algo, fields={"steps": steps})[0])
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "ALE/Pong-v5", "MinAtar/Breakout-v1"])
+def test_a_rollout_is_cut_to_a_short_run(env: str) -> None:
+    whole, _ = resolve(env, "pqn")
+    config = validate(resolve(env, "pqn", fields={"steps": 600})[0])
+    assert config.train_freq <= 600 < whole.train_freq
+    epochs = [c.gradient_steps * c.batch_size / c.train_freq for c in (whole, config)]
+    assert epochs[0] == epochs[1]
+
+
+def test_replay_has_no_more_room_than_the_run_can_fill() -> None:
+    assert Config(buffer_size=10**6, steps=300).replay_capacity < 400
+    assert Config(buffer_size=100, steps=300).replay_capacity == 100
+
+
+def test_a_package_before_an_id_is_imported() -> None:
+    config = Config(env="highway_env:highway-fast-v0", imports=("other",))
+    assert (config.env, config.imports) == ("highway-fast-v0", ("highway_env", "other"))
+    assert config.replace(seed=1).imports == config.imports
+    assert "highway_env" in config.plugins()
+    assert Config(env="my.envs:Corridor").env == "my.envs:Corridor"
+
+
+def test_json_fields_take_dicts() -> None:
+    config = Config().replace(env_kwargs={"size": 3})
+    assert config.env_kwargs == '{"size": 3}'
+    assert resolve("Mine-v0", fields={"env_kwargs": {"size": 3}})[0].env_kwargs == '{"size": 3}'
+    with pytest.raises(ConfigError, match="net_arch"):
+        Config().replace(net_arch={"a": 1})

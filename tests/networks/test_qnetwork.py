@@ -16,10 +16,10 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.core.plugins import load_object
 from qfleet.core.types import EnvSpec
-from qfleet.networks.factory import build_network
+from qfleet.networks.factory import build_network, describe_choice
 from qfleet.networks.heads import ActionHead, ImplicitQuantileHead, Style, combine_streams
 from qfleet.networks.qnetwork import QNetwork
-from qfleet.networks.torsos import MLP, NatureCNN
+from qfleet.networks.torsos import MLP, MinAtarCNN, NatureCNN
 from support.messages import says
 
 VECTOR = EnvSpec("vector", (4,), "float32", 3)
@@ -230,15 +230,39 @@ def test_the_state_holds_weights_and_noise_alone() -> None:
     [
         ((4, 84, 84), NatureCNN),
         ((96, 96, 3), NatureCNN),
-        ((1, 35, 36), MLP),
-        ((10, 10, 4), MLP),
-        ((84, 84), MLP),
+        ((1, 35, 36), MinAtarCNN),
+        ((10, 10, 4), MinAtarCNN),
+        ((84, 84), NatureCNN),
+        ((20, 20), MinAtarCNN),
+        ((4, 4), MLP),
         ((8,), MLP),
     ],
 )
 def test_auto_picks_by_shape(shape: tuple[int, ...], kind: type[nn.Module]) -> None:
     net = build(EnvSpec("env", shape, "uint8", 2))
     assert isinstance(net.torso, kind)
+
+
+@pytest.mark.parametrize("shape", [(84, 84), (20, 20), (10, 10, 4)])
+def test_floats_are_an_image_only_with_channels_and_many_pixels(shape: tuple[int, ...]) -> None:
+    assert isinstance(build(EnvSpec("env", shape, "float32", 2)).torso, MLP)
+
+
+def test_a_grey_image_without_a_channel_axis_is_one_with_a_single_channel() -> None:
+    flat, deep = (build(EnvSpec("env", shape, "uint8", 2)) for shape in ((40, 40), (1, 40, 40)))
+    deep.load_state_dict(flat.state_dict())
+    image = torch.randint(0, 256, (3, 40, 40), dtype=torch.uint8)
+    torch.testing.assert_close(flat.q_values(image), deep.q_values(image.unsqueeze(1)))
+
+
+def test_one_line_says_which_network_was_chosen() -> None:
+    image, states = (
+        EnvSpec("e", (84, 84), "uint8", 2),
+        EnvSpec("e", (), "int64", 2, num_obs_values=16),
+    )
+    assert describe_choice(Config(), image) == "network nature for 84×84 uint8 observations"
+    assert describe_choice(Config(), states) == "network mlp for 16 discrete observations"
+    assert describe_choice(Config(network="mlp"), image) is None
 
 
 def test_an_unknown_network_is_named_with_its_nearest() -> None:

@@ -150,7 +150,8 @@ def _check_rings(config: Config, spec: EnvSpec) -> None:
             f"use at least {rows * config.envs * config.workers}"
         )
     if not config.address:
-        check_replay_fits(config, spec, config.buffer_size, torch.device("cpu"))
+        transitions = config.workers * ring_capacity(config)
+        check_replay_fits(config, spec, transitions, torch.device("cpu"))
 
 
 def _frame_bytes(spec: EnvSpec) -> int:

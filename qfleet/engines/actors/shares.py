@@ -24,7 +24,7 @@ from qfleet.config.config import Config
 
 def ring_capacity(config: Config) -> int:
     """Return the number of transitions kept of each actor."""
-    return config.buffer_size // config.workers
+    return min(config.buffer_size // config.workers, config.replay_capacity)
 
 
 def ring_slots(config: Config) -> int:

@@ -43,14 +43,14 @@ def build(setup: Setup) -> Parts:
     if not config.address:
         # Raises here what the workers would raise; those of a cluster may have other devices.
         Placement.of(config, spec, in_background=False)
-    _check_room(config, spec, config.workers + config.servers, config.buffer_size)
+    _check_room(config, spec, config.workers + config.servers, config.workers)
     set_threads(config.threads, spec)
     clock, timers = Clock(frame_skip=spec.frame_skip), Timers()
     network = make_network(config, spec, device, seeds.network)
     weights = FlatWeights(network)
 
     def check_more(extra: int) -> None:
-        _check_room(config, spec, extra, extra * -(-config.buffer_size // config.workers))
+        _check_room(config, spec, extra, extra)
 
     fleet = Fleet(setup, clock, timers, weights.data, check_more)
     servers = f"{config.servers} server{'s' if config.servers > 1 else ''}"
@@ -112,13 +112,14 @@ class FleetHook(ProcessesHook):
         return resize_request.handle(folder, self.processes.resize)
 
 
-def _check_room(config: Config, spec: EnvSpec, processes: int, transitions: int) -> None:
-    """Check that this machine has memory for more processes and all their replay memories.
+def _check_room(config: Config, spec: EnvSpec, processes: int, workers: int) -> None:
+    """Check that this machine has memory for more processes, of which some are workers.
 
     A worker checks only its own replay memory.
     """
     if config.address:
         return
     if config.replay:
-        check_replay_fits(config, spec, transitions, torch.device("cpu"))
+        share = min(-(-config.buffer_size // config.workers), config.replay_capacity)
+        check_replay_fits(config, spec, workers * share, torch.device("cpu"))
     check_memory(processes, LEAST_BYTES_WITH_TORCH)

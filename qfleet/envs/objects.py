@@ -1,0 +1,70 @@
+"""Environments given as Python objects: from an object to the Config fields that rebuild it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+import gymnasium
+
+from qfleet.core.errors import ConfigError, one_line
+from qfleet.core.plugins import name_object
+from qfleet.envs.spaces import AnyEnv
+
+_ALWAYS_THERE = ("gymnasium", "ale_py")
+"""Packages whose environments need no import."""
+
+
+def env_fields(env: Any) -> dict[str, Any]:
+    """Return the fields of an id, an environment, or a class or function that makes one."""
+    if isinstance(env, str):
+        return {"env": env}
+    if isinstance(env, gymnasium.vector.VectorEnv):
+        raise ConfigError(
+            f"env is a vector environment ({type(env).__name__}); give the id or class of a single "
+            "one, and envs=N"
+        )
+    if isinstance(env, gymnasium.Env):
+        return _spec_fields(env)
+    if callable(env):
+        return {"env": name_object(env)}
+    raise ConfigError(
+        f"env must be an id, a gymnasium.Env, its class or a function that makes one, got {env!r}"
+    )
+
+
+def _spec_fields(env: AnyEnv) -> dict[str, Any]:
+    """Return the fields of an environment that ``gymnasium.make`` made."""
+    spec = env.spec
+    if spec is None:
+        raise ConfigError(
+            f"env cannot be rebuilt: this {type(env.unwrapped).__name__} was not made by "
+            "gymnasium.make; give its class, and its arguments as env_kwargs={…}"
+        )
+    kwargs = {name: value for name, value in spec.kwargs.items() if name != "render_mode"}
+    registered = gymnasium.registry.get(spec.id)
+    if registered is not None and not spec.additional_wrappers:
+        changed = {
+            name: value
+            for name, value in kwargs.items()
+            if name not in registered.kwargs or registered.kwargs[name] != value
+        }
+        is_other_limit = spec.max_episode_steps != registered.max_episode_steps
+        limit = {"max_episode_steps": spec.max_episode_steps or 0} if is_other_limit else {}
+        module = spec.entry_point.partition(":")[0] if isinstance(spec.entry_point, str) else ""
+        package = module.partition(".")[0]
+        imports = {} if package in ("", "__main__", *_ALWAYS_THERE) else {"imports": (package,)}
+        try:
+            return {"env": spec.id, "env_kwargs": json.dumps(changed), **limit, **imports}
+        except TypeError:
+            pass  # arguments that JSON cannot express: rebuilt in this process only
+    rebuild = functools.partial(gymnasium.make, spec, disable_env_checker=True)
+    try:
+        rebuild().close()
+    except Exception as error:
+        raise ConfigError(
+            f"env cannot be rebuilt from its spec: {one_line(error)}; give a function that makes it"
+        ) from None
+    return {"env": name_object(rebuild, re.sub(r"\W", "_", spec.id))}
