@@ -22,7 +22,7 @@ from qfleet.core.types import VectorEnv
 from qfleet.envs.atari import AtariEnvs
 from qfleet.envs.device.names import is_tensor_env, make_tensor_env
 from qfleet.envs.device.vector import TensorEnvs
-from qfleet.envs.registry import ale_game, make_single
+from qfleet.envs.registry import ale_game, make_single, single_spec
 from qfleet.envs.spaces import AnyEnv
 
 Frame = NDArray[np.uint8]
@@ -39,6 +39,7 @@ def record_video(
     """Write one episode of at most ``max_frames`` frames; return its length and its return."""
     if out.suffix not in SUFFIXES:
         raise ConfigError(f"a video must end in {' or '.join(SUFFIXES)}, got '{out}'")
+    policy.check_trust()
     total = 0.0
     frames: list[Frame] = []
     try:
@@ -105,6 +106,7 @@ def _begin(policy: Policy, seed: int) -> tuple[AnyEnv, Any, Frame]:
     """Return a new environment, its first observation and its first frame."""
     env = make_single(policy.config, render_mode="rgb_array")
     try:
+        policy.check_spec(single_spec(policy.config, env))
         obs, _ = env.reset(seed=seed)
         return env, obs, _rendered(env.render())
     except BaseException:
@@ -125,6 +127,7 @@ def _play_vector(
     with contextlib.ExitStack() as stack:
         for env in envs:
             stack.callback(env.close)
+        policy.check_spec(envs[0].spec)
         obs, done = [env.reset() for env in envs], False
         yield draw(obs[-1][0]), 0.0
         while not done:
