@@ -1,10 +1,11 @@
-"""A trained policy, read back from a run's folder and ready to act."""
+"""A trained policy, read back from a run's folder or from a file, and ready to act."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,40 +17,58 @@ from qfleet.agent.devices import resolve_device
 from qfleet.agent.evaluation import MOST_ENVS, Evaluation, evaluate_policy
 from qfleet.agent.inference import make_greedy
 from qfleet.agent.weights import FlatWeights
-from qfleet.config.config import Config, read_fields
+from qfleet.algorithms.exploration import sample_actions
+from qfleet.config.config import Config, check_fields, read_fields
 from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
-from qfleet.core.errors import CheckpointError, ConfigError
+from qfleet.core.errors import CheckpointError, ConfigError, one_line
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec, StateDict
 from qfleet.envs.factory import make_envs
+from qfleet.envs.objects import env_fields
 from qfleet.networks.factory import make_network
-from qfleet.storage.checkpoint import load_checkpoint, load_policy
+from qfleet.networks.qnetwork import QNetwork
+from qfleet.storage.checkpoint import (
+    POLICY_SUFFIX,
+    load_checkpoint,
+    load_policy,
+    load_policy_file,
+    save_policy_file,
+)
 from qfleet.storage.rundir import agent_folder, population_folder
 from qfleet.telemetry.faults import FaultLog
 
 
 class Policy:
-    """Observations in, actions out, both with the environment's own numbering."""
+    """Observations in, actions out, both with the environment's own numbering.
+
+    Acting needs no environment. ``trust`` allows ``evaluate`` and videos to import the code that
+    the configuration names for one.
+    """
 
     def __init__(
-        self, config: Config, spec: EnvSpec, state: dict[str, Any], device: str | None = None
+        self,
+        config: Config,
+        spec: EnvSpec,
+        state: StateDict,
+        device: str | None = None,
+        trust: bool = False,
     ) -> None:
-        self.config, self.spec = config, spec
+        self.config, self.spec, self.trust = config, spec, trust
         self.device = _usable_device(config, spec, device)
         # Not compiled: compiling takes minutes, and most policies act only a few times.
         plain = config.replace(compile="off")
-        self.network = make_network(plain, spec, self.device, Seeds.of(config.seed).network)
+        seed = Seeds.of(config.seed).network
+        if ":" not in config.network:
+            _check_sizes(_sizes_only(plain, spec, seed), state)
+        self.network = make_network(plain, spec, self.device, seed)
+        _check_sizes(self.network, state)
         self.network.eval()
-        weights = FlatWeights(self.network)
-        if weights.data.shape != state["weights"].shape:
-            raise CheckpointError(
-                f"the saved policy has {state['weights'].numel()} weights, the network of "
-                f"config.json has {weights.data.numel()}; they are of different runs"
-            )
-        weights.data.copy_(state["weights"])
-        for name, buffer in self.network.named_buffers():
+        self._weights = FlatWeights(self.network)
+        self._weights.data.copy_(state["weights"])
+        for name, buffer in self._weights.buffers().items():
             buffer.copy_(state["buffers"][name])
+        self._random = np.random.default_rng(config.seed)
         self.greedy = make_greedy(self.network, self.device)
         """Batches of observations in, actions out, both counted from 0 as inside qfleet."""
 
@@ -59,13 +78,43 @@ class Policy:
         actions = self.greedy(batch) + self.spec.first_action
         return int(actions[0]) if is_single else actions
 
+    def predict(
+        self,
+        obs: Any,
+        state: Any = None,  # noqa: ARG002 (Stable-Baselines3's, for recurrent policies)
+        episode_start: Any = None,  # noqa: ARG002
+        deterministic: bool = True,
+    ) -> tuple[NDArray[np.int64], None]:
+        """Return ``act`` as Stable-Baselines3 does: an array, also of one action, and no state.
+
+        ``deterministic`` False explores with ``exploration_final_eps``, or draws actions from the
+        policy of an actor-critic.
+        """
+        batch, is_single = self._batch(obs)
+        actions = self.greedy(batch)
+        if not deterministic:
+            chance = self._random.random(len(batch))
+            if self.config.head == "actor-critic":
+                logits = torch.from_numpy(self._values(batch))
+                actions = sample_actions(logits, torch.from_numpy(chance)).numpy()
+            else:
+                others = self._random.integers(self.spec.num_actions, size=len(batch))
+                explores = chance < self.config.exploration_final_eps
+                actions = np.where(explores, others, actions)
+        actions = actions + self.spec.first_action
+        return (actions.squeeze(axis=0) if is_single else actions), None
+
     def q_values(self, obs: Any) -> NDArray[np.float32]:
         """Return the expected return of every action: ``[actions]``, or ``[B, actions]``."""
         batch, is_single = self._batch(obs)
-        with torch.inference_mode():
-            values = self.network.q_values(torch.from_numpy(batch).to(self.device))
+        values = self._values(batch)
+        return values[0] if is_single else values
+
+    @torch.inference_mode()
+    def _values(self, batch: NDArray[Any]) -> NDArray[np.float32]:
+        values = self.network.q_values(torch.from_numpy(batch).to(self.device))
         result: NDArray[np.float32] = values.cpu().numpy()
-        return result[0] if is_single else result
+        return result
 
     def _batch(self, obs: Any) -> tuple[NDArray[Any], bool]:
         """Return the network's input, and whether ``obs`` was a single observation."""
@@ -90,16 +139,53 @@ class Policy:
             raise ConfigError("observation must be finite, got NaN or Inf")
         return batch, is_single
 
-    def evaluate(self, episodes: int = 10, seed: int = 0, epsilon: float = 0.0) -> Evaluation:
-        """Play episodes in new environments."""
+    def save(self, path: Path | str) -> Path:
+        """Write one safetensors file, without pickle, that ``qfleet.load`` reads; return its path.
+
+        It holds weights, configuration and spec. The suffix .safetensors is added if missing.
+        """
+        path = Path(path)
+        if path.suffix != POLICY_SUFFIX:
+            path = path.with_name(path.name + POLICY_SUFFIX)
+        state = {"weights": self._weights.data, "buffers": self._weights.buffers()}
+        meta = {"config": asdict(self.config), "spec": self.spec.to_json()}
+        save_policy_file(path, state, meta)
+        return path
+
+    def check_trust(self) -> None:
+        """Raise ConfigError if making the stored environment imports code without consent."""
+        check_trust(self.config, self.trust, training=False)
+
+    def check_spec(self, spec: EnvSpec) -> None:
+        """Raise ConfigError if an environment has other observations or actions."""
+        theirs, ours = (
+            f"{one.num_obs_values or one.obs_shape} {one.obs_dtype} and {one.num_actions} actions"
+            for one in (spec, self.spec)
+        )
+        if theirs != ours:
+            raise ConfigError(
+                f"environment '{spec.env_id}' has observations {theirs}; this policy needs {ours}"
+            )
+
+    def evaluate(
+        self, episodes: int = 10, seed: int = 0, epsilon: float = 0.0, env: Any = None
+    ) -> Evaluation:
+        """Play episodes in new environments: the policy's own, or ``env`` (an id or an object)."""
         if episodes < 1 or seed < 0 or not 0 <= epsilon <= 1:
             raise ConfigError(
                 f"cannot evaluate {episodes} episodes with seed {seed} and epsilon {epsilon}; "
                 "episodes must be at least 1, the seed at least 0, epsilon in [0, 1]"
             )
-        count = min(episodes, MOST_ENVS)
-        envs = make_envs(self.config, count, seed, training=False, on_fault=FaultLog())
+        config, count = self.config, min(episodes, MOST_ENVS)
+        if env is None:
+            self.check_trust()
+        else:
+            imports = config.imports if self.trust else ()
+            given = {"env_kwargs": "{}", "imports": imports, **env_fields(env)}
+            config = validate(config.replace(**given))
+        envs = make_envs(config, count, seed, training=False, on_fault=FaultLog())
         with contextlib.closing(envs):
+            self.check_spec(envs.spec)
             played = evaluate_policy(self.network, envs, episodes, epsilon, self.device, seed)
         assert played is not None, "an evaluation without a limit ends"
         return played
@@ -118,18 +204,69 @@ def _usable_device(config: Config, spec: EnvSpec, name: str | None) -> torch.dev
 def load_run_policy(
     folder: Path, which: Literal["best", "last"], trust: bool, device: str | None = None
 ) -> Policy:
+    """Return the policy in a run's folder, without its environment."""
     config = validate(Config(**read_fields(folder / "config.json")))
-    check_trust(config, trust, training=False)
     if which == "best":
-        state = load_policy(folder / "best").parts["policy"]
+        best = load_policy(folder / "best")
+        state, meta = best.parts["policy"], best.meta
     else:
-        state = _newest_policy(folder, config)
+        state, meta = _newest_policy(folder, config)
+    if "spec" in meta:
+        return _make_policy(config, meta["spec"], state, trust, device)
+    # qfleet 0.1.0 stored no spec: ask the environment.
+    check_trust(config, trust, training=False)
     with contextlib.closing(make_envs(config, 1, 0, training=False, on_fault=FaultLog())) as envs:
-        return Policy(config, envs.spec, state, device)
+        return Policy(config, envs.spec, state, device, trust)
 
 
-def _newest_policy(folder: Path, config: Config) -> StateDict:
-    """Return weights and buffers of the newest checkpoint; an agent's is its population's."""
+def load_saved_policy(path: Path, trust: bool, device: str | None = None) -> Policy:
+    """Return the policy in a file that ``Policy.save`` wrote."""
+    stored = load_policy_file(path)
+    fields = stored.meta["config"]
+    try:
+        check_fields(dict(fields))
+        config = validate(Config(**fields))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"'{path}' has a malformed config: {one_line(error)}") from None
+    return _make_policy(config, stored.meta["spec"], stored.parts["policy"], trust, device)
+
+
+def _make_policy(
+    config: Config, spec: object, state: StateDict, trust: bool, device: str | None
+) -> Policy:
+    """Return a policy after a check of its stored spec. Only the network may be imported code."""
+    if ":" in config.network:
+        check_trust(config, trust, training=False)
+    return Policy(config, EnvSpec.from_json(spec), state, device, trust)
+
+
+def _sizes_only(config: Config, spec: EnvSpec, seed: int) -> QNetwork:
+    """Return the network without memory: a stored configuration may ask for any size."""
+    try:
+        with torch.device("meta"):
+            return make_network(config, spec, torch.device("meta"), seed)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"the stored network cannot be built: {one_line(error)}") from None
+
+
+def _check_sizes(network: QNetwork, state: StateDict) -> None:
+    """Raise CheckpointError unless the stored tensors fit the network's."""
+    count = sum(parameter.numel() for parameter in network.parameters())
+    buffers = {name.replace("/", "."): buffer.shape for name, buffer in network.named_buffers()}
+    stored = {name: buffer.shape for name, buffer in state["buffers"].items()}
+    if state["weights"].shape != (count,) or stored != buffers:
+        raise CheckpointError(
+            f"the saved policy has {state['weights'].numel()} weights and buffers {list(stored)}, "
+            f"the network of its configuration {count} and {list(buffers)}; they are of different "
+            "runs"
+        )
+
+
+def _newest_policy(folder: Path, config: Config) -> tuple[StateDict, dict[str, Any]]:
+    """Return weights and buffers of the newest checkpoint, and its meta.
+
+    The checkpoint of an agent is its population's.
+    """
     if config.population > 1:
         raise ConfigError(
             f"'{folder}' has {config.population} newest policies; give an agent's folder, e.g. "
@@ -139,7 +276,7 @@ def _newest_policy(folder: Path, config: Config) -> StateDict:
     checkpoint = load_checkpoint((run or folder) / "checkpoints", None, on_alert=_print_alert)
     learner = checkpoint.parts["learner"]
     if run is None:
-        return learner
+        return learner, checkpoint.meta
     members = checkpoint.parts["agents"]["members"]
     if int(folder.name) not in members:
         raise CheckpointError(
@@ -149,7 +286,7 @@ def _newest_policy(folder: Path, config: Config) -> StateDict:
     # Rows are padded at their end.
     length = sum(math.prod(shape) for _, shape in checkpoint.meta["layout"])
     row = learner["weights"][members.index(int(folder.name)), :length]
-    return {"weights": row, "buffers": learner["buffers"]}
+    return {"weights": row, "buffers": learner["buffers"]}, checkpoint.meta
 
 
 def _print_alert(alert: str) -> None:

@@ -26,7 +26,7 @@ class PolicyOptions:
     """Options of the verbs that play with the policy of a run."""
 
     run: tyro.conf.Positional[str]
-    """Name or folder of the run."""
+    """Name or folder of the run, or a file that policy.save wrote."""
     seed: int = 1000
     """Seed of the environments."""
     which: Literal["best", "last"] = "best"

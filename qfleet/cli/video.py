@@ -22,7 +22,7 @@ Examples:
 @dataclass(frozen=True)
 class VideoOptions(PolicyOptions):
     out: Path | None = None
-    """File to write, .gif or .mp4; default videos/ in the run's folder."""
+    """File to write, .gif or .mp4; default: in videos/ of the run, or beside the file."""
     max_frames: int = 1000
     """Maximum length of the video, in frames."""
     fps: int = 30
@@ -38,9 +38,14 @@ def run(argv: list[str]) -> int:
 
     if options.max_frames < 1 or options.fps < 1 or options.seed < 0:
         raise ConfigError("--max-frames and --fps must be at least 1, --seed at least 0")
-    folder = resolve_run(options.run, api.RUNS)
-    policy = api.load(folder, options.which, options.trust, options.device)
-    out = options.out or folder / "videos" / f"{options.which}-seed{options.seed}.gif"
+    if api.is_policy_file(options.run):
+        source = Path(options.run)
+        default = source.with_name(f"{source.stem}-seed{options.seed}.gif")
+    else:
+        source = resolve_run(options.run, api.RUNS)
+        default = source / "videos" / f"{options.which}-seed{options.seed}.gif"
+    policy = api.load(source, options.which, options.trust, options.device)
+    out = options.out or default
     frames, total = record_video(policy, out, options.seed, options.max_frames, options.fps)
     if options.json:
         print(json_module.dumps({"path": str(out), "frames": frames, "return": total}))

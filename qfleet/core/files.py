@@ -1,12 +1,14 @@
-"""Building blocks of crash-safe writes; ``atomic_write_text`` is the complete sequence.
+"""Building blocks of crash-safe writes; ``atomic_file`` is the complete sequence.
 
 A new or renamed file survives a crash once its folder was synced (``sync_folder``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,10 +59,17 @@ def sync(file: IO[Any], name: str) -> None:
 
 def atomic_write_text(path: Path, text: str) -> None:
     """Replace a file atomically: a reader, or a crash, finds either the old text or the new."""
+    with atomic_file(path) as tmp:
+        write_text(tmp, text)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file, to be written and synced; then let it replace ``path``."""
     tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         tmp.unlink(missing_ok=True)
-        write_text(tmp, text)
+        yield tmp
         rename(tmp, path)
         sync_folder(path.parent)
     finally:

@@ -24,7 +24,11 @@ from qfleet.core import files
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.types import StateDict
 from qfleet.storage.snapshot import MANIFEST, Manifest, read_manifest, read_snapshot, write_snapshot
+from qfleet.storage.tensor_files import read_unverified, write_tensors
 
+POLICY_SUFFIX = ".safetensors"
+_POLICY_FORMAT = "qfleet-policy-1"
+_BUFFERS = "buffers/"
 _TMP = ".tmp-"
 _OLD = ".old-"
 
@@ -147,6 +151,35 @@ def load_policy(folder: Path) -> Policy:
             if before is None and not source.exists():
                 raise CheckpointError(f"no policy in '{folder}'") from None
             raise CheckpointError(f"policy '{folder}' is damaged: {error}") from None
+
+
+def save_policy_file(path: Path, policy: StateDict, meta: Mapping[str, Any]) -> None:
+    """Write weights, buffers and meta into one safetensors file, atomically."""
+    buffers = {_BUFFERS + name: buffer for name, buffer in policy["buffers"].items()}
+    metadata = {name: json.dumps(value) for name, value in meta.items()}
+    with _os_errors(f"policy '{path}' was not written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.atomic_file(path) as tmp:
+            tensors = {"weights": policy["weights"], **buffers}
+            write_tensors(tmp, tensors, {"format": _POLICY_FORMAT, **metadata})
+
+
+def load_policy_file(path: Path) -> Policy:
+    """Load a file that `save_policy_file` wrote. It may be anyone's: its contents are only data."""
+    if not path.is_file():
+        raise CheckpointError(f"no policy file '{path}'")
+    tensors, metadata = read_unverified(path)
+    if metadata.get("format") != _POLICY_FORMAT or "weights" not in tensors:
+        raise CheckpointError(f"'{path}' is not a file that policy.save has written")
+    try:
+        meta = {name: json.loads(metadata[name]) for name in ("config", "spec")}
+    except KeyError as error:
+        raise CheckpointError(f"'{path}' has no metadata {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"'{path}' has damaged metadata: {error}") from None
+    weights = tensors.pop("weights")
+    buffers = {name.removeprefix(_BUFFERS): buffer for name, buffer in tensors.items()}
+    return Policy({"policy": {"weights": weights, "buffers": buffers}}, meta, path)
 
 
 def diff_meta(

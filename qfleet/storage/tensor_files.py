@@ -60,12 +60,14 @@ def check_storable(name: str, tensor: Tensor) -> None:
         raise CheckpointError(f"state '{name}' is a tensor of {kind}; store a dense real tensor")
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> FileRecord:
     """Write a safetensors file and sync it. Views and aliases are stored as separate tensors."""
     # The widest elements come first, which keeps every tensor aligned, as in the format's own
     # writer.
     order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {_RESERVED_KEY: dict(metadata)} if metadata else {}
     offset = 0
     for key in order:
         tensor = tensors[key]
@@ -115,9 +117,18 @@ def read_tensors(path: Path, record: FileRecord) -> dict[str, Tensor]:
                 f"'{path}' failed the SHA-256 check: {found[:12]}…, "
                 f"its manifest says {record.sha256[:12]}…"
             )
-        with safe_open(str(path), framework="pt", device="cpu") as tensors:
+    except OSError as error:
+        raise CheckpointError(f"'{path}' cannot be read: {error.strerror or error}") from None
+    return read_unverified(path)[0]
+
+
+def read_unverified(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Load a file's tensors and metadata. Nothing in it is ever executed."""
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
             # The library memory-maps the file; a copy stays valid after the file is closed.
-            return {key: tensors.get_tensor(key).clone() for key in tensors.keys()}  # noqa: SIM118
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+            return tensors, file.metadata() or {}
     except OSError as error:
         raise CheckpointError(f"'{path}' cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch.nn import Module
 
 from qfleet.agent.evaluation import Evaluation
-from qfleet.agent.policy import Policy, load_run_policy
+from qfleet.agent.policy import Policy, load_run_policy, load_saved_policy
 from qfleet.config.config import Config, read_fields
 from qfleet.config.presets import resolve
 from qfleet.config.trust import check_trust
@@ -24,7 +24,7 @@ from qfleet.core.plugins import name_object
 from qfleet.engines.parameter_server import limits, resize_request
 from qfleet.envs.objects import env_fields
 from qfleet.envs.registry import check_env
-from qfleet.storage.checkpoint import diff_meta, has_checkpoint, load_checkpoint
+from qfleet.storage.checkpoint import POLICY_SUFFIX, diff_meta, has_checkpoint, load_checkpoint
 from qfleet.storage.rundir import check_idle, check_name, default_name, new_run_dir
 from qfleet.storage.vacancy import check_vacant, how_to_start_anew
 from qfleet.telemetry.aggregate import bootstrap_ci, iqm
@@ -237,8 +237,22 @@ def load(
     trust: bool = False,
     device: str | None = None,
 ) -> Policy:
-    """Return the policy of a run: the best evaluated one, or the newest."""
+    """Return the policy of a run, the best evaluated or the newest, or of a ``Policy.save`` file.
+
+    ``trust`` accepts code that the stored configuration imports: a network of the user here, an
+    environment when the policy is evaluated.
+    """
+    if is_policy_file(run):
+        if which == "last":
+            raise ConfigError(f"'{run}' holds one policy, so which='last' cannot be chosen")
+        return load_saved_policy(Path(run), trust, device)
     return load_run_policy(_one_run(run), which, trust, device)
+
+
+def is_policy_file(run: Path | str) -> bool:
+    """Return whether ``run`` names a file that ``Policy.save`` wrote, not a run."""
+    path = Path(run)
+    return path.suffix == POLICY_SUFFIX and not path.is_dir()
 
 
 def evaluate(
@@ -251,7 +265,7 @@ def evaluate(
     trust: bool = False,
     device: str | None = None,
 ) -> Evaluation:
-    """Play episodes with a run's policy."""
+    """Play episodes with the policy of a run or of a ``Policy.save`` file."""
     return load(run, which, trust, device).evaluate(episodes, seed, epsilon)
 
 

@@ -34,6 +34,7 @@ def save_best(
             folders.append(agent_folder(run, agent) / "best")
         meta = {
             "env_steps": parts.clock.env_steps,
+            "spec": parts.spec.to_json(),
             "layout": weights.describe(),
             "return": standings.agents[agent].evaluated,
             "agent": agent,

@@ -219,7 +219,11 @@ class Save(Hook):
                 run.folder / "checkpoints",
                 run.parts.clock.env_steps,
                 run.state_dict(),
-                {"config": asdict(run.config), "layout": run.parts.model.weights.describe()},
+                {
+                    "config": asdict(run.config),
+                    "spec": run.parts.spec.to_json(),
+                    "layout": run.parts.model.weights.describe(),
+                },
                 keep=run.config.keep_checkpoints,
             )
         except CheckpointError as error:

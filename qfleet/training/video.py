@@ -17,17 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.agent.policy import Policy
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import ConfigError, UserError
 from qfleet.core.types import VectorEnv
 from qfleet.envs.atari import AtariEnvs
 from qfleet.envs.device.names import is_tensor_env, make_tensor_env
 from qfleet.envs.device.vector import TensorEnvs
-from qfleet.envs.registry import ale_game, make_single
+from qfleet.envs.registry import ale_game, make_single, single_spec
+from qfleet.envs.spaces import AnyEnv
 
 Frame = NDArray[np.uint8]
 SUFFIXES = (".gif", ".mp4")
 BOARD_PIXELS = 32
 """Side of a cell of a board, in pixels."""
+DRIVER = "SDL_VIDEODRIVER"
+"""The environment variable that chooses SDL's driver; pygame draws with SDL."""
 
 
 def record_video(
@@ -36,8 +39,7 @@ def record_video(
     """Write one episode of at most ``max_frames`` frames; return its length and its return."""
     if out.suffix not in SUFFIXES:
         raise ConfigError(f"a video must end in {' or '.join(SUFFIXES)}, got '{out}'")
-    # Frames are drawn in memory: SDL must not look for a screen.
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    policy.check_trust()
     total = 0.0
     frames: list[Frame] = []
     try:
@@ -76,10 +78,21 @@ def _play(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
 
 
 def _play_single(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
-    env = make_single(policy.config, render_mode="rgb_array")
-    with contextlib.closing(env):
-        obs, _ = env.reset(seed=seed)
-        yield _rendered(env.render()), 0.0
+    with contextlib.ExitStack() as stack:
+        try:
+            env, obs, frame = _begin(policy, seed)
+        except (UserError, gymnasium.error.DependencyNotInstalled):
+            raise
+        except Exception:
+            if DRIVER in os.environ:
+                raise
+            # SDL may have found no screen. Its dummy driver needs none, but is the second choice:
+            # with it, highway-env draws black frames.
+            os.environ[DRIVER] = "dummy"
+            stack.callback(os.environ.pop, DRIVER, None)
+            env, obs, frame = _begin(policy, seed)
+        stack.callback(env.close)
+        yield frame, 0.0
         done = False
         while not done:
             obs, reward, terminated, truncated, _ = env.step(
@@ -87,6 +100,18 @@ def _play_single(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
             )
             done = terminated or truncated
             yield _rendered(env.render()), float(reward)
+
+
+def _begin(policy: Policy, seed: int) -> tuple[AnyEnv, Any, Frame]:
+    """Return a new environment, its first observation and its first frame."""
+    env = make_single(policy.config, render_mode="rgb_array")
+    try:
+        policy.check_spec(single_spec(policy.config, env))
+        obs, _ = env.reset(seed=seed)
+        return env, obs, _rendered(env.render())
+    except BaseException:
+        env.close()
+        raise
 
 
 def _rendered(frame: Any) -> Frame:
@@ -102,6 +127,7 @@ def _play_vector(
     with contextlib.ExitStack() as stack:
         for env in envs:
             stack.callback(env.close)
+        policy.check_spec(envs[0].spec)
         obs, done = [env.reset() for env in envs], False
         yield draw(obs[-1][0]), 0.0
         while not done:
