@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from support.configs import tiny_fields
 from support.messages import says
 from support.toy_envs import Corridor
 
-TINY = {**tiny_fields(), "eval_freq": 0, "n_eval_episodes": 1, "max_episode_steps": 20}
+TINY = {**tiny_fields(steps=200, learning_starts=20), "n_eval_episodes": 1, "max_episode_steps": 20}
 
 
 def train(tmp_path: Path, env: Any, **fields: Any) -> qfleet.Trained:
@@ -61,7 +63,7 @@ class Pixels(gymnasium.Env[Any, Any]):
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An installed package that registers an id when it is imported."""
     site = tmp_path / "site"
     (site / "wind_envs").mkdir(parents=True)
@@ -74,7 +76,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (info / "METADATA").write_text("Name: wind-envs\nVersion: 1.0\nRequires-Dist: gymnasium>=1\n")
     (info / "RECORD").write_text("wind_envs/__init__.py,,\n")
     monkeypatch.syspath_prepend(str(site))
-    return "wind_envs"
+    yield "wind_envs"
+    sys.modules.pop("wind_envs", None)
 
 
 @pytest.fixture(autouse=True)
@@ -194,9 +197,9 @@ def test_a_tiny_run_of_a_large_preset_is_not_refused(
 ) -> None:
     line = ["train", "MountainCar-v0", "--steps", "60", "--run-dir", str(tmp_path / "run")]
     assert main([*line, "--n-eval-episodes", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert "preset mountaincar for 60 steps: learning_starts" in printed
-    assert "network mlp for 2 float32 observations" in printed
+    out, progress = capsys.readouterr()
+    assert "preset mountaincar for 60 steps: learning_starts" in out
+    assert "network mlp for 2 float32 observations" in progress
 
 
 def test_a_slow_environment_gets_the_advice_and_a_quick_one_does_not(
@@ -204,7 +207,16 @@ def test_a_slow_environment_gets_the_advice_and_a_quick_one_does_not(
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     name = f"{__name__}:Pixels"
-    shared = ["--network", "mlp", "--max-episode-steps", "5", "--n-eval-episodes", "1"]
+    shared = [
+        "--network",
+        "mlp",
+        "--eval-freq",
+        "0",
+        "--max-episode-steps",
+        "5",
+        "--n-eval-episodes",
+        "1",
+    ]
     for step_s, advised in ((0.02, True), (0.0, False)):
         kwargs = json.dumps({"shape": [2, 2], "step_s": step_s})
         line = ["train", name, "--env-kwargs", kwargs, "--steps", "60", "--engine", "serial"]
@@ -213,8 +225,6 @@ def test_a_slow_environment_gets_the_advice_and_a_quick_one_does_not(
 
 
 def test_packages_are_read_without_being_imported(package: str) -> None:
-    import sys
-
     assert package_of("Windmill-v3") == package
     assert package not in sys.modules
     assert any(d.metadata["Name"] == "wind-envs" for d in importlib.metadata.distributions())
