@@ -232,6 +232,9 @@ class Config:
     """Episodes per evaluation."""
     eval_eps: float = field(0.0, "evaluation", low=0, high=1)
     """ε during evaluation."""
+    eval_max_steps: int = field(125_000, "evaluation", low=1)
+    """Env steps, over all envs, after which an evaluation ends; unfinished episodes then count with
+    their returns so far. The default is the length of Dopamine's evaluations."""
     target_return: float | None = field(None, "evaluation", common=True)
     """Stop when an evaluation's mean return reaches this."""
     patience: int = field(0, "evaluation", common=True, low=0)

@@ -44,8 +44,8 @@ RUNS = Path("runs")
 FREE_ON_RESUME = {
     "steps", "device", "threads", "log_interval", "checkpoint_freq", "keep_checkpoints",
     "tensorboard", "track", "replay_dir", "max_fault_rate", "max_env_restarts", "env_timeout_s",
-    "max_abs_q", "target_return", "patience", "workers", "servers", "address", "snapshot_s",
-    "worker_timeout_s",
+    "max_abs_q", "target_return", "patience", "eval_max_steps", "workers", "servers", "address",
+    "snapshot_s", "worker_timeout_s",
 }  # fmt: skip
 
 
@@ -237,12 +237,12 @@ def evaluate(
     *,
     episodes: int = 10,
     seed: int = 0,
-    epsilon: float = 0.0,
+    epsilon: float | None = None,
     which: Literal["best", "last"] = "best",
     trust: bool = False,
     device: str | None = None,
 ) -> Evaluation:
-    """Play episodes with a run's policy."""
+    """Play episodes with a run's policy. ``epsilon`` None: the run's own ``eval_eps``."""
     return load(run, which, trust, device).evaluate(episodes, seed, epsilon)
 
 

@@ -344,6 +344,31 @@ def test_evaluate(which: str, shell: Shell, run: Path) -> None:
     assert "over 3 episodes" in shell.out
 
 
+def test_evaluate_reports_the_limit_of_steps(shell: Shell, run: Path) -> None:
+    words = ("evaluate", run, "--episodes", "2", "--eval-max-steps")
+    assert shell(*words, "10") == 0
+    assert holds(shell.err, "10 steps", "2 of 2 episodes unfinished", "--eval-max-steps")
+    cut = shell.json(*words, "10")
+    assert (cut["unfinished"], cut["length_mean"]) == (2, 5.0)
+    assert shell(*words, "1000") == 0
+    assert shell.err == ""
+    assert "unfinished" not in shell.json(*words, "1000")
+    assert shell(*words, "0") == 2
+    assert holds(shell.err, "eval_max_steps", "≥ 1", "0")
+
+
+def test_evaluate_shows_progress_on_a_terminal_only(
+    shell: Shell, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shell("evaluate", run, "--episodes", "3") == 0
+    assert shell.err == ""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert shell("evaluate", run, "--episodes", "3") == 0
+    assert "evaluating" in shell.err
+    shell.json("evaluate", run, "--episodes", "3")
+
+
 def test_plot(shell: Shell, run: Path) -> None:
     said = shell.json("plot", run, "--out", "curve.png", "--metric", "train/loss")
     assert said["path"] == "curve.png"
