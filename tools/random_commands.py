@@ -83,7 +83,8 @@ KNOWN = {
     "--algo": tuple(ALGORITHMS), "--preset": (*PRESETS, "none", "list"),
     "--device": ("cpu", "auto"), "--network": ("auto", "mlp"), "--replay-device": ("auto", "cpu"),
     "--replay-dir": ("", "ring"), "--inference-device": ("auto", "cpu"), "--env": ENVS,
-    "--env-kwargs": ("{}",), "--vary": ("{}",), "--address": ("",), "--imports": ("json", "math"), "--max-wall": ("5s", "1m"),
+    "--env-kwargs": ("{}",), "--vary": ("{}",), "--address": ("",), "--imports": ("json", "math"),
+    "--max-wall": ("5s", "1m"),
     "--name": ("some-name", "ünï"), "--run-dir": ("made", "runs/made"), "--root": ("runs", "files"),
     "--config": ("runs/done/config.json", "files/good.json"), "--maze": ("files/maze.txt",),
     "--out": ("out.png", "out/x.svg", "out.pdf"), "--metric": ("eval/mean_reward", "train/loss"),
@@ -304,8 +305,12 @@ def command(line: list[str]) -> list[str]:
     return [sys.executable, "-m", "qfleet.cli.main", *line]
 
 
-def make_folder(folder: Path) -> None:
-    """Write the files that lines refer to, and train two small runs."""
+def call(line: list[str], folder: Path) -> None:
+    subprocess.run(command(line), cwd=folder, check=True, stdout=subprocess.DEVNULL)
+
+
+def make_folder(folder: Path, call: Callable[[list[str], Path], object] = call) -> None:
+    """Write the files that lines refer to, and train two small runs by calling ``call``."""
     files = folder / "files"
     files.mkdir(parents=True)
     texts = {
@@ -320,8 +325,8 @@ def make_folder(folder: Path) -> None:
     (folder / "runs" / "broken" / "config.json").write_bytes(b"\xff\x00")
     tiny = [word for pair in TINY.items() for word in pair]
     for name, more in (("done", []), ("stopped", ["--stop-after", "60"])):
-        line = ["train", "CartPole-v1", *tiny, "--name", name, "--quiet", *more]
-        subprocess.run(command(line), cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        line = ["train", "CartPole-v1", *tiny, "--run-dir", str(folder / "runs" / name)]
+        call([*line, "--quiet", *more], folder)
 
 
 def why_bad(code: int, out: str, err: str) -> str | None:

@@ -403,6 +403,13 @@ def test_doctor(shell: Shell) -> None:
     assert "fastest" in shell.out
 
 
+def test_doctor_measures_an_environment_whose_preset_chooses_the_number_of_envs(
+    shell: Shell,
+) -> None:
+    words = ("--env", "MinAtar/Breakout-v1", "--envs", "1", "--seconds", "0.02")
+    assert shell.json("doctor", *words)["largest_buffer_size"] > 0
+
+
 def test_lab_maze(shell: Shell) -> None:
     said = shell.json("lab", "maze", "--episodes", "300", "--out", "maze.png")
     assert said["reached_goal"] is True
