@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     except QfleetError as error:
         if debug:
             raise
-        print(f"qfleet: {error}", file=sys.stderr)
+        # One line, also if the error quotes a value that has several.
+        print("qfleet:", " ".join(str(error).splitlines()), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         if debug:

@@ -89,7 +89,7 @@ class Config:
     EnvPool (for Atari, if installed)."""
     max_episode_steps: int = field(0, "environment", low=0)
     """Truncate episodes after this many env steps; 0 keeps the environment's own limit."""
-    frame_stack: int = field(0, "environment", low=0)
+    frame_stack: int = field(0, "environment", low=0, high=1024)
     """Frames stacked into an observation; 0 means 4 on Atari and none elsewhere."""
     frame_skip: int = field(4, "environment", low=1)
     """Atari: emulator frames per env step."""

@@ -218,6 +218,12 @@ MISTAKES = [
 ]
 
 
+def test_a_value_of_two_lines_is_quoted_on_one(shell: Shell) -> None:
+    assert shell("train", "CartPole-v1", "--network", "a\nb", "--no-tensorboard") == 2
+    assert shell.err.count("\n") == 1
+    assert holds(shell.err, "network", "a b")
+
+
 @pytest.mark.parametrize(("line", "words"), MISTAKES, ids=[line for line, _ in MISTAKES])
 def test_a_mistake_is_answered_by_one_line(line: str, words: str, shell: Shell) -> None:
     assert shell(*line.split()) == 2

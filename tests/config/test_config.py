@@ -133,6 +133,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "exploration_final_eps 0.2 exploration_initial_eps 0.1",
     ),
     ({"eval_eps": 2.0}, "eval_eps 2.0"),
+    ({"eval_max_steps": 0}, "eval_max_steps 0"),
+    ({"frame_stack": 10**18}, f"frame_stack {10**18} 1024"),
     ({"max_fault_rate": -0.1}, "max_fault_rate -0.1"),
     ({"v_min": 10.0}, "v_min 10.0 v_max"),
     ({"v_max": math.inf}, "v_max inf"),
