@@ -6,9 +6,9 @@
 Lines are drawn for every verb from its options, whose names and types are read from the package:
 valid values, and values of a wrong type, out of range, missing, misspelt, huge, empty, not ASCII;
 files that are missing, empty, binary or folders. Each line runs as a process in its own copy of a
-folder with two small runs. It must end within the time limit (a line that does not is run once more
-at the end, alone, because other processes may have slowed it down), in success (exit code 0) or with an
-error whose last line on standard error begins with "qfleet". Exit code 1 if one does not.
+folder with two small runs. It must end within the time limit, in success (exit code 0) or with an
+error whose last line on standard error begins with "qfleet". A line that runs out of time is run
+once more at the end, alone: other processes may have slowed it down. Exit code 1 if a line fails.
 """
 
 from __future__ import annotations
@@ -421,11 +421,11 @@ def main(argv: list[str] | None = None) -> int:
         ended = [run(one.line) if one.timed_out else one for one in ended]
     bad = sum(one.bad is not None for one in ended)
     good = sum(one.code == 0 and one.bad is None for one in ended)
+    slowest_s = max((one.wall_s for one in ended), default=0.0)
     print(
-        f"{len(ended)} lines: {good} succeeded, {len(ended) - good - bad} ended in one line, ",
-        end="",
+        f"{len(ended)} lines: {good} succeeded, {len(ended) - good - bad} ended in one line, "
+        f"{bad} failed; slowest {slowest_s:.0f} s"
     )
-    print(f"{bad} failed; slowest {max((one.wall_s for one in ended), default=0):.0f} s")
     return 1 if bad else 0
 
 
