@@ -49,6 +49,8 @@ def _ranges(config: Config) -> Rules:
             yield math.isfinite(value), name, "must be finite"
         allowed = " and ".join(f"{sign} {bound:g}" for sign, bound in option.bounds.items())
         for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int):
+                yield number < 2**63, name, "must be < 2^63"
             holds = all(_COMPARE[sign](number, bound) for sign, bound in option.bounds.items())
             yield holds, name, f"must be {allowed}"
 

@@ -196,6 +196,7 @@ MISTAKES = [
     ("train no.such.module:Env", "environment no.such.module:Env"),
     ("train CartPole-v1 --imports nosuchmodule", "nosuchmodule"),
     ("train CartPole-v1 --seeds 0", "seeds 0"),
+    ("train CartPole-v1 --seeds 1000000000000000000", "seeds 1000000000000000000 10000"),
     ("resume", "run"),
     ("resume nosuch", "run nosuch"),
     ("scale nosuch --workers 2", "run nosuch"),
@@ -216,6 +217,27 @@ MISTAKES = [
     ("lab mazze", "mazze maze"),
     ("lab maze --episodes many", "many"),
 ]
+
+
+@pytest.mark.parametrize(
+    "words", ["--net-arch 1000000000000000000", "--algo iqn --iqn-embedding 1000000000000000000"]
+)
+def test_a_network_that_does_not_fit_is_one_line(words: str, shell: Shell) -> None:
+    assert shell("train", "CartPole-v1", *SMALL, "--compile", "off", *words.split()) == 1
+    assert shell.err.startswith("qfleet: ")
+    assert shell.err.count("\n") == 1
+    assert holds(shell.err, "not enough memory")
+
+
+def test_another_runtime_error_keeps_its_traceback(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: list[str]) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("qfleet.cli.runs.run", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        shell("runs")
 
 
 def test_a_value_of_two_lines_is_quoted_on_one(shell: Shell) -> None:

@@ -134,6 +134,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"eval_eps": 2.0}, "eval_eps 2.0"),
     ({"eval_max_steps": 0}, "eval_max_steps 0"),
+    ({"seed": 2**63}, f"seed {2**63} 2^63"),
+    ({"net_arch": (8, 10**39)}, f"net_arch {10**39} 2^63"),
     ({"frame_stack": 10**18}, f"frame_stack {10**18} 1024"),
     ({"max_fault_rate": -0.1}, "max_fault_rate -0.1"),
     ({"v_min": 10.0}, "v_min 10.0 v_max"),
