@@ -302,7 +302,7 @@ class Config:
     """Ssp: number of gradients by which a worker may be ahead of the slowest."""
     hybrid_workers: int = field(0, "cluster", low=0, updates=("hybrid",))
     """Hybrid: number of gradients per update; 0: half the number of workers."""
-    hybrid_window_s: float = field(0.5, "cluster", above=0, updates=("hybrid",))
+    hybrid_window_s: float = field(0.5, "cluster", above=0, high=1e6, updates=("hybrid",))
     """Hybrid: longest time from the first gradient of an update to the update, in seconds."""
     local_steps: int = field(10, "cluster", low=1, updates=("easgd", "local-sgd", "admm"))
     """Easgd, local-sgd, admm: local updates of a worker between two exchanges."""
@@ -329,11 +329,11 @@ class Config:
         "none", "cluster", updates=ALL_BUT_EASGD
     )
     """Compression of weights sent from servers to workers."""
-    snapshot_s: float = field(10.0, "cluster", above=0, engines=SERVERS)
+    snapshot_s: float = field(10.0, "cluster", above=0, high=1e6, engines=SERVERS)
     """Seconds between snapshots of the servers; a server that dies is restored from its last."""
-    worker_timeout_s: float = field(60.0, "cluster", above=0, engines=PROCESSES)
+    worker_timeout_s: float = field(60.0, "cluster", above=0, high=1e6, engines=PROCESSES)
     """Seconds without a report after which a worker is replaced."""
-    step_latency_s: float = field(0.0, "cluster", low=0)
+    step_latency_s: float = field(0.0, "cluster", low=0, high=1e6)
     """Seconds added to every step of the environments, for measurements and teaching."""
     straggler: float = field(1.0, "cluster", low=1, engines=PROCESSES)
     """Parameter server, actors: factor on step_latency_s of worker 0."""
@@ -342,7 +342,7 @@ class Config:
     """Stop when more than this fraction of all transitions or updates was NaN or Inf."""
     max_env_restarts: int = field(10, "environment", low=1)
     """Number of consecutive failures of one environment that a run survives."""
-    env_timeout_s: float = field(60.0, "environment", above=0)
+    env_timeout_s: float = field(60.0, "environment", above=0, high=1e6)
     """Timeout of a step of an environment in its own process, in seconds."""
     max_abs_q: float = field(1e7, "optimisation", above=0)
     """Warn when absolute Q-values or targets exceed this, and stop when they stay above it."""
