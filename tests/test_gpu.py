@@ -438,8 +438,9 @@ def test_a_recorded_evaluation_equals_an_unrecorded_one() -> None:
     config, _ = resolve("MinAtar/Breakout-v1")
     made = make_tensor_env(config)
     network = make_network(config, made.spec, CUDA, 0).eval()
+    q_values, seeds = network.q_values, torch.arange(20)
     played = [
-        TensorEvaluator(network.q_values, made, torch.arange(20), 0.1, CUDA, 5, graphs).play()
+        TensorEvaluator(q_values, made, seeds, 0.1, CUDA, 5, 125_000, graphs).play()
         for graphs in (False, True)
     ]
     assert played[0] is not None

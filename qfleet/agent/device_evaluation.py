@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qfleet.accelerator.graphs import record
 from qfleet.agent.device_actor import draw_exploration, explorer_counters
-from qfleet.agent.evaluation import LONGEST_EPISODE, Evaluation
+from qfleet.agent.evaluation import LONGEST_EPISODE, Evaluation, GiveUp, longest_share
 from qfleet.core.counter_rng import next_counters
 from qfleet.core.errors import EnvironmentFault
 from qfleet.envs.device.protocol import (
@@ -40,12 +40,14 @@ class TensorEvaluator:
         epsilon: float,
         device: torch.device,
         seed: int,
+        max_steps: int,
         graphs: bool = True,
         agents: int = 1,
     ) -> None:
         """``seeds`` (int64 ``[N]``): one episode each. ``seed``: seed of random actions.
 
-        ``agents``: number of agents; each plays all episodes, in environments of its own.
+        ``agents``: number of agents; each plays all episodes, in environments of its own, and makes
+        at most ``max_steps`` steps in all of them.
         """
         self._q_values, self._env, self._epsilon = q_values, env, epsilon
         self._device, self._graphs = device, graphs
@@ -58,24 +60,32 @@ class TensorEvaluator:
         self._playing = torch.ones_like(self._seeds, dtype=torch.bool)
         self._returns = torch.zeros_like(self._seeds, dtype=torch.float64)
         self._lengths = torch.zeros_like(self._seeds)
+        # One episode per environment: the limit of all is a limit of each.
+        self._max_length = longest_share(max_steps, len(seeds))
+        self._cut = torch.zeros_like(self._playing)
         self._launch: Callable[[], None] | None = None
 
     @torch.no_grad()
-    def play(self, give_up: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """Play every episode to its end; None if ``give_up``, called once per chunk, is True."""
+    def play(self, give_up: GiveUp = lambda _: False) -> Evaluation | None:
+        """Play every episode to its end or to the limit of steps.
+
+        Return None if ``give_up``, called once per chunk, returned True.
+        """
         launch = self._launch or self.prepare()
         copy_episodes(self._episodes, begin_episodes(self._env, self._seeds))
         self._explorers.copy_(self._first_explorers)
         self._playing.fill_(True)
         self._returns.zero_()
         self._lengths.zero_()
-        while bool(self._playing.any()):
-            if give_up():
+        self._cut.zero_()
+        while playing := int(self._playing.sum()):
+            if give_up(len(self._playing) - playing):
                 return None
             launch()
         if not bool(self._returns.isfinite().all()):
             raise EnvironmentFault(f"'{self._env.spec.env_id}' gave NaN or Inf in an evaluation")
-        return Evaluation(self._returns.tolist(), self._lengths.tolist())
+        unfinished = int(self._cut.sum())
+        return Evaluation(self._returns.tolist(), self._lengths.tolist(), unfinished)
 
     def prepare(self) -> Callable[[], None]:
         """Record a chunk if the device supports it, with the network's current mode."""
@@ -89,7 +99,7 @@ class TensorEvaluator:
         episodes, number = self._episodes, self._env.spec.num_actions
         counters = next_counters(self._explorers, self._steps)
         explores, anything = draw_exploration(counters, self._epsilon, number)
-        playing, returns, lengths = self._playing, self._returns, self._lengths
+        playing, returns, lengths, cut = self._playing, self._returns, self._lengths, self._cut
         obs = self._env.observe(episodes.inner)
         for at in range(CHUNK):
             greedy = self._q_values(obs).argmax(dim=1)
@@ -100,8 +110,11 @@ class TensorEvaluator:
             returns = returns + torch.where(playing, step.reward, 0.0)
             lengths = lengths + playing
             playing = playing & ~episodes.over & (lengths < LONGEST_EPISODE)
+            cut = cut | (playing & (lengths >= self._max_length))
+            playing = playing & ~cut
         copy_episodes(self._episodes, episodes)
         self._explorers.copy_(counters[-1])
         self._playing.copy_(playing)
         self._returns.copy_(returns)
         self._lengths.copy_(lengths)
+        self._cut.copy_(cut)

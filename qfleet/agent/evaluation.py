@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -22,11 +23,21 @@ for ever. It is Atari's limit of 108,000 frames at the usual frame skip."""
 MOST_ENVS = 16
 """Most environments on the host that play an evaluation together."""
 
+GiveUp: TypeAlias = Callable[[int], bool | None]
+"""Called with the number of finished episodes; True ends the evaluation without a result."""
+
+
+def longest_share(max_steps: int, envs: int) -> int:
+    """Return the steps that each env may make: all envs step together, at least once."""
+    return max(1, max_steps // envs)
+
 
 @dataclass
 class Evaluation:
     returns: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    unfinished: int = 0
+    """Episodes that the limit of steps ended; they count with their return and length so far."""
 
     @property
     def mean(self) -> float:
@@ -40,6 +51,17 @@ class Evaluation:
     def mean_length(self) -> float:
         return float(np.mean(self.lengths))
 
+    def why_ended(self, episodes: int, max_steps: int) -> str | None:
+        """Return a line if the limit of steps ended the evaluation, which had ``episodes``."""
+        not_begun = episodes - len(self.returns)
+        if not self.unfinished and not not_begun:
+            return None
+        also = f" and {not_begun} not begun" if not_begun else ""
+        return (
+            f"evaluation stopped after {max_steps} steps with {self.unfinished} of {episodes} "
+            f"episodes unfinished{also}; their returns so far count (--eval-max-steps)"
+        )
+
 
 def evaluate_policy(
     network: QNetwork,
@@ -48,13 +70,15 @@ def evaluate_policy(
     epsilon: float,
     device: torch.device,
     seed: int,
-    give_up: Callable[[], bool] = lambda: False,
+    max_steps: int,
+    give_up: GiveUp = lambda _: False,
 ) -> Evaluation | None:
     """Play ``episodes`` episodes from the envs' own seeds, greedily except with ``epsilon``.
 
     Return None if ``give_up``, called at every step, returned True before the end.
 
     Each env plays a fixed share, so that short episodes are not counted more often than long ones.
+    After ``max_steps`` steps of all envs, episodes that have begun count with their return so far.
     """
     random = np.random.default_rng(seed)
     n, num_actions = envs.num_envs, envs.spec.num_actions
@@ -64,11 +88,12 @@ def evaluate_policy(
     results: list[list[tuple[float, int]]] = [[] for _ in range(n)]
     was_training = network.training
     network.eval()
+    rows, max_rows = 0, longest_share(max_steps, n)
     obs = envs.reset()
     greedy = make_greedy(network, device, obs.shape)
     try:
-        while (finished < share).any():
-            if give_up():
+        while (finished < share).any() and rows < max_rows:
+            if give_up(int(finished.sum())):
                 return None
             actions = greedy(obs)
             if epsilon > 0:
@@ -78,6 +103,7 @@ def evaluate_policy(
             obs = step.obs
             returns += step.reward
             lengths += 1
+            rows += 1
             endless = lengths >= LONGEST_EPISODE
             done = step.terminated | step.truncated | endless
             for env in done.nonzero()[0]:
@@ -89,8 +115,11 @@ def evaluate_policy(
             lengths[over] = 0
     finally:
         network.train(was_training)
+    cut = ((finished < share) & ~done & (lengths > 0)).nonzero()[0]
+    for env in cut:
+        results[env].append((float(returns[env]), int(lengths[env])))
     flat = [result for env_results in results for result in env_results]
-    return Evaluation([r for r, _ in flat], [length for _, length in flat])
+    return Evaluation([r for r, _ in flat], [length for _, length in flat], len(cut))
 
 
 class HostEvaluator:
@@ -103,15 +132,15 @@ class HostEvaluator:
         self._seed, self._faults = seed, faults
         self._envs: VectorEnv | None = None
 
-    def play(self, give_up: Callable[[], bool]) -> Evaluation | None:
+    def play(self, give_up: GiveUp) -> Evaluation | None:
         """Return the episodes; None if ``give_up`` returned True before their end."""
         config, episodes = self._config, self._config.n_eval_episodes
         if self._envs is None:
             count = min(episodes, MOST_ENVS)
             self._envs = make_envs(config, count, self._seed, training=False, on_fault=self._faults)
-        network, epsilon = self._network, config.eval_eps
+        envs, epsilon, max_steps = self._envs, config.eval_eps, config.eval_max_steps
         return evaluate_policy(
-            network, self._envs, episodes, epsilon, self._device, self._seed, give_up
+            self._network, envs, episodes, epsilon, self._device, self._seed, max_steps, give_up
         )
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -168,9 +169,19 @@ class Policy:
             )
 
     def evaluate(
-        self, episodes: int = 10, seed: int = 0, epsilon: float = 0.0, env: Any = None
+        self,
+        episodes: int = 10,
+        seed: int = 0,
+        epsilon: float | None = None,
+        env: Any = None,
+        on_step: Callable[[int], None] = lambda _: None,
     ) -> Evaluation:
-        """Play episodes in new environments: the policy's own, or ``env`` (an id or an object)."""
+        """Play episodes in new environments: the policy's own, or ``env`` (an id or an object).
+
+        ``epsilon`` None: the run's own ``eval_eps``.
+        ``on_step`` is called at every step with the number of finished episodes.
+        """
+        epsilon = self.config.eval_eps if epsilon is None else epsilon
         if episodes < 1 or seed < 0 or not 0 <= epsilon <= 1:
             raise ConfigError(
                 f"cannot evaluate {episodes} episodes with seed {seed} and epsilon {epsilon}; "
@@ -186,7 +197,10 @@ class Policy:
         envs = make_envs(config, count, seed, training=False, on_fault=FaultLog())
         with contextlib.closing(envs):
             self.check_spec(envs.spec)
-            played = evaluate_policy(self.network, envs, episodes, epsilon, self.device, seed)
+            max_steps, device = self.config.eval_max_steps, self.device
+            played = evaluate_policy(
+                self.network, envs, episodes, epsilon, device, seed, max_steps, on_step
+            )
         assert played is not None, "an evaluation without a limit ends"
         return played
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from importlib.metadata import version
 
-from qfleet.core.errors import QfleetError, UnknownNameError
+from qfleet.core.errors import QfleetError, UnknownNameError, one_line
 
 VERBS = (
     "train", "resume", "scale", "evaluate", "plot", "video", "runs", "profile", "doctor", "lab",
@@ -24,6 +25,9 @@ examples:
   qfleet resume runs/NAME
   qfleet plot runs/NAME runs/OTHER
 """
+
+_NO_MEMORY = re.compile("allocate memory|out of memory|Storage size")
+"""In the RuntimeErrors with which PyTorch reports that it got no memory."""
 
 
 def usage() -> str:
@@ -52,8 +56,18 @@ def main(argv: list[str] | None = None) -> int:
     except QfleetError as error:
         if debug:
             raise
-        print(f"qfleet: {error}", file=sys.stderr)
+        # One line, also if the error quotes a value that has several.
+        print("qfleet:", " ".join(str(error).splitlines()), file=sys.stderr)
         return error.exit_code
+    except (MemoryError, RuntimeError) as error:
+        if debug or not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
+            raise
+        print(
+            "qfleet: not enough memory; lower envs, batch_size or the size of the network "
+            f"({one_line(error)[:200]})",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:
         if debug:
             raise

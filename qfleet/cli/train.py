@@ -41,6 +41,8 @@ Examples:
   qfleet train --config runs/NAME/config.json --seed 7
 """
 
+MOST_SEEDS = 10_000
+
 
 @dataclass(frozen=True)
 class ExperimentOptions:
@@ -146,8 +148,8 @@ def run(argv: list[str]) -> int:
         return 0
     start = read_start(argv)
     options, config = start.parse(TrainOptions, "train", DESCRIPTION)
-    if options.seeds < 1:
-        raise ConfigError(f"seeds must be ≥ 1, got {options.seeds}")
+    if not 1 <= options.seeds <= MOST_SEEDS:
+        raise ConfigError(f"seeds must be ≥ 1 and ≤ {MOST_SEEDS}, got {options.seeds}")
     from qfleet.training import api
 
     arguments = options.run_arguments

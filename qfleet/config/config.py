@@ -103,7 +103,7 @@ class Config:
     EnvPool (for Atari, if installed)."""
     max_episode_steps: int = field(0, "environment", low=0)
     """Truncate episodes after this many env steps; 0 keeps the environment's own limit."""
-    frame_stack: int = field(0, "environment", low=0)
+    frame_stack: int = field(0, "environment", low=0, high=1024)
     """Frames stacked into an observation; 0 means 4 on Atari and none elsewhere."""
     frame_skip: int = field(4, "environment", low=1)
     """Atari: emulator frames per env step."""
@@ -246,6 +246,9 @@ class Config:
     """Episodes per evaluation."""
     eval_eps: float = field(0.0, "evaluation", low=0, high=1)
     """ε during evaluation."""
+    eval_max_steps: int = field(125_000, "evaluation", low=1)
+    """Env steps, over all envs, after which an evaluation ends; unfinished episodes then count with
+    their returns so far. The default is the length of Dopamine's evaluations."""
     target_return: float | None = field(None, "evaluation", common=True)
     """Stop when an evaluation's mean return reaches this."""
     patience: int = field(0, "evaluation", common=True, low=0)
@@ -313,7 +316,7 @@ class Config:
     """Ssp: number of gradients by which a worker may be ahead of the slowest."""
     hybrid_workers: int = field(0, "cluster", low=0, updates=("hybrid",))
     """Hybrid: number of gradients per update; 0: half the number of workers."""
-    hybrid_window_s: float = field(0.5, "cluster", above=0, updates=("hybrid",))
+    hybrid_window_s: float = field(0.5, "cluster", above=0, high=1e6, updates=("hybrid",))
     """Hybrid: longest time from the first gradient of an update to the update, in seconds."""
     local_steps: int = field(10, "cluster", low=1, updates=("easgd", "local-sgd", "admm"))
     """Easgd, local-sgd, admm: local updates of a worker between two exchanges."""
@@ -340,11 +343,11 @@ class Config:
         "none", "cluster", updates=ALL_BUT_EASGD
     )
     """Compression of weights sent from servers to workers."""
-    snapshot_s: float = field(10.0, "cluster", above=0, engines=SERVERS)
+    snapshot_s: float = field(10.0, "cluster", above=0, high=1e6, engines=SERVERS)
     """Seconds between snapshots of the servers; a server that dies is restored from its last."""
-    worker_timeout_s: float = field(60.0, "cluster", above=0, engines=PROCESSES)
+    worker_timeout_s: float = field(60.0, "cluster", above=0, high=1e6, engines=PROCESSES)
     """Seconds without a report after which a worker is replaced."""
-    step_latency_s: float = field(0.0, "cluster", low=0)
+    step_latency_s: float = field(0.0, "cluster", low=0, high=1e6)
     """Seconds added to every step of the environments, for measurements and teaching."""
     straggler: float = field(1.0, "cluster", low=1, engines=PROCESSES)
     """Parameter server, actors: factor on step_latency_s of worker 0."""
@@ -353,7 +356,7 @@ class Config:
     """Stop when more than this fraction of all transitions or updates was NaN or Inf."""
     max_env_restarts: int = field(10, "environment", low=1)
     """Number of consecutive failures of one environment that a run survives."""
-    env_timeout_s: float = field(60.0, "environment", above=0)
+    env_timeout_s: float = field(60.0, "environment", above=0, high=1e6)
     """Timeout of a step of an environment in its own process, in seconds."""
     max_abs_q: float = field(1e7, "optimisation", above=0)
     """Warn when absolute Q-values or targets exceed this, and stop when they stay above it."""

@@ -108,11 +108,13 @@ PRESETS = {
         learning_rate=5e-4, buffer_size=15_000, learning_starts=200, gamma=0.8, train_freq=1,
         target_update_interval=50, eval_freq=5000,
     ),
+    # The zoo evaluates Atari agents with their final exploration rate. A greedy policy may never
+    # press FIRE after a lost life, and then plays to the limit of steps.
     "atari-dqn": _preset(
         "rl-baselines3-zoo, hyperparams/dqn.yml, atari; envs chosen by machine, same replay ratio.",
         env="ALE/Pong-v5", steps=10_000_000, envs=0, clip_rewards=True, buffer_size=100_000,
         learning_starts=100_000, target_update_interval=1000, exploration_final_eps=0.01,
-        eval_freq=250_000, checkpoint_freq=500_000, log_interval=10_000,
+        eval_freq=250_000, eval_eps=0.01, checkpoint_freq=500_000, log_interval=10_000,
     ),
     # With a larger learning rate than the zoo's 1e-4, nearly all convolutions may die in the first
     # 500 updates; with a larger epsilon of Adam, the values of states begin to differ later
@@ -160,7 +162,7 @@ PRESETS = {
         "Gallici et al. 2024 (2407.04811), PureJaxQL's pqn_atari.yaml.",
         base="minatar-pqn", env="ALE/Pong-v5", max_episode_steps=0, clip_rewards=True,
         episodic_life=True, network="nature", learning_rate=2.5e-4, lr_schedule="constant",
-        exploration_final_eps=0.001, log_interval=10_000,
+        exploration_final_eps=0.001, eval_eps=0.01, log_interval=10_000,
     ),
     # The paper's learner processed 19 batches per second from the 12,500 transitions per second of
     # 360 actors. Its target network is updated every 2,500 updates.

@@ -47,8 +47,11 @@ def _ranges(config: Config) -> Rules:
         value = getattr(config, name)
         if FIELDS[name] is float:
             yield math.isfinite(value), name, "must be finite"
+            yield abs(value) < 1e38, name, "must fit into 32 bits, below 1e38"
         allowed = " and ".join(f"{sign} {bound:g}" for sign, bound in option.bounds.items())
         for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int):
+                yield number < 2**63, name, "must be < 2^63"
             holds = all(_COMPARE[sign](number, bound) for sign, bound in option.bounds.items())
             yield holds, name, f"must be {allowed}"
 

@@ -51,11 +51,11 @@ TRIAL_S = 2.0
 # fmt: off
 _NO_MATTER = {
     "engine", "seed", "steps", "learning_starts", "buffer_size", "replay_dir", "eval_freq",
-    "n_eval_episodes", "eval_eps", "target_return", "patience", "log_interval", "checkpoint_freq",
-    "keep_checkpoints", "tensorboard", "track", "max_fault_rate", "max_env_restarts",
-    "env_timeout_s", "max_abs_q", "learning_rate", "lr_schedule", "lr_plateau_patience",
-    "lr_plateau_factor", "gamma", "td_lambda", "exploration_fraction", "exploration_initial_eps",
-    "value_weight", "entropy_weight",
+    "n_eval_episodes", "eval_eps", "eval_max_steps", "target_return", "patience", "log_interval",
+    "checkpoint_freq", "keep_checkpoints", "tensorboard", "track", "max_fault_rate",
+    "max_env_restarts", "env_timeout_s", "max_abs_q", "learning_rate", "lr_schedule",
+    "lr_plateau_patience", "lr_plateau_factor", "gamma", "td_lambda",
+    "exploration_fraction", "exploration_initial_eps", "value_weight", "entropy_weight",
 }
 # fmt: on
 """Fields that do not change which engine is faster."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from qfleet.accelerator.graphs import why_no_graphs
 from qfleet.agent.device_actor import TensorActor
 from qfleet.agent.device_evaluation import TensorEvaluator
-from qfleet.agent.evaluation import Evaluation
+from qfleet.agent.evaluation import Evaluation, GiveUp
 from qfleet.agent.population import Agents, agent_seeds
 from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import rows_per_block
@@ -106,6 +106,7 @@ def build(setup: Setup) -> LoopParts:
             config.eval_eps,
             device,
             seeds.eval_envs,
+            config.eval_max_steps,
             config.graphs,
             agents=len(members),
         )
@@ -151,7 +152,7 @@ class DeviceEvaluator:
     episodes: TensorEvaluator
     network: nn.Module
 
-    def play(self, give_up: Callable[[], bool]) -> Evaluation | None:
+    def play(self, give_up: GiveUp) -> Evaluation | None:
         self.network.eval()
         try:
             return self.episodes.play(give_up)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from qfleet.agent.evaluation import Evaluation, HostEvaluator
+from qfleet.agent.evaluation import Evaluation, GiveUp, HostEvaluator
 from qfleet.agent.learner import Learner
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
@@ -93,7 +93,7 @@ class Model(Protocol):
 class PolicyEvaluator(Protocol):
     """Plays the evaluations of a run with the weights that it has at that moment."""
 
-    def play(self, give_up: Callable[[], bool]) -> Evaluation | None:
+    def play(self, give_up: GiveUp) -> Evaluation | None:
         """Return the episodes, agent-major; None if ``give_up`` returned True before their end."""
         ...
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from time import monotonic
 from typing import Literal, TextIO, TypeAlias
 
@@ -34,6 +35,7 @@ STAGE_COLOURS = {
     "communicate": "blue",
 }
 LINE_INTERVAL_S = 2.0
+EVALUATION_LINE_INTERVAL_S = 10.0
 POINT_INTERVAL_S = 0.5
 WINDOW_POINTS = 40
 """The rate shown is that of the last ~20 s, so that it follows the phases of a run."""
@@ -71,6 +73,8 @@ class Progress:
         self._line_s: float | None = None
         self._line_due = False
         self._live: Live | None = None
+        self._activity = ""
+        """What the run does instead of training."""
 
     def __enter__(self) -> Progress:
         return self
@@ -114,6 +118,27 @@ class Progress:
             self._line_due = True
             if self._line_s is None or now_s - self._line_s >= LINE_INTERVAL_S:
                 self._print_line(now_s)
+
+    @contextmanager
+    def evaluating(self, episodes: int) -> Iterator[Callable[[int], None]]:
+        """Yield a function that shows the number of finished episodes of an evaluation.
+
+        A plain display shows it only if the evaluation takes long.
+        """
+        shown_s = self._clock()
+
+        def show(finished: int) -> None:
+            nonlocal shown_s
+            self._activity = f"evaluating {finished}/{episodes}"
+            now_s = self._clock()
+            if self._mode == "plain" and now_s - shown_s >= EVALUATION_LINE_INTERVAL_S:
+                shown_s = now_s
+                self.message(self._activity)
+
+        try:
+            yield show
+        finally:
+            self._activity = ""
 
     def message(self, text: str) -> None:
         """Print a message, for example about a fault; a silent display prints it too."""
@@ -194,6 +219,8 @@ class Progress:
         left_s = self._left_s()
         if left_s is not None:
             cells.append(Text(f"{format_duration(left_s)} left", style="dim"))
+        if self._activity:
+            cells.append(Text(self._activity, style="yellow"))
         head.add_row(*cells)
         values = Text("   ").join(
             Text.assemble((f"{label} ", "dim"), (text, "bold"))

@@ -49,8 +49,8 @@ RUNS = Path("runs")
 FREE_ON_RESUME = {
     "steps", "device", "threads", "log_interval", "checkpoint_freq", "keep_checkpoints",
     "tensorboard", "track", "replay_dir", "max_fault_rate", "max_env_restarts", "env_timeout_s",
-    "max_abs_q", "target_return", "patience", "workers", "servers", "address", "snapshot_s",
-    "worker_timeout_s",
+    "max_abs_q", "target_return", "patience", "eval_max_steps", "workers", "servers", "address",
+    "snapshot_s", "worker_timeout_s",
 }  # fmt: skip
 
 
@@ -260,12 +260,15 @@ def evaluate(
     *,
     episodes: int = 10,
     seed: int = 0,
-    epsilon: float = 0.0,
+    epsilon: float | None = None,
     which: Literal["best", "last"] = "best",
     trust: bool = False,
     device: str | None = None,
 ) -> Evaluation:
-    """Play episodes with the policy of a run or of a ``Policy.save`` file."""
+    """Play episodes with the policy of a run or of a ``Policy.save`` file.
+
+    ``epsilon`` None: the run's own ``eval_eps``.
+    """
     return load(run, which, trust, device).evaluate(episodes, seed, epsilon)
 
 

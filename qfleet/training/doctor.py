@@ -100,7 +100,8 @@ def replay_capacity(env: str) -> dict[str, int]:
     made = make_envs(config, 1, seed=0, training=True, on_fault=FaultLog())
     with contextlib.closing(made) as envs:
         free = available_bytes()
-        largest = largest_capacity(envs.spec, config.envs, False, free)
+        # envs 0: a run would choose their number.
+        largest = largest_capacity(envs.spec, max(1, config.envs), False, free)
     return {"available_bytes": free, "largest_buffer_size": largest}
 
 

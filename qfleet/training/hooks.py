@@ -113,9 +113,13 @@ class Evaluate(Hook):
     def evaluate(self, run: RunState, counts: bool = True) -> None:
         """Play the greedy policy. ``counts`` False: only report, stop nothing and keep nothing."""
         config, parts, standings = run.config, run.parts, run.standings
-        evaluation = parts.evaluator.play(run.is_out_of_time)
+        episodes = config.n_eval_episodes * len(parts.members)
+        with run.progress.evaluating(episodes) as show:
+            evaluation = parts.evaluator.play(lambda done: show(done) or run.is_out_of_time())
         if evaluation is None:
             return
+        if line := evaluation.why_ended(episodes, config.eval_max_steps):
+            run.progress.message(line)
         run.evaluation, run.evaluated_at = evaluation, parts.clock.env_steps
         better = standings.add_evaluation(evaluation, parts.members, counts=counts)
         if not counts:

@@ -35,16 +35,38 @@ def game(name: str) -> tuple[TensorEnv, QNetwork]:
 def test_greedy_returns_are_those_of_evaluate_policy(name: str) -> None:
     env, network = game(name)
     ours = evaluate_on_device(network.q_values, env, 3, 0.0, CPU, seed=3)
-    theirs = evaluate_policy(network, TensorEnvs(env, 3, seed=3), 3, 0.0, CPU, seed=3)
+    theirs = evaluate_policy(network, TensorEnvs(env, 3, seed=3), 3, 0.0, CPU, 3, 125_000)
     assert ours == theirs
     assert ours is not None
     assert max(ours.lengths) > CHUNK or name == "MinAtar/Breakout-v1"
 
 
+@pytest.mark.parametrize("max_steps", [1, 3 * 20, 3 * (CHUNK + 5) + 2])
+def test_a_limit_of_steps_cuts_the_same_episodes_as_evaluate_policy(max_steps: int) -> None:
+    env, network = game("MinAtar/Freeway-v1")
+    ours = evaluate_on_device(network.q_values, env, 3, 0.0, CPU, 3, max_steps=max_steps)
+    theirs = evaluate_policy(network, TensorEnvs(env, 3, seed=3), 3, 0.0, CPU, 3, max_steps)
+    assert ours == theirs
+    assert ours is not None
+    assert (ours.unfinished, ours.lengths) == (3, [max(1, max_steps // 3)] * 3)
+    enough = evaluate_on_device(network.q_values, env, 3, 0.0, CPU, 3, max_steps=3 * (CHUNK + 9))
+    assert enough is not None
+    assert (enough.unfinished, enough.lengths) == (0, [CHUNK + 9] * 3)
+
+
+def test_an_evaluator_that_was_cut_starts_afresh_and_each_agent_has_its_own_limit() -> None:
+    seeds = torch.arange(2)
+    evaluator = TensorEvaluator(constant(2), Count(), seeds, 0.0, CPU, 0, 4, agents=2)
+    played = [evaluator.play(), evaluator.play()]
+    assert played[0] == played[1]
+    assert played[0] is not None
+    assert (played[0].lengths, played[0].unfinished) == ([2] * 4, 4)
+
+
 def test_an_evaluator_plays_the_same_again_and_follows_the_weights() -> None:
     values = torch.tensor([[1.0, 0.0, 0.0]])
     evaluator = TensorEvaluator(
-        lambda obs: values.expand(len(obs), -1), Count(), torch.arange(6), 0.0, CPU, seed=0
+        lambda obs: values.expand(len(obs), -1), Count(), torch.arange(6), 0.0, CPU, 0, 125_000
     )
     first, second = evaluator.play(), evaluator.play()
     assert first is not None
@@ -77,7 +99,7 @@ def test_random_actions_are_as_frequent_as_asked() -> None:
 def test_give_up_is_called_once_per_chunk() -> None:
     asked = 0
 
-    def patient() -> bool:
+    def patient(_: int) -> bool:
         nonlocal asked
         asked += 1
         return asked == 3
@@ -120,11 +142,11 @@ def test_several_agents_are_evaluated_as_one_batch(agents: int) -> None:
         parts = zip(values, obs.chunk(agents), strict=True)
         return torch.cat([q_values(part) for q_values, part in parts])
 
-    evaluator = TensorEvaluator(together, Count(), seeds.repeat(agents), 0.0, CPU, 0)
+    evaluator = TensorEvaluator(together, Count(), seeds.repeat(agents), 0.0, CPU, 0, 125_000)
     played = evaluator.play()
     assert played is not None
     for agent in range(agents):
-        alone = TensorEvaluator(values[agent], Count(), seeds, 0.0, CPU, 0).play()
+        alone = TensorEvaluator(values[agent], Count(), seeds, 0.0, CPU, 0, 125_000).play()
         assert alone is not None
         assert played.returns[agent * 5 : (agent + 1) * 5] == alone.returns
 

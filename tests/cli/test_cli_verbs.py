@@ -196,6 +196,7 @@ MISTAKES = [
     ("train no.such.module:Env", "environment no.such.module:Env"),
     ("train CartPole-v1 --imports nosuchmodule", "nosuchmodule"),
     ("train CartPole-v1 --seeds 0", "seeds 0"),
+    ("train CartPole-v1 --seeds 1000000000000000000", "seeds 1000000000000000000 10000"),
     ("resume", "run"),
     ("resume nosuch", "run nosuch"),
     ("scale nosuch --workers 2", "run nosuch"),
@@ -216,6 +217,33 @@ MISTAKES = [
     ("lab mazze", "mazze maze"),
     ("lab maze --episodes many", "many"),
 ]
+
+
+@pytest.mark.parametrize(
+    "words", ["--net-arch 1000000000000000000", "--algo iqn --iqn-embedding 1000000000000000000"]
+)
+def test_a_network_that_does_not_fit_is_one_line(words: str, shell: Shell) -> None:
+    assert shell("train", "CartPole-v1", *SMALL, "--compile", "off", *words.split()) == 1
+    assert shell.err.startswith("qfleet: ")
+    assert shell.err.count("\n") == 1
+    assert holds(shell.err, "not enough memory")
+
+
+def test_another_runtime_error_keeps_its_traceback(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: list[str]) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("qfleet.cli.runs.run", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        shell("runs")
+
+
+def test_a_value_of_two_lines_is_quoted_on_one(shell: Shell) -> None:
+    assert shell("train", "CartPole-v1", "--network", "a\nb", "--no-tensorboard") == 2
+    assert shell.err.count("\n") == 1
+    assert holds(shell.err, "network", "a b")
 
 
 @pytest.mark.parametrize(("line", "words"), MISTAKES, ids=[line for line, _ in MISTAKES])
@@ -344,6 +372,31 @@ def test_evaluate(which: str, shell: Shell, run: Path) -> None:
     assert "over 3 episodes" in shell.out
 
 
+def test_evaluate_reports_the_limit_of_steps(shell: Shell, run: Path) -> None:
+    words = ("evaluate", run, "--episodes", "2", "--eval-max-steps")
+    assert shell(*words, "10") == 0
+    assert holds(shell.err, "10 steps", "2 of 2 episodes unfinished", "--eval-max-steps")
+    cut = shell.json(*words, "10")
+    assert (cut["unfinished"], cut["length_mean"]) == (2, 5.0)
+    assert shell(*words, "1000") == 0
+    assert shell.err == ""
+    assert "unfinished" not in shell.json(*words, "1000")
+    assert shell(*words, "0") == 2
+    assert holds(shell.err, "eval_max_steps", "≥ 1", "0")
+
+
+def test_evaluate_shows_progress_on_a_terminal_only(
+    shell: Shell, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shell("evaluate", run, "--episodes", "3") == 0
+    assert shell.err == ""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert shell("evaluate", run, "--episodes", "3") == 0
+    assert "evaluating" in shell.err
+    shell.json("evaluate", run, "--episodes", "3")
+
+
 def test_plot(shell: Shell, run: Path) -> None:
     said = shell.json("plot", run, "--out", "curve.png", "--metric", "train/loss")
     assert said["path"] == "curve.png"
@@ -376,6 +429,13 @@ def test_doctor(shell: Shell) -> None:
     assert all(rate["env_steps_per_s"] > 0 for rate in said["rates"])
     assert shell("doctor", "--envs", "1", "--seconds", "0.02") == 0
     assert "fastest" in shell.out
+
+
+def test_doctor_measures_an_environment_whose_preset_chooses_the_number_of_envs(
+    shell: Shell,
+) -> None:
+    words = ("--env", "MinAtar/Breakout-v1", "--envs", "1", "--seconds", "0.02")
+    assert shell.json("doctor", *words)["largest_buffer_size"] > 0
 
 
 def test_lab_maze(shell: Shell) -> None:

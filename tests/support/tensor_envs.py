@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qfleet.agent.device_evaluation import TensorEvaluator
-from qfleet.agent.evaluation import Evaluation
+from qfleet.agent.evaluation import Evaluation, GiveUp
 from qfleet.core.seeding import env_seeds
 from qfleet.core.types import EnvSpec
 from qfleet.envs.device.protocol import Outcome, State, TensorEnv
@@ -64,7 +64,8 @@ def evaluate_on_device(
     epsilon: float,
     device: torch.device,
     seed: int,
-    give_up: Callable[[], bool] = lambda: False,
+    give_up: GiveUp = lambda _: False,
+    max_steps: int = 125_000,
 ) -> Evaluation | None:
     seeds = torch.tensor(env_seeds(seed, episodes))
-    return TensorEvaluator(q_values, env, seeds, epsilon, device, seed).play(give_up)
+    return TensorEvaluator(q_values, env, seeds, epsilon, device, seed, max_steps).play(give_up)

@@ -140,6 +140,34 @@ def test_live_shows_the_best_evaluation_and_the_stages(clock) -> None:
     assert "env_reward ×1: NaN\n" in text
 
 
+def test_plain_shows_only_long_evaluations(clock) -> None:
+    progress, stream = plain(100, clock)
+    with progress.evaluating(10) as show:
+        for finished in range(10):
+            clock.now_s += 0.9
+            show(finished)
+    assert stream.getvalue() == ""
+    with progress.evaluating(10) as show:
+        for finished in range(10):
+            clock.now_s += 3.0
+            show(finished)
+    assert stream.getvalue() == "evaluating 3/10\nevaluating 7/10\n"
+
+
+def test_live_shows_an_evaluation_until_it_ends(clock) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=120, color_system=None)
+    with Progress(100, console, "live", clock) as progress:
+        progress.start(0)
+        with progress.evaluating(10) as show:
+            show(3)
+            console.print(progress._render())
+        assert "evaluating 3/10" in stream.getvalue()
+        stream.truncate(0)
+        console.print(progress._render())
+        assert "evaluating" not in stream.getvalue()
+
+
 def test_live_survives_having_nothing_to_show(clock) -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=100)

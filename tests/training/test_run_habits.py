@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from qfleet.telemetry.faults import FaultLog
 from qfleet.training.run import Run
 from qfleet.training.run_state import RunOptions
 from support.configs import tiny_fields
-from support.messages import says
+from support.messages import holds, says
 
 TINY = tiny_fields(
     steps=300, learning_starts=50, batch_size=8, buffer_size=200, net_arch=(8,), n_eval_episodes=2
@@ -128,6 +129,19 @@ def test_an_evaluation_gives_way_to_the_wall_clock(tmp_path: Path) -> None:
     )
     assert trained.result.stopped_by == "max_wall"
     assert trained.result.eval_return_mean is None
+
+
+@pytest.mark.parametrize("engine", ["serial", "device"])
+def test_an_evaluation_ends_at_its_limit_and_the_run_goes_on(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields: dict[str, Any] = {**TINY, "steps": 200, "eval_freq": 100, "n_eval_episodes": 2}
+    trained = qfleet.train(
+        "CartPole-v1", run_dir=tmp_path / "run", engine=engine, eval_max_steps=6, **fields
+    )
+    assert (trained.result.stopped_by, trained.result.eval_return_mean) == ("steps", 3.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert sum(holds(line, "6 steps", "2 of 2", "--eval-max-steps") for line in lines) == 2
 
 
 def test_json_output_is_json_whatever_an_environment_prints(

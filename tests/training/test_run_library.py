@@ -262,6 +262,15 @@ def test_an_evaluation_is_repeatable_and_epsilon_matters(trained: qfleet.Trained
     assert qfleet.evaluate(trained.folder, episodes=5, seed=3, epsilon=1.0) != first
 
 
+def test_an_evaluation_uses_the_epsilon_of_its_run(trained: qfleet.Trained) -> None:
+    policy = trained.policy()
+    greedy, random = policy.evaluate(5, 3, 0.0), policy.evaluate(5, 3, 1.0)
+    assert policy.evaluate(5, 3) == greedy != random
+    policy.config = policy.config.replace(eval_eps=1.0)
+    assert policy.evaluate(5, 3) == random
+    assert policy.evaluate(5, 3, 0.0) == greedy
+
+
 def test_evaluating_changes_nothing_in_a_run(tmp_path: Path) -> None:
     """Noise, replay and random streams included."""
     states = []
