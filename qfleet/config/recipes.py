@@ -103,8 +103,8 @@ PRESETS = {
         base="general", env="FrozenLake-v1",
     ),
     "highway": _preset(
-        "highway-env, scripts/sb3_highway_dqn.py.",
-        env="highway-fast-v0", steps=20_000, net_arch=(256, 256),
+        "highway-env, scripts/sb3_highway_dqn.py; four envs in processes, because a step is slow.",
+        env="highway-fast-v0", steps=20_000, envs=4, vectorize="async", net_arch=(256, 256),
         learning_rate=5e-4, buffer_size=15_000, learning_starts=200, gamma=0.8, train_freq=1,
         target_update_interval=50, eval_freq=5000,
     ),
