@@ -100,7 +100,8 @@ PRESETS = {
     ),
     "toy-text": _preset(
         "qfleet's own, for Gymnasium's small tables of states (docs/first-steps.md).",
-        base="general", env="FrozenLake-v1",
+        base="general", env="FrozenLake-v1", learning_rate=1e-3, gamma=0.95, train_freq=1,
+        target_update_interval=200, exploration_fraction=0.3,
     ),
     "highway": _preset(
         "highway-env, scripts/sb3_highway_dqn.py; four envs in processes, because a step is slow.",

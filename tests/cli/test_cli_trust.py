@@ -65,6 +65,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         raise Reached
 
     monkeypatch.setattr(api, "Run", record)
+    # It imports the environment, after consent; the modules that these tests name do not exist.
+    monkeypatch.setattr(api, "check_env", lambda _: None)
     return configs
 
 
