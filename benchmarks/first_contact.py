@@ -63,7 +63,9 @@ def play(row: Row, seed: int, more: list[str], root: Path) -> dict[str, float]:
     qfleet("train", *row.line, "--seed", str(seed), "--run-dir", str(folder), *more)
     train_s = time.monotonic() - start_s
     played = qfleet("evaluate", str(folder), "--episodes", str(row.episodes), "--trust")
-    return {"seed": seed, "return": played["return_mean"], "train_s": train_s}
+    found = {"seed": seed, "return": played["return_mean"], "train_s": train_s}
+    print(f"  {row.line[0]} {found}", flush=True)
+    return found
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ from qfleet.storage.checkpoint import (
     save_policy_file,
 )
 from qfleet.storage.rundir import agent_folder, population_folder
+from qfleet.storage.spec_json import spec_from_json, spec_to_json
 from qfleet.telemetry.faults import FaultLog
 
 
@@ -59,10 +60,11 @@ class Policy:
         self.device = _usable_device(config, spec, device)
         # Not compiled: compiling takes minutes, and most policies act only a few times.
         plain = config.replace(compile="off")
-        seed = Seeds.of(config.seed).network
-        if ":" not in config.network:
-            _check_sizes(_sizes_only(plain, spec, seed), state)
-        self.network = make_network(plain, spec, self.device, seed)
+        try:
+            self.network = make_network(plain, spec, self.device, Seeds.of(config.seed).network)
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            # A stored configuration may ask for any size.
+            raise CheckpointError(f"the network cannot be built: {one_line(error)}") from None
         _check_sizes(self.network, state)
         self.network.eval()
         self._weights = FlatWeights(self.network)
@@ -149,7 +151,7 @@ class Policy:
         if path.suffix != POLICY_SUFFIX:
             path = path.with_name(path.name + POLICY_SUFFIX)
         state = {"weights": self._weights.data, "buffers": self._weights.buffers()}
-        meta = {"config": asdict(self.config), "spec": self.spec.to_json()}
+        meta = {"config": asdict(self.config), "spec": spec_to_json(self.spec)}
         save_policy_file(path, state, meta)
         return path
 
@@ -251,16 +253,7 @@ def _make_policy(
     """Return a policy after a check of its stored spec. Only the network may be imported code."""
     if ":" in config.network:
         check_trust(config, trust, training=False)
-    return Policy(config, EnvSpec.from_json(spec), state, device, trust)
-
-
-def _sizes_only(config: Config, spec: EnvSpec, seed: int) -> QNetwork:
-    """Return the network without memory: a stored configuration may ask for any size."""
-    try:
-        with torch.device("meta"):
-            return make_network(config, spec, torch.device("meta"), seed)
-    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"the stored network cannot be built: {one_line(error)}") from None
+    return Policy(config, spec_from_json(spec), state, device, trust)
 
 
 def _check_sizes(network: QNetwork, state: StateDict) -> None:

@@ -95,6 +95,7 @@ def _profile(config: Config, options: ProfileOptions) -> int:
             self.ended = run
 
     folder = options.run_dir
+    api.check_config(config)
     if folder is None:
         name = f"profile-{default_name(config.env, config.algo, config.seed)}"
         folder = new_run_dir(api.RUNS, name, explicit=False)

@@ -52,7 +52,7 @@ class RunArguments:
     json: bool = False
     """Print the result as one JSON object and nothing else."""
 
-    def resolve(self) -> RunOptions:
+    def resolve(self, note: str | None = None) -> RunOptions:
         from qfleet.telemetry.progress import choose_mode
         from qfleet.training.run_state import RunOptions
 
@@ -66,6 +66,7 @@ class RunArguments:
             max_wall_s=max_wall_s,
             display=choose_mode(self.quiet or self.json, sys.stdout),
             trace=self.trace,
+            note=note,
         )
 
 
@@ -103,11 +104,10 @@ def _advice(trained: Trained) -> str | None:
     """Return what would help a run that spent most of its time in slow environments."""
     config, result = trained.config, trained.result
     share = result.time_share.get("env") or 0.0
-    is_slow = share * result.wall_s > SLOW_STEP_S * max(result.env_steps, 1)
+    is_slow = share > 0.5 and share * result.wall_s > SLOW_STEP_S * result.env_steps
+    can_change = config.engine in ("serial", "pipeline") and config.vectorize in ("auto", "sync")
     cores = os.cpu_count() or 1
-    if share < 0.5 or not is_slow or config.vectorize not in ("auto", "sync") or cores == 1:
-        return None
-    if config.engine not in ("serial", "pipeline"):
+    if not is_slow or not can_change or cores == 1:
         return None
     return (
         f"{share:.0%} of the time was in the environments; --envs {max(config.envs, cores)} "

@@ -26,9 +26,9 @@ HELP = "train an agent: qfleet train CartPole-v1"
 
 DESCRIPTION = """Train a DQN-family agent: qfleet train ENV [options]
 
-ENV is a Gymnasium id, package:id (the package registers it), an Atari game (ALE/Pong-v5,
-PongNoFrameskip-v4) or package.module:EnvClass. Without --preset, the preset that suits ENV is used;
-every option below overrides it. A shorter run scales what a preset counts in steps.
+ENV is a Gymnasium id, package:id, an Atari game (ALE/Pong-v5, PongNoFrameskip-v4) or
+package.module:EnvClass. Without --preset, the preset that suits ENV is used, scaled to --steps if
+that is fewer than its own; every option below overrides it.
 Stable-Baselines3's and CleanRL's option names are understood.
 
 Examples:
@@ -152,19 +152,18 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"seeds must be ≥ 1 and ≤ {MOST_SEEDS}, got {options.seeds}")
     from qfleet.training import api
 
-    arguments = options.run_arguments
-    run_options = arguments.resolve()
-    if start.preset and run_options.display != "silent":
+    arguments, note = options.run_arguments, None
+    if start.preset:
         chosen = ("learning_starts", "target_update_interval", "eval_freq")
         values = ", ".join(f"{name} {getattr(config, name)}" for name in chosen)
-        print(
-            f"preset {start.preset} for {config.steps} steps: {values}; --preset none for plain "
-            "defaults"
-        )
+        note = f"preset {start.preset} for {config.steps} steps: {values} (--preset none: plain)"
     train = api.train if options.seeds == 1 else functools.partial(api.train_seeds, options.seeds)
     with quiet_stdout(arguments.json):
         trained = train(
-            config=config, run_dir=options.run_dir, name=options.name, options=run_options
+            config=config,
+            run_dir=options.run_dir,
+            name=options.name,
+            options=arguments.resolve(note),
         )
     if isinstance(trained, api.Trained):
         return finish(trained, arguments)

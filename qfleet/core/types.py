@@ -10,9 +10,8 @@ each of them runs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
-from qfleet.core.errors import CheckpointError, one_line
 
 # Row flags, one byte per row. A memory needs to know nothing else about episodes.
 TERMINATED = 1
@@ -56,29 +54,6 @@ class EnvSpec:
     """The environment's own number for discrete observation 0."""
     first_action: int = 0
     """The environment's own number for action 0."""
-
-    @classmethod
-    def from_json(cls, values: Any) -> EnvSpec:
-        """Return the spec of ``to_json`` after a check of every field: it may be anyone's data."""
-        try:
-            spec = cls(**values | {"obs_shape": tuple(values["obs_shape"])})
-        except (TypeError, KeyError) as error:
-            raise CheckpointError(f"the stored spec is malformed: {one_line(error)}") from None
-        sizes = (*spec.obs_shape, spec.num_actions, spec.frame_stack, spec.frame_skip)
-        numbers = (*sizes, spec.num_obs_values, spec.first_obs_value, spec.first_action)
-        if (
-            not isinstance(spec.env_id, str)
-            or spec.obs_dtype not in ("uint8", "float32", "int64")
-            or any(type(number) is not int or abs(number) >= 2**62 for number in numbers)
-            or min(*sizes, spec.num_obs_values + 1) < 1
-        ):
-            raise CheckpointError(f"the stored spec is malformed: {str(values)[:300]!r}")
-        return spec
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields as JSON values; a user's spec may hold numpy's integers."""
-        values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=int))
-        return values
 
     @property
     def frame_shape(self) -> tuple[int, ...]:

@@ -30,12 +30,13 @@ class TorchSettings:
 def set_threads(threads: int, spec: EnvSpec) -> None:
     """Set torch's threads; 0: all cores for images, at most 2 for small networks.
 
-    Small networks gain nothing from more than two threads and lose on many cores.
+    Small networks gain nothing from more than two threads and lose on many cores. OMP_NUM_THREADS
+    and the cores of this process (taskset) are an upper limit: torch has as many threads now.
     """
     cores = os.cpu_count() or 1
     if threads > 4 * cores:
         raise ConfigError(f"threads must be ≤ {4 * cores} (4 per core), got {threads}")
-    automatic = cores if is_image(spec) else min(2, cores)
+    automatic = min(torch.get_num_threads(), cores if is_image(spec) else 2)
     torch.set_num_threads(threads or automatic)
     # oneDNN's product with a transposed operand takes half as long again as the BLAS's own at the
     # size of small MLPs (ARM: 224 against 156 µs for 64×256×256). Convolutions do want it.

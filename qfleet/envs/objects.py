@@ -1,4 +1,4 @@
-"""Environments given as Python objects: from an object to the Config fields that rebuild it."""
+"""Environments and networks given as Python objects: from an object to fields of a Config."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import re
 from typing import Any
 
 import gymnasium
+from torch.nn import Module
 
 from qfleet.core.errors import ConfigError, one_line
 from qfleet.core.plugins import name_object
 from qfleet.envs.spaces import AnyEnv
-
-_ALWAYS_THERE = ("gymnasium", "ale_py")
-"""Packages whose environments need no import."""
 
 
 def env_fields(env: Any) -> dict[str, Any]:
@@ -33,6 +31,16 @@ def env_fields(env: Any) -> dict[str, Any]:
     raise ConfigError(
         f"env must be an id, a gymnasium.Env, its class or a function that makes one, got {env!r}"
     )
+
+
+def name_network(network: Any) -> str:
+    """Return the name of a network that is given by name or as a class."""
+    if isinstance(network, Module):
+        raise ConfigError(
+            f"network is an instance of {type(network).__name__}; give the class, which is called "
+            "with the shape of an observation"
+        )
+    return network if isinstance(network, str) else name_object(network)
 
 
 def _spec_fields(env: AnyEnv) -> dict[str, Any]:
@@ -55,7 +63,8 @@ def _spec_fields(env: AnyEnv) -> dict[str, Any]:
         limit = {"max_episode_steps": spec.max_episode_steps or 0} if is_other_limit else {}
         module = spec.entry_point.partition(":")[0] if isinstance(spec.entry_point, str) else ""
         package = module.partition(".")[0]
-        imports = {} if package in ("", "__main__", *_ALWAYS_THERE) else {"imports": (package,)}
+        known = package in ("", "__main__", "gymnasium", "ale_py")  # needs no import
+        imports = {} if known else {"imports": (package,)}
         try:
             return {"env": spec.id, "env_kwargs": json.dumps(changed), **limit, **imports}
         except TypeError:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.nn import Module
-
 from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.policy import Policy, load_run_policy, load_saved_policy
 from qfleet.config.config import Config, read_fields
@@ -20,9 +18,8 @@ from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, RunBusyError
 from qfleet.core.files import atomic_write_text
-from qfleet.core.plugins import name_object
 from qfleet.engines.parameter_server import limits, resize_request
-from qfleet.envs.objects import env_fields
+from qfleet.envs.objects import env_fields, name_network
 from qfleet.envs.registry import check_env
 from qfleet.storage.checkpoint import POLICY_SUFFIX, diff_meta, has_checkpoint, load_checkpoint
 from qfleet.storage.rundir import check_idle, check_name, default_name, new_run_dir
@@ -280,19 +277,17 @@ def _configure(
     fields: dict[str, Any],
 ) -> Config:
     if config is None:
-        of_env = {} if env is None else env_fields(env)
-        fields = {**of_env, **fields}
-        network = fields.get("network", "")
-        if isinstance(network, Module):
-            raise ConfigError(
-                f"network is an instance of {type(network).__name__}; give the class, which is "
-                "called with the shape of an observation"
-            )
-        if not isinstance(network, str):
-            fields["network"] = name_object(network)
-        config, _ = resolve(fields.pop("env", None), algo, preset, fields=fields)
+        named = {**({} if env is None else env_fields(env)), **fields}
+        if "network" in named:
+            named["network"] = name_network(named["network"])
+        config, _ = resolve(named.pop("env", None), algo, preset, fields=named)
     elif env is not None or algo or preset or fields:
         raise ConfigError("config= sets every field; use config.replace(…) to change some of them")
+    return check_config(config)
+
+
+def check_config(config: Config) -> Config:
+    """Raise if a run with this configuration would be refused: first by its environment's id."""
     check_env(config)
     return validate(config)
 

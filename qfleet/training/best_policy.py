@@ -16,6 +16,7 @@ from qfleet.engines.device import PopulationHook
 from qfleet.engines.parts import Parts
 from qfleet.storage.checkpoint import save_policy
 from qfleet.storage.rundir import agent_folder
+from qfleet.storage.spec_json import spec_to_json
 from qfleet.telemetry.faults import FaultLog
 from qfleet.training.standings import Standings
 
@@ -34,7 +35,7 @@ def save_best(
             folders.append(agent_folder(run, agent) / "best")
         meta = {
             "env_steps": parts.clock.env_steps,
-            "spec": parts.spec.to_json(),
+            "spec": spec_to_json(parts.spec),
             "layout": weights.describe(),
             "return": standings.agents[agent].evaluated,
             "agent": agent,

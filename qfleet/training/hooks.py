@@ -14,6 +14,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import StateDict
 from qfleet.storage.checkpoint import save_checkpoint
+from qfleet.storage.spec_json import spec_to_json
 from qfleet.telemetry.timers import Timers
 from qfleet.training import tournament
 from qfleet.training.best_policy import save_best
@@ -225,7 +226,7 @@ class Save(Hook):
                 run.state_dict(),
                 {
                     "config": asdict(run.config),
-                    "spec": run.parts.spec.to_json(),
+                    "spec": spec_to_json(run.parts.spec),
                     "layout": run.parts.model.weights.describe(),
                 },
                 keep=run.config.keep_checkpoints,

@@ -144,7 +144,8 @@ class Run(RunState):
         self.started_s = time.monotonic()
         for hook in self._hooks:
             hook.on_start(self)
-        self.show([self._chosen, describe_choice(self.config, self.parts.spec), *self.parts.notes])
+        network = describe_choice(self.config, self.parts.spec)
+        self.show([self.options.note, self._chosen, network, *self.parts.notes])
         self.progress.start(resumed)
         self._began_at = resumed
         self.call("on_start")

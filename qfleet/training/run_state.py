@@ -35,6 +35,8 @@ class RunOptions:
     """How progress is shown."""
     trace: bool = False
     """Record what every thread does, as trace.json (Chrome, Perfetto) and plots/timeline.png."""
+    note: str | None = None
+    """A line to show when training begins."""
 
 
 class RunState:

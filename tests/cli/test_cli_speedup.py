@@ -155,7 +155,7 @@ def test_nothing_measured_leaves_nothing(tmp_path: Path) -> None:
         (["--engine", "actors", "--updates", "sync"], ConfigError, "update sync"),
         # Only the last run of this one could not be made.
         (["--engine", "actors", "--updates", "async,sync"], ConfigError, "update sync"),
-        (["--algo", "pqn"], ConfigError, "train_freq 2048"),
+        (["--algo", "pqn", "--fields", '{"train_freq": 4096}'], ConfigError, "train_freq 4096"),
         (["--fields", '{"batch_size": 0}'], ConfigError, "batch_size 0"),
         (["--preset", "cartpol"], UnknownNameError, "cartpol cartpole"),
     ],

@@ -94,7 +94,7 @@ def test_replay_that_does_not_fit_stays_on_the_host_and_updates_are_still_record
 def test_of_a_large_device_a_share_is_left_free_not_only_the_reserve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = PIPELINE.replace(buffer_size=10_000_000)
+    config = PIPELINE.replace(buffer_size=10_000_000, steps=10_000_000)
     needed = replay_bytes(IMAGES, 8, 10_000_000, prioritized=False)
     free(monkeypatch, needed + RESERVED_BYTES)
     assert place(config).replay == CPU

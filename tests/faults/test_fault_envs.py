@@ -97,13 +97,14 @@ def test_a_changed_observation_names_both_shapes(tmp_path: Path) -> None:
     assert "got (5,)" in result_of(tmp_path / "run")["stopped_by"]
 
 
+HUGE = {"buffer_size": 10**15, "steps": 10**15}
 REFUSED: list[tuple[dict[str, Any], type[UserError], str]] = [
     ({"env": "Pendulum-v1"}, UnsupportedEnvError, "Pendulum-v1 action Box"),
     ({"env": "CartPol-v1"}, UnknownNameError, "CartPol-v1 CartPole-v1"),
     ({"env": "ALE/Pongg-v5"}, UnknownNameError, "ALE/Pongg-v5 ALE/Pong-v5"),
     ({"env": "CartPole-v1", "algo": "rainbo"}, UnknownNameError, "rainbo rainbow"),
     ({"env": "CartPole-v1", "preset": "cartpol"}, UnknownNameError, "cartpol cartpole"),
-    ({"env": "CartPole-v1", "buffer_size": 10**15}, MemoryRefusedError, "buffer-size"),
+    ({"env": "CartPole-v1", **HUGE}, MemoryRefusedError, "buffer-size"),
 ]
 
 
@@ -120,7 +121,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
 
 def test_the_largest_memory_that_fits_is_named(tmp_path: Path) -> None:
     with pytest.raises(MemoryRefusedError) as caught:
-        qfleet.train("CartPole-v1", **{**TINY, "buffer_size": 10**15}, run_dir=tmp_path / "run")
+        qfleet.train("CartPole-v1", **{**TINY, **HUGE}, run_dir=tmp_path / "run")
     named = re.search(r"use --buffer-size (\d+) or less", str(caught.value))
     assert named is not None
     assert 10_000 < int(named[1]) < 10**12

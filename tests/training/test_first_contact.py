@@ -197,8 +197,8 @@ def test_a_tiny_run_of_a_large_preset_is_not_refused(
 ) -> None:
     line = ["train", "MountainCar-v0", "--steps", "60", "--run-dir", str(tmp_path / "run")]
     assert main([*line, "--n-eval-episodes", "1"]) == 0
-    out, progress = capsys.readouterr()
-    assert "preset mountaincar for 60 steps: learning_starts" in out
+    progress = capsys.readouterr().err
+    assert "preset mountaincar for 60 steps: learning_starts" in progress
     assert "network mlp for 2 float32 observations" in progress
 
 

@@ -25,7 +25,7 @@ from support.server_runs import make_config
         ({"device": "nowhere"}, ConfigError, "device nowhere"),
         # Each of a thousand workers would find room for its thousandth.
         (
-            {"buffer_size": 10**11, "workers": 1000},
+            {"buffer_size": 10**11, "steps": 10**11, "workers": 1000},
             MemoryRefusedError,
             "100000000000",
         ),
