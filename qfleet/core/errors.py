@@ -51,7 +51,7 @@ class UnknownNameError(UserError):
             fix, advice = advice, ""
         else:
             fix = "known: " + (", ".join(known[:12]) + (" …" if len(known) > 12 else "") or "none")
-        super().__init__(f"unknown {kind} '{name}'; {fix}{' or ' * bool(advice)}{advice}")
+        super().__init__(f"unknown {kind} '{name}'; {fix}{f' ({advice})' if advice else ''}")
 
 
 class UnsupportedEnvError(UserError):

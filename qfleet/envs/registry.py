@@ -115,7 +115,7 @@ def unknown_env(env_id: str) -> UnknownNameError:
         return UnknownNameError(
             "environment", env_id, (), f"the installed package {package} has it: --import {package}"
         )
-    advice = "use --import PACKAGE if a package of yours registers it"
+    advice = "--import PACKAGE registers the ids of a package"
     return UnknownNameError("environment", env_id, close_names(env_id), advice)
 
 
