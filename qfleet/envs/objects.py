@@ -51,13 +51,11 @@ def _spec_fields(env: AnyEnv) -> dict[str, Any]:
             f"env cannot be rebuilt: this {type(env.unwrapped).__name__} was not made by "
             "gymnasium.make; give its class, and its arguments as env_kwargs={…}"
         )
-    kwargs = {name: value for name, value in spec.kwargs.items() if name != "render_mode"}
     registered = gymnasium.registry.get(spec.id)
     if registered is not None and not spec.additional_wrappers:
+        plain = registered.kwargs.items()
         changed = {
-            name: value
-            for name, value in kwargs.items()
-            if name not in registered.kwargs or registered.kwargs[name] != value
+            k: v for k, v in spec.kwargs.items() if k != "render_mode" and (k, v) not in plain
         }
         is_other_limit = spec.max_episode_steps != registered.max_episode_steps
         limit = {"max_episode_steps": spec.max_episode_steps or 0} if is_other_limit else {}
