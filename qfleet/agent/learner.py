@@ -44,15 +44,15 @@ class Learner:
         device: torch.device,
         seed: int,
         *,
-        drawing: str | None = None,
+        draw_stage: str | None = None,
     ) -> None:
         """``target`` is ``online`` itself if there is no target network.
 
-        ``drawing``: the timed stage that drawing samples belongs to. Default: "copy"; without
+        ``draw_stage``: the timed stage that drawing samples belongs to. Default: "copy"; without
         replay "learn", because a rollout computes its returns when samples are drawn.
         """
         self._config, self._clock, self._learn_span = config, clock, timers.span("learn")
-        self._draw_span = timers.span(drawing or ("copy" if config.replay else "learn"))
+        self._draw_span = timers.span(draw_stage or ("copy" if config.replay else "learn"))
         self.online, self._target_network = online, target
         self._has_target = target is not online
         self.networks = [online, target] if self._has_target else [online]
@@ -62,7 +62,7 @@ class Learner:
         self._flat = dict(copies if self._has_target else copies[:1])  # by prefix in a checkpoint
         self.move_target(1.0)
         self._memory, self._objective = memory, objective
-        self._gradient = self._make_gradient(config.prioritized_replay or not config.replay)
+        self._gradient = self._make_gradient(weighted=config.prioritized_replay or not config.replay)
         self._updater = updater_factory(self.weights)
         self._noise_generator = torch.Generator(device=device).manual_seed(seed)
         self.batch_size = config.batch_size * (self.weights.agents or 1)

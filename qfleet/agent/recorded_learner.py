@@ -55,14 +55,14 @@ class RecordedLearner(Learner):
         device: torch.device,
         seed: int,
         *,
-        drawing: str | None = None,
+        draw_stage: str | None = None,
         capturable: bool = False,
         fused: FusedCNN | None = None,
     ) -> None:
         self._fused = fused
         super().__init__(
             config, online, target, memory, objective, updater_factory, clock, timers, device, seed,
-            drawing=drawing,
+            draw_stage=draw_stage,
         )  # fmt: skip
         self._device, self._copying = device, timers.span("copy")
         self._targets_at_once = not (config.double or self._terms_per_batch)

@@ -35,7 +35,7 @@ class ScaleOptions:
 
 def run(argv: list[str]) -> int:
     options = parse(ScaleOptions, argv, "scale", DESCRIPTION)
-    from qfleet.engines.parameter_server.limits import several
+    from qfleet.engines.parameter_server.limits import count_workers
     from qfleet.training import api
 
     scaled = api.scale(options.run, options.workers)
@@ -47,5 +47,5 @@ def run(argv: list[str]) -> int:
         }
         print(json_module.dumps(report))
     else:
-        print(f"{options.run}: {several(options.workers)} from now on")
+        print(f"{options.run}: {count_workers(options.workers)} from now on")
     return 0

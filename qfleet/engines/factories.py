@@ -151,7 +151,7 @@ def make_learner(
     *,
     members: Sequence[int] = (0,),
     updater_factory: Callable[[FlatWeights], Updater] | None = None,
-    drawing: str | None = None,
+    draw_stage: str | None = None,
     use_kernels: bool = False,
 ) -> Learner:
     """Return the learner: ``RecordedLearner`` on accelerators and for populations.
@@ -169,10 +169,10 @@ def make_learner(
     seed = seeds.learner
     given = (config, online, target, memory, objective, factory, clock, timers, device, seed)
     if device.type == "cpu" and config.population == 1:
-        return Learner(*given, drawing=drawing)
+        return Learner(*given, draw_stage=draw_stage)
     return RecordedLearner(
         *given,
-        drawing=drawing,
+        draw_stage=draw_stage,
         # The learning rates of a population are a tensor on every device.
         capturable=place.capturable or config.population > 1,
         fused=fuse(config, spec, online, device) if use_kernels else None,

@@ -82,7 +82,7 @@ def build(setup: Setup) -> LoopParts:
         contents, lower = "samples, blocks and weights", "--batch-size, --workers or --block-rows"
         check_store(cluster, cluster.store_bytes(), needed, contents, lower)
         memory = ShardedReplay(cluster, config, spec, faults, account, seeds.memory)
-        learner = make_learner(config, spec, place, memory, clock, timers, drawing="communicate")
+        learner = make_learner(config, spec, place, memory, clock, timers, draw_stage="communicate")
         apply_precision(config, learner.networks)
         learner.burst_updates = min(learner.burst_updates, _batches_at_once(config, spec))
         channel = Broadcast(cluster, learner.weights, account)

@@ -22,7 +22,7 @@ from qfleet.engines.cluster.ray_cluster import LEAST_BYTES_WITH_TORCH, check_mem
 from qfleet.engines.factories import check_replay_fits
 from qfleet.engines.parameter_server import resize_request
 from qfleet.engines.parameter_server.fleet import Fleet
-from qfleet.engines.parameter_server.limits import several
+from qfleet.engines.parameter_server.limits import count_workers
 from qfleet.engines.parts import Parts, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
@@ -64,7 +64,7 @@ def build(setup: Setup) -> Parts:
         collector=fleet,
         evaluator=setup.make_evaluator(network, device, closing),
         model=FetchedModel(network, weights, fleet),
-        notes=[f"{several(config.workers)} and {servers}, {config.update}"],
+        notes=[f"{count_workers(config.workers)} and {servers}, {config.update}"],
         hooks=[FleetHook(fleet)],
         draw_timeline=draw_workers,
         closing=closing,

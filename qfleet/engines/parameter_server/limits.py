@@ -9,7 +9,7 @@ MOST_GROWTH = 4
 """Largest number of workers, as a multiple of the first: servers reserve a call for each."""
 
 
-def several(workers: int) -> str:
+def count_workers(workers: int) -> str:
     return f"{workers} worker{'s' if workers != 1 else ''}"
 
 

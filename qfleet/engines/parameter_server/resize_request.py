@@ -15,7 +15,7 @@ from pathlib import Path
 from qfleet.config.config import Config
 from qfleet.core.errors import QfleetError, UserError
 from qfleet.core.files import atomic_write_text
-from qfleet.engines.parameter_server.limits import several
+from qfleet.engines.parameter_server.limits import count_workers
 from qfleet.storage.checkpoint import has_checkpoint
 from qfleet.storage.rundir import is_locked
 from qfleet.storage.vacancy import how_to_start_anew
@@ -83,7 +83,7 @@ def _wait_for_answer(folder: Path, wait_s: float) -> str:
 
 
 def agreed(workers: int) -> str:
-    return f"{several(workers)} from now on"
+    return f"{count_workers(workers)} from now on"
 
 
 def handle(folder: Path, resize: Callable[[int], None]) -> str | None:
