@@ -62,7 +62,7 @@ class Learner:
         self._flat = dict(copies if self._has_target else copies[:1])  # by prefix in a checkpoint
         self.move_target(1.0)
         self._memory, self._objective = memory, objective
-        self._gradient = self._make_gradient(weighted=config.prioritized_replay or not config.replay)
+        self._gradient = self._make_gradient(config.prioritized_replay or not config.replay)
         self._updater = updater_factory(self.weights)
         self._noise_generator = torch.Generator(device=device).manual_seed(seed)
         self.batch_size = config.batch_size * (self.weights.agents or 1)
