@@ -362,7 +362,8 @@ class Config:
     """Warn when absolute Q-values or targets exceed this, and stop when they stay above it."""
 
     def __post_init__(self) -> None:
-        module, env = split_env(self.env)
+        # Types are checked by ``validate``.
+        module, env = split_env(self.env) if isinstance(self.env, str) else ((), self.env)
         named = {
             "env": env,
             "imports": tuple(dict.fromkeys((*module, *self.imports))),

@@ -556,6 +556,8 @@ def test_a_package_before_an_id_is_imported() -> None:
     assert config.replace(seed=1).imports == config.imports
     assert "highway_env" in config.plugins()
     assert Config(env="my.envs:Corridor").env == "my.envs:Corridor"
+    with pytest.raises(ConfigError, match=says("env", "3")):
+        validate(Config(env=3))  # type: ignore[arg-type]
 
 
 def test_json_fields_take_dicts() -> None:
