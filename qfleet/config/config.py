@@ -392,6 +392,7 @@ class Config:
         """Transitions that a replay memory has room for: at most as many as the run can make."""
         envs = max(self.envs, 1)
         rows = -(-self.steps // envs) + self.n_steps + self.frame_stack + SPARE_ROWS
+        rows += self.block_rows  # recorded blocks are whole, also in a shorter run
         return min(self.buffer_size, rows * envs)
 
     def plugins(self) -> tuple[str, ...]:

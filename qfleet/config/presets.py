@@ -79,17 +79,19 @@ def resolve(
     ``engine`` and ``update`` only select the preset, and ``steps`` only scales it; ``fields`` may
     hold them instead.
     """
-    file_fields, fields = dict(file_fields or {}), dict(fields or {})
+    file_fields, fields, has_file = dict(file_fields or {}), dict(fields or {}), bool(file_fields)
     check_fields({**file_fields, **fields})
+    # Not applied if another one is given: the module of ``module:id`` would stay in ``imports``.
     env = env or file_fields.get("env")
-    if preset is None and env is not None and not file_fields:
+    file_fields.pop("env", None)
+    if preset is None and env is not None and not has_file:
         preset = preset_for(env, algo, fields.get("engine", engine), fields.get("update", update))
     config = Config() if preset is None or preset == "none" else preset_config(preset)
     config = _with_fields(config, file_fields)
     if algo is not None:
         config = with_algorithm(config, algo)
-    steps = fields.get("steps", steps)
-    if steps and preset not in (None, "none") and not file_fields:
+    steps = fields.get("steps", steps) or 0
+    if steps > 0 and preset not in (None, "none") and not has_file:
         config = _scaled(config, steps, grows=preset == "general")
     return config.replace(**fields, **({} if env is None else {"env": env})), preset
 

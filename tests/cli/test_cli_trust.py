@@ -326,6 +326,23 @@ def test_an_environment_of_a_file_needs_consent_unless_another_is_typed(
     assert started[-1].env == "own:Env"
 
 
+def test_a_file_does_not_import_the_package_of_an_id_that_is_not_used(
+    started: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("theirs.json").write_text(json.dumps({"env": "nosuch:Env-v0", "gamma": 0.5}))
+    line = refusal(capsys, "train", "--config", "theirs.json")
+    assert "nosuch" in line
+    assert "--trust" in line
+    assert not started
+    with pytest.raises(Reached):
+        main(["train", "CartPole-v1", "--config", "theirs.json"])
+    used = started[-1]
+    assert (used.env, used.imports, used.gamma) == ("CartPole-v1", (), 0.5)
+    with pytest.raises(Reached):
+        main(["train", "--config", "theirs.json", "--trust"])
+    assert (started[-1].env, started[-1].imports) == ("Env-v0", ("nosuch",))
+
+
 def test_what_is_typed_needs_no_consent(started: list[Config]) -> None:
     words = f"train own:Env --engine actors --address {ADDRESS} --track wandb --preset none"
     with pytest.raises(Reached):

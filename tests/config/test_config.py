@@ -522,6 +522,12 @@ def test_a_longer_run_keeps_a_published_recipe_and_stretches_the_general_one() -
     assert longer.target_update_interval == general.target_update_interval * 10
 
 
+@pytest.mark.parametrize("steps", [0, -5])
+def test_impossible_steps_are_refused_by_name(steps: int) -> None:
+    with pytest.raises(ConfigError, match=says("steps", str(steps))):
+        validate(resolve("Mine-v0", fields={"steps": steps})[0])
+
+
 def test_a_field_that_is_given_is_not_scaled_and_plain_defaults_never_are() -> None:
     config, _ = resolve("Mine-v0", fields={"steps": 1000, "learning_starts": 500})
     assert (config.learning_starts, config.eval_freq) == (500, 100)
