@@ -183,7 +183,7 @@ class Config:
     network: str = field("auto", "algorithm", common=True)
     """mlp, nature, impala, minatar, or package.module:Class; auto chooses by the observations."""
     net_arch: tuple[int, ...] = field((64, 64), "algorithm", common=True, low=1)
-    """Hidden layers of the MLP."""
+    """Hidden layers of the MLP; none: the values are linear in the observation, or a table."""
     layer_norm: bool = field(False, "algorithm")
     """Layer normalisation after every hidden layer of mlp, nature and minatar."""
     compile: Literal["auto", "on", "off"] = field("auto", "engine")

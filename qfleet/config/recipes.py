@@ -99,9 +99,11 @@ PRESETS = {
         learning_starts=1000, train_freq=2, target_update_interval=500,
     ),
     "toy-text": _preset(
-        "qfleet's own, for Gymnasium's small tables of states (docs/first-steps.md).",
-        base="general", env="FrozenLake-v1", learning_rate=1e-3, gamma=0.95, train_freq=1,
-        target_update_interval=200, exploration_fraction=0.3,
+        "qfleet's own, for Gymnasium's small tables of states; the network is also "
+        "a table of Q-values (docs/first-steps.md).",
+        base="general", env="FrozenLake-v1", net_arch=(), learning_rate=0.03,
+        lr_schedule="linear", target_update_interval=200, exploration_fraction=0.3,
+        n_eval_episodes=50,
     ),
     "highway": _preset(
         "highway-env, scripts/sb3_highway_dqn.py; four envs in processes, because a step is slow.",

@@ -75,7 +75,6 @@ def _rules(c: Config) -> Rules:
             yield unset, name, (
                 f"is for --update {' or '.join(option.updates)}, not {c.update}; leave it out")
     yield c.v_min < c.v_max, "v_min", f"must be < v_max ({c.v_max})"
-    yield bool(c.net_arch), "net_arch", "must have at least one layer"
     yield c.exploration_final_eps <= c.exploration_initial_eps, "exploration_final_eps", (
         f"must be ≤ exploration_initial_eps ({c.exploration_initial_eps})")
     if c.head == "actor-critic":

@@ -64,7 +64,8 @@ class Standings:
     ) -> list[int]:
         """Add an evaluation with the same number of episodes of each member, in order.
 
-        Return the agents with a new best return. ``counts`` False: it changes no best return.
+        Return the agents that were never better: of equal policies the later one is kept, which has
+        learnt from more. ``counts`` False: it changes no best return.
         """
         played = len(evaluation.returns) // len(members)
         better: list[int] = []
@@ -74,7 +75,7 @@ class Standings:
             own.evaluated = mean
             if counts:
                 own.judged = mean
-                if own.best is None or mean > own.best:
+                if own.best is None or mean >= own.best:
                     own.best = mean
                     better.append(agent)
         return better

@@ -145,7 +145,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"v_max": math.inf}, "v_max inf"),
     ({"n_atoms": 1}, "n_atoms 1"),
     ({"munchausen_clip": 0.5}, "munchausen_clip 0.5"),
-    ({"net_arch": ()}, "net_arch ()"),
     ({"net_arch": (64, 0)}, "net_arch (64, 0)"),
     ({"buffer_size": 40, "envs": 8}, "buffer_size 40 8 envs"),
     ({"learning_starts": 100_000}, "learning_starts 100000"),

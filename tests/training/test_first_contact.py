@@ -202,6 +202,33 @@ def test_a_tiny_run_of_a_large_preset_is_not_refused(
     assert "network mlp for 2 float32 observations" in progress
 
 
+def test_without_hidden_layers_a_network_of_discrete_observations_is_a_table(
+    tmp_path: Path,
+) -> None:
+    trained = train(tmp_path, "FrozenLake-v1", net_arch=())
+    table, bias = trained.policy("last").network.parameters()
+    assert table.shape == (16, 4)
+    np.testing.assert_allclose(
+        trained.policy("last").q_values(np.arange(16)), (table + bias).detach().numpy(), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("engine", ["serial", "pipeline", "device"])
+@pytest.mark.parametrize("algo", ["dqn", "rainbow", "iqn", "pqn"])
+def test_every_head_and_engine_learns_without_hidden_layers(
+    tmp_path: Path, engine: str, algo: str
+) -> None:
+    rollout = (
+        {"train_freq": 64, "envs": 2, "gradient_steps": 4, "batch_size": 16}
+        if algo == "pqn"
+        else {}
+    )
+    trained = train(
+        tmp_path, "CartPole-v1", algo=algo, engine=engine, net_arch=(), device="cpu", **rollout
+    )
+    assert trained.result.updates > 0
+
+
 def test_a_slow_environment_gets_the_advice_and_a_quick_one_does_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from qfleet.agent.device_actor import TensorActor
+from qfleet.agent.evaluation import Evaluation
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.engines import registry
@@ -279,3 +280,12 @@ def test_survivors_are_the_same_as_without_a_halving(halved: Path, tmp_path: Pat
     torch.testing.assert_close(ours, theirs[survivor], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(ours, theirs[(survivor + 1) % 5], rtol=1e-4, atol=1e-5)
     assert math.isfinite(float(ours.sum()))
+
+
+def test_of_equal_evaluations_the_later_policy_is_kept() -> None:
+    standings = Standings(1)
+    kept = [
+        standings.add_evaluation(Evaluation([score], [1]), [0], counts=True)
+        for score in (1.0, 3.0, 3.0, 2.0)
+    ]
+    assert kept == [[0], [0], [0], []]
