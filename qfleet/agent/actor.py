@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from qfleet.agent import schedules
 from qfleet.agent.inference import Inference
+from qfleet.agent.random_actions import draw_actions, legal_actions
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.config.config import Config
 from qfleet.core.types import (
@@ -107,12 +108,12 @@ class Actor:
         self._inference.begin_block()
         # Drawn for the whole block at once: many small draws would cost more.
         chance = self._random.random((rows, n))
-        random_actions = self._random.integers(self.spec.num_actions, size=(rows, n))
+        random_actions = draw_actions(self.spec, self._random, (rows, n))
         number, then = self._newest, (self._newest + 1) % len(self._blocks)
         opening = self._first.copy()
         if self._keeps_in_flight and not self._in_flight:
             # No observation has been received yet: the actions of the first row are random.
-            start = self._random.integers(self.spec.num_actions, size=n)
+            start = draw_actions(self.spec, self._random, n)
             for group in range(len(self._groups)):
                 self._send(group, number, 0, np.zeros(n), start, env_steps)
             self._sent_with = version
@@ -140,7 +141,7 @@ class Actor:
         block: int,
         row: int,
         chance: NDArray[np.float64],
-        random_actions: NDArray[np.int64],
+        random_actions: NDArray[Any],
         env_steps: int,
     ) -> None:
         """Choose the actions of this row and send them to the group's envs."""
@@ -158,7 +159,7 @@ class Actor:
             greedy = self._inference.choose(
                 group, block, row, columns, obs, self._first[columns], needed=not explore.all()
             )
-            actions = random_actions[columns]
+            actions = legal_actions(self.spec, obs, random_actions[columns])
             if greedy is not None:
                 actions = np.where(explore, actions, greedy) if explore.any() else greedy
             filling.actions[row, columns] = actions

@@ -18,6 +18,7 @@ from torch import Tensor
 from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.graphs import record
 from qfleet.agent import schedules
+from qfleet.agent.random_actions import legal_actions
 from qfleet.algorithms.exploration import epsilon_ladder, sample_actions
 from qfleet.config.config import Config
 from qfleet.core.counter_rng import draw_below, draw_uniform, first_counters, next_counters
@@ -29,6 +30,7 @@ from qfleet.core.types import (
     TERMINATED,
     Block,
     Clock,
+    EnvSpec,
     Episode,
     StateDict,
     WeightsChannel,
@@ -57,11 +59,13 @@ def explorer_counters(seed: int, count: int, device: torch.device) -> Tensor:
 
 
 def draw_exploration(
-    counters: Tensor, rate: Tensor | float, num_actions: int
+    counters: Tensor, rate: Tensor | float, spec: EnvSpec
 ) -> tuple[Tensor, Tensor]:
-    """Return which envs explore, a share ``rate`` of them, and their random actions."""
+    """Return which envs explore, a share ``rate`` of them, and draws for ``legal_actions``."""
     explores = draw_uniform(counters, CHANCE_LANE) < rate
-    return explores, draw_below(counters, ACTION_LANE, num_actions)
+    if spec.is_masked:
+        return explores, draw_uniform(counters, ACTION_LANE).double()
+    return explores, draw_below(counters, ACTION_LANE, spec.num_actions)
 
 
 def ring_places(over: Tensor, before: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -233,7 +237,7 @@ class TensorActor:
         draws: tuple[Tensor, ...] = (
             (draw_uniform(counters, CHANCE_LANE),)
             if self._samples
-            else draw_exploration(counters, rates, self.spec.num_actions)
+            else draw_exploration(counters, rates, self.spec)
         )
         now, steps = self._now, list[_Row]()
         opening = now.episodes.steps == 0
@@ -251,8 +255,9 @@ class TensorActor:
         if self._samples:
             action = sample_actions(q, *draws)
         else:
-            explores, random_action = draws
-            action = torch.where(explores, random_action, q.argmax(dim=1))
+            explores, drawn = draws
+            anything = legal_actions(self.spec, obs, drawn)
+            action = torch.where(explores, anything, q.argmax(dim=1))
         after, step = step_episodes(self._env, episodes, action)
         ends = (step.terminated, step.opened, after.over)
         return _Now(after, step.obs), _Row(obs, action, step.reward, *ends, after.steps)

@@ -15,6 +15,7 @@ from torch import Tensor
 from qfleet.accelerator.graphs import record
 from qfleet.agent.device_actor import draw_exploration, explorer_counters
 from qfleet.agent.evaluation import LONGEST_EPISODE, Evaluation, GiveUp, longest_share
+from qfleet.agent.random_actions import legal_actions
 from qfleet.core.counter_rng import next_counters
 from qfleet.core.errors import EnvironmentFault
 from qfleet.envs.device.protocol import (
@@ -96,14 +97,15 @@ class TensorEvaluator:
 
     @torch.no_grad()
     def _chunk(self) -> None:
-        episodes, number = self._episodes, self._env.spec.num_actions
+        episodes, spec = self._episodes, self._env.spec
         counters = next_counters(self._explorers, self._steps)
-        explores, anything = draw_exploration(counters, self._epsilon, number)
+        explores, drawn = draw_exploration(counters, self._epsilon, spec)
         playing, returns, lengths, cut = self._playing, self._returns, self._lengths, self._cut
         obs = self._env.observe(episodes.inner)
         for at in range(CHUNK):
             greedy = self._q_values(obs).argmax(dim=1)
-            action = torch.where(explores[at], anything[at], greedy)
+            anything = legal_actions(spec, obs, drawn[at])
+            action = torch.where(explores[at], anything, greedy)
             episodes, step = step_episodes(self._env, episodes, action)
             obs = step.obs
             # All environments step together: those whose episode is over step on, uncounted.

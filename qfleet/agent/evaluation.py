@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from qfleet.agent.inference import make_greedy
+from qfleet.agent.random_actions import draw_actions, legal_actions
 from qfleet.config.config import Config
 from qfleet.core.types import VectorEnv
 from qfleet.envs.factory import make_envs
@@ -81,7 +82,7 @@ def evaluate_policy(
     After ``max_steps`` steps of all envs, episodes that have begun count with their return so far.
     """
     random = np.random.default_rng(seed)
-    n, num_actions = envs.num_envs, envs.spec.num_actions
+    n, spec = envs.num_envs, envs.spec
     share = np.full(n, episodes // n) + (np.arange(n) < episodes % n)
     returns, lengths = np.zeros(n), np.zeros(n, dtype=np.int64)
     finished = np.zeros(n, dtype=np.int64)
@@ -98,7 +99,8 @@ def evaluate_policy(
             actions = greedy(obs)
             if epsilon > 0:
                 explore = random.random(n) < epsilon
-                actions = np.where(explore, random.integers(num_actions, size=n), actions)
+                anything = legal_actions(spec, obs, draw_actions(spec, random, n))
+                actions = np.where(explore, anything, actions)
             step = envs.step(actions)
             obs = step.obs
             returns += step.reward

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from qfleet.agent.devices import resolve_device
 from qfleet.agent.evaluation import MOST_ENVS, Evaluation, evaluate_policy
 from qfleet.agent.inference import make_greedy
+from qfleet.agent.random_actions import draw_actions, legal_actions
 from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.exploration import sample_actions
 from qfleet.config.config import Config, check_fields, read_fields
@@ -75,9 +76,12 @@ class Policy:
         self.greedy = make_greedy(self.network, self.device)
         """Batches of observations in, actions out, both counted from 0 as inside qfleet."""
 
-    def act(self, obs: Any) -> int | NDArray[np.int64]:
-        """Return the greedy action of one observation (int), or of a batch (int64 ``[B]``)."""
-        batch, is_single = self._batch(obs)
+    def act(self, obs: Any, action_masks: Any = None) -> int | NDArray[np.int64]:
+        """Return the greedy action of one observation (int), or of a batch (int64 ``[B]``).
+
+        ``action_masks``: which actions are legal, ``[actions]`` or ``[B, actions]``; None: all.
+        """
+        batch, is_single = self._batch(obs, action_masks)
         actions = self.greedy(batch) + self.spec.first_action
         return int(actions[0]) if is_single else actions
 
@@ -87,13 +91,14 @@ class Policy:
         state: Any = None,  # noqa: ARG002 (Stable-Baselines3's, for recurrent policies)
         episode_start: Any = None,  # noqa: ARG002
         deterministic: bool = True,
+        action_masks: Any = None,
     ) -> tuple[NDArray[np.int64], None]:
         """Return ``act`` as Stable-Baselines3 does: an array, also of one action, and no state.
 
         ``deterministic`` False explores with ``exploration_final_eps``, or draws actions from the
         policy of an actor-critic.
         """
-        batch, is_single = self._batch(obs)
+        batch, is_single = self._batch(obs, action_masks)
         actions = self.greedy(batch)
         if not deterministic:
             chance = self._random.random(len(batch))
@@ -101,7 +106,8 @@ class Policy:
                 logits = torch.from_numpy(self._values(batch))
                 actions = sample_actions(logits, torch.from_numpy(chance)).numpy()
             else:
-                others = self._random.integers(self.spec.num_actions, size=len(batch))
+                drawn = draw_actions(self.spec, self._random, len(batch))
+                others = legal_actions(self.spec, batch, drawn)
                 explores = chance < self.config.exploration_final_eps
                 actions = np.where(explores, others, actions)
         actions = actions + self.spec.first_action
@@ -119,9 +125,9 @@ class Policy:
         result: NDArray[np.float32] = values.cpu().numpy()
         return result
 
-    def _batch(self, obs: Any) -> tuple[NDArray[Any], bool]:
+    def _batch(self, obs: Any, action_masks: Any = None) -> tuple[NDArray[Any], bool]:
         """Return the network's input, and whether ``obs`` was a single observation."""
-        shape = self.spec.obs_shape
+        shape = self.spec.unmasked.obs_shape
         if self.spec.obs_dtype == "uint8" and np.asarray(obs).dtype == np.bool_:
             raise ConfigError("observation must hold pixels of 0 to 255, got booleans; use × 255")
         array = np.asarray(obs, dtype=self.spec.obs_dtype)
@@ -140,7 +146,25 @@ class Policy:
                 )
         elif batch.dtype.kind == "f" and not np.isfinite(batch).all():
             raise ConfigError("observation must be finite, got NaN or Inf")
-        return batch, is_single
+        if action_masks is not None and not self.spec.is_masked:
+            raise ConfigError("this policy was trained without action masks; leave them out")
+        return (self._masked(batch, action_masks) if self.spec.is_masked else batch), is_single
+
+    def _masked(self, batch: NDArray[Any], action_masks: Any) -> NDArray[Any]:
+        """Return masked observations, as the network takes them."""
+        count, stack, actions = len(batch), self.spec.frame_stack, self.spec.num_actions
+        legal = np.asarray(True if action_masks is None else action_masks) != 0
+        if legal.shape not in ((), (actions,), (count, actions)) or not legal.any(-1).all():
+            raise ConfigError(
+                f"action_masks must have shape ({actions},) or ({count}, {actions}) and a legal "
+                f"action each, got {legal.shape}"
+            )
+        legal = np.broadcast_to(
+            legal if legal.ndim < 2 else legal[:, None], (count, stack, actions)
+        )
+        frames = batch.reshape(count, stack, -1)
+        rows = np.concatenate((frames, legal.astype(batch.dtype)), axis=2)
+        return rows.reshape(count, *self.spec.obs_shape)
 
     def save(self, path: Path | str) -> Path:
         """Write one safetensors file, without pickle, that ``qfleet.load`` reads; return its path.
@@ -155,6 +179,11 @@ class Policy:
         save_policy_file(path, state, meta)
         return path
 
+    @property
+    def env_config(self) -> Config:
+        """The configuration of environments to play in: with masks if the policy has them."""
+        return self.config.replace(action_masks=self.spec.is_masked)
+
     def check_trust(self) -> None:
         """Raise ConfigError if making the stored environment imports code without consent."""
         check_trust(self.config, self.trust, training=False)
@@ -162,7 +191,8 @@ class Policy:
     def check_spec(self, spec: EnvSpec) -> None:
         """Raise ConfigError if an environment has other observations or actions."""
         theirs, ours = (
-            f"{one.num_obs_values or one.obs_shape} {one.obs_dtype} and {one.num_actions} actions"
+            f"{one.num_obs_values or one.unmasked.obs_shape} {one.obs_dtype} and "
+            f"{one.num_actions} actions{' with masks' if one.is_masked else ''}"
             for one in (spec, self.spec)
         )
         if theirs != ours:
@@ -189,7 +219,7 @@ class Policy:
                 f"cannot evaluate {episodes} episodes with seed {seed} and epsilon {epsilon}; "
                 "episodes must be at least 1, the seed at least 0, epsilon in [0, 1]"
             )
-        config, count = self.config, min(episodes, MOST_ENVS)
+        config, count = self.env_config, min(episodes, MOST_ENVS)
         if env is None:
             self.check_trust()
         else:

@@ -1,9 +1,14 @@
-"""Exploration: one ε per env, and sampling of actions from a policy."""
+"""Exploration: one ε per env, and sampling of actions from a policy or from the legal ones."""
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+AnyArray = TypeVar("AnyArray", NDArray[Any], Tensor)
 
 
 def epsilon_ladder(num_envs: int, base: float) -> Tensor:
@@ -18,8 +23,21 @@ def sample_actions(logits: Tensor, chance: Tensor) -> Tensor:
 
     ``chance`` ``[B]`` is a uniform random number in [0, 1) per policy. The result is the first
     action whose cumulative probability exceeds ``chance``. The last cumulative probability may be
-    slightly below 1 by rounding, which does not matter.
+    slightly below 1 by rounding, so actions of probability 0 at the end are ruled out.
     """
     assert chance.shape == logits.shape[:1], f"chance {chance.shape} for logits {logits.shape}"
-    reached = torch.softmax(logits, dim=1).cumsum(1)[:, :-1]
-    return (reached <= chance.unsqueeze(1)).sum(1)
+    probability = torch.softmax(logits, dim=1)
+    reached = probability.cumsum(1)[:, :-1]
+    last = probability.shape[1] - 1 - (probability.flip(1) > 0).int().argmax(1)
+    return torch.minimum((reached <= chance.unsqueeze(1)).sum(1), last)
+
+
+def sample_legal(legal: AnyArray, chance: AnyArray) -> AnyArray:
+    """Return a uniformly random legal action for each row of ``legal``, bool ``[B, A]``.
+
+    ``chance`` ``[B]`` is uniform in [0, 1), of float64: in float32 a product may round up to the
+    number of legal actions. Every row must have a legal action.
+    """
+    wanted = chance * legal.sum(1)
+    actions: AnyArray = (legal.cumsum(1) <= wanted[:, None]).sum(1)
+    return actions

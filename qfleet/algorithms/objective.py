@@ -49,7 +49,7 @@ class ValueNetwork(Protocol):
 
     def __call__(self, obs: Tensor, fractions: Tensor | None = None) -> Tensor: ...
 
-    def expected(self, output: Tensor) -> Tensor: ...
+    def expected(self, output: Tensor, obs: Tensor) -> Tensor: ...
 
 
 def split_policy(output: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,8 @@ class Objective:
         every = self._under_every_action(batch, output, target.support)
         if self.double:
             return TargetTerms(every, None)
-        return TargetTerms(targets.take(every, target.expected(output).argmax(dim=1)), None)
+        best = target.expected(output, batch.next_obs).argmax(dim=1)
+        return TargetTerms(targets.take(every, best), None)
 
     def _under_every_action(self, batch: Samples, output: Tensor, support: Tensor) -> Tensor:
         if self.head != "c51":
@@ -135,10 +136,10 @@ class Objective:
         if not self.double:
             if not self.munchausen:
                 return target_terms.ahead
-            return self._soft_target(
-                batch, target, target_terms, target.expected(target_terms.ahead)
-            )
-        selector = online.expected(online(batch.next_obs, self._fractions(batch.next_obs)))
+            selector = target.expected(target_terms.ahead, batch.next_obs)
+            return self._soft_target(batch, target, target_terms, selector)
+        ahead = online(batch.next_obs, self._fractions(batch.next_obs))
+        selector = online.expected(ahead, batch.next_obs)
         if self.munchausen:
             return self._soft_target(batch, target, target_terms, selector)
         return targets.take(target_terms.ahead, selector.argmax(dim=1))
@@ -148,7 +149,7 @@ class Objective:
     ) -> Tensor:
         tau, next_output = self.munchausen_tau, target_terms.ahead
         assert target_terms.here is not None
-        q = target.expected(target_terms.here)
+        q = target.expected(target_terms.here, batch.obs)
         bonus = targets.munchausen_bonus(
             q, batch.action, self.munchausen_alpha, tau, self.munchausen_clip
         )

@@ -115,6 +115,9 @@ class Config:
     """Atari: losing a life ends the task for learning (reports still count whole games)."""
     full_action_space: bool = field(False, "environment")
     """Atari: use all 18 actions."""
+    action_masks: bool = field(True, "environment")
+    """Never choose actions that are illegal by the environment's masks, if it gives them:
+    info["action_mask"] or action_masks()."""
     clip_rewards: bool = field(False, "environment")
     """Learn from the sign of rewards; reported returns stay unclipped."""
 

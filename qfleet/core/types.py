@@ -10,9 +10,10 @@ each of them runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ observation is valid, so earlier rows bootstrap from it, but it is never sampled
 FIRST = 4
 """The observation is the first of an episode: frame stacks must not include earlier rows."""
 
+AnyArray = TypeVar("AnyArray", NDArray[Any], Tensor)
 StateDict: TypeAlias = dict[str, Any]
 """Checkpoint state: only tensors and JSON values (numbers, strings, lists, dicts)."""
 
@@ -54,6 +56,40 @@ class EnvSpec:
     """The environment's own number for discrete observation 0."""
     first_action: int = 0
     """The environment's own number for action 0."""
+    unmasked_shape: tuple[int, ...] | None = None
+    """Shape of the observation itself if masks of legal actions come with it, else None.
+
+    Everything but networks and saved policies then handles *masked* observations: every frame is
+    flattened and followed by its mask, one entry per action that is 0 for illegal ones. So masks
+    are stored, copied and sent like observations, and the next mask is that of the next row."""
+
+    @property
+    def is_masked(self) -> bool:
+        return self.unmasked_shape is not None
+
+    @property
+    def unmasked(self) -> EnvSpec:
+        """The spec of the observations without masks."""
+        if self.unmasked_shape is None:
+            return self
+        return replace(self, obs_shape=self.unmasked_shape, unmasked_shape=None)
+
+    def with_masks(self) -> EnvSpec:
+        """Return the spec of the same observations with masks."""
+        stack = (self.frame_stack,) if self.frame_stack > 1 else ()
+        shape = (*stack, math.prod(self.frame_shape) + self.num_actions)
+        return replace(self, obs_shape=shape, unmasked_shape=self.obs_shape)
+
+    def unmask(self, obs: Tensor) -> Tensor:
+        """Return the observations ``[B, *unmasked_shape]`` in masked ones."""
+        assert self.unmasked_shape is not None
+        return obs[..., : -self.num_actions].reshape(len(obs), *self.unmasked_shape)
+
+    def legal(self, obs: AnyArray) -> AnyArray:
+        """Return which actions are legal, bool ``[B, actions]``, by masked observations."""
+        newest = obs[:, -1] if self.frame_stack > 1 else obs
+        legal: AnyArray = newest[:, -self.num_actions :] != 0
+        return legal
 
     @property
     def frame_shape(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from qfleet.agent.random_actions import draw_actions, legal_actions
 from qfleet.config.config import Config
 from qfleet.core.types import Clock, VectorEnv
 from qfleet.telemetry.bottleneck import Diagnosis, StageRates, diagnose, rates_table
@@ -55,18 +56,18 @@ def env_rate(groups: Sequence[VectorEnv], seed: int) -> float:
     """
     random = np.random.default_rng(seed)
     sizes = [group.num_envs for group in groups]
-    number = groups[0].spec.num_actions
-    actions = [random.integers(number, size=(16, size)) for size in sizes]
+    spec = groups[0].spec
+    actions = [draw_actions(spec, random, (16, size)) for size in sizes]
     for group, chosen in zip(groups, actions, strict=True):
-        group.send(chosen[0])
+        # Masks are those of the first observation; without masks no observation is needed.
+        group.send(legal_actions(spec, group.reset() if spec.is_masked else chosen, chosen[0]))
     turns, rates = 0, []
     for _ in range(SLICES):
         begun, start_s = turns, time.perf_counter()
         while (elapsed_s := time.perf_counter() - start_s) < MEASURE_S / SLICES:
             turns += 1
             for group, chosen in zip(groups, actions, strict=True):
-                group.recv()
-                group.send(chosen[turns % 16])
+                group.send(legal_actions(spec, group.recv().obs, chosen[turns % 16]))
         rates.append((turns - begun) * sum(sizes) / elapsed_s)
     return statistics.median(rates)
 

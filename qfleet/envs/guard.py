@@ -82,6 +82,7 @@ class GuardedEnv:
         self._shape = spec.obs_shape
         self._dtype = np.dtype(spec.obs_dtype)
         self._num_obs_values = spec.num_obs_values
+        self._is_masked = spec.is_masked
         self._is_float = self._dtype.kind == "f"
         self._next_seed: int | None = seed
         self._is_over = False
@@ -171,7 +172,7 @@ class GuardedEnv:
 
     def _store_discrete(self, obs: Any, row: NDArray[Any]) -> None:
         try:
-            value = operator.index(obs)
+            value = operator.index(obs[0] if self._is_masked else obs)
         except TypeError:
             value = -1
         if not 0 <= value < self._num_obs_values:
@@ -180,7 +181,7 @@ class GuardedEnv:
                 f"{self._num_obs_values - 1}, got {obs!r}; fix the environment or its "
                 "observation_space"
             )
-        row[...] = value
+        row[...] = obs if self._is_masked else value
 
     def _report(self, kind: str, what: str) -> None:
         self._on_fault(kind, f"{self._name} {what}")

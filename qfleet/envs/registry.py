@@ -6,6 +6,7 @@ wrong arguments raise a typed error here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -25,6 +26,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, EnvironmentFault, UnknownNameError, one_line
 from qfleet.core.plugins import add_current_folder, load_object
 from qfleet.core.types import EnvSpec
+from qfleet.envs.masks import MaskedObservations, gives_masks
 from qfleet.envs.spaces import AnyEnv, Canonical, canonical, describe
 
 _LEGACY_ATARI = re.compile(r"(?P<game>[A-Za-z0-9]+?)(?P<suffix>NoFrameskip|Deterministic)?-v[04]")
@@ -160,11 +162,17 @@ def has_vector_entry_point(env_id: str) -> bool:
     )
 
 
-def make_single(config: Config, render_mode: str | None = None) -> AnyEnv:
-    """Make one non-Atari environment with time limit, canonical spaces and frame stack."""
+def make_single(
+    config: Config, render_mode: str | None = None, masked: bool | None = None
+) -> AnyEnv:
+    """Make one non-Atari environment with time limit, canonical spaces and frame stack.
+
+    ``masked``: whether its observations shall hold masks; None: if it gives them.
+    """
     import_modules(config)
     if ale_game(config.env) is not None:
         raise ConfigError(f"Atari game '{config.env}' has no single environment; use make_envs")
+    masked = _gives_masks(config) if masked is None else masked
     env = _make_raw(config, render_mode)
     spec = describe(config.env, env.observation_space, env.action_space)
     is_stacked = config.frame_stack > 1
@@ -174,6 +182,8 @@ def make_single(config: Config, render_mode: str | None = None) -> AnyEnv:
             f"'{config.env}'; set it to 0"
         )
     env = canonical(env, spec, copy=is_stacked)
+    if masked:
+        env = MaskedObservations(env, spec)
     if is_stacked:
         # Pad with zeros, not with the first frame: a memory rebuilds stacks by zeroing the frames
         # before it.
@@ -181,17 +191,42 @@ def make_single(config: Config, render_mode: str | None = None) -> AnyEnv:
     return env
 
 
+_MASKS: dict[tuple[str, str], bool] = {}
+"""Name and arguments of an environment → whether it gives masks."""
+
+
+def _gives_masks(config: Config) -> bool:
+    """Return whether an environment is to be used with masks.
+
+    It is looked at once per process, in an environment of its own: others have no reset too many.
+    """
+    key = (config.env, config.env_kwargs)
+    if config.action_masks and key not in _MASKS:
+        with contextlib.closing(_make_raw(config, None)) as env:
+            try:
+                _MASKS[key] = gives_masks(env)
+            except Exception:  # the guard's reset will report it
+                return False
+    return config.action_masks and _MASKS[key]
+
+
 def single_spec(config: Config, env: AnyEnv) -> EnvSpec:
     """Return the spec of an environment that ``make_single`` made."""
     frame_stack = max(config.frame_stack, 1)
-    spec = describe(config.env, env.observation_space, env.action_space, frame_stack=frame_stack)
-    layer = env
-    while isinstance(layer, gymnasium.Wrapper):
+    layers = [env]
+    while isinstance(layers[-1], gymnasium.Wrapper):
+        layers.append(layers[-1].env)
+    masked = next((layer for layer in layers if isinstance(layer, MaskedObservations)), None)
+    space = env.observation_space if masked is None else masked.env.observation_space
+    spec = describe(config.env, space, env.action_space, frame_stack=frame_stack)
+    if masked is not None:
+        stack = (frame_stack,) if frame_stack > 1 else ()
+        spec = dataclasses.replace(spec, obs_shape=(*stack, *spec.obs_shape)).with_masks()
+    for layer in layers:
         if isinstance(layer, Canonical):
             return dataclasses.replace(
                 spec, first_action=layer.first_action, first_obs_value=layer.first_value
             )
-        layer = layer.env
     return spec
 
 

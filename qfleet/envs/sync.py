@@ -44,7 +44,7 @@ class GuardedEnvs:
         """Create the guards. ``seeds``: number in the pool → seed. ``first``: an existing env."""
         self.guards = [
             GuardedEnv(
-                functools.partial(make_single, config),
+                functools.partial(make_single, config, masked=spec.is_masked),
                 spec,
                 index=index,
                 seed=seed,

@@ -22,7 +22,14 @@ _CONVOLUTIONAL: dict[str, tuple[type[NatureCNN | ImpalaResNet | MinAtarCNN], int
 
 
 def build_network(spec: EnvSpec, config: Config) -> QNetwork:
-    """Build the network that ``config`` names; weights are drawn from torch's global generator.
+    """Build the network that ``config`` names; weights are drawn from torch's global generator."""
+    network = _build_unmasked(spec.unmasked, config)
+    network.masked = spec if spec.is_masked else None
+    return network
+
+
+def _build_unmasked(spec: EnvSpec, config: Config) -> QNetwork:
+    """Build a network of observations without masks.
 
     Hidden layers are either shared (part of the torso) or belong to the head's streams:
 
@@ -65,9 +72,11 @@ def describe_choice(config: Config, spec: EnvSpec) -> str | None:
     """Return a sentence about the network that ``auto`` chose, or None."""
     if config.network != "auto":
         return None
-    shape = "×".join(map(str, spec.obs_shape))
+    bare = spec.unmasked
+    shape = "×".join(map(str, bare.obs_shape))
     kind = f"{shape} {spec.obs_dtype}" if shape else f"{spec.num_obs_values} discrete"
-    return f"network {choose_network(spec)} for {kind} observations"
+    masks = ", with action masks" if spec.is_masked else ""
+    return f"network {choose_network(bare)} for {kind} observations{masks}"
 
 
 def _user_torso(path: str, spec: EnvSpec) -> nn.Module:

@@ -6,10 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from qfleet.config.config import Config, Head
+from qfleet.core.types import EnvSpec
 from qfleet.networks.fused import Dense
 from qfleet.networks.heads import ActionHead, ImplicitQuantileHead, Style
 from qfleet.networks.noisy import NoisyLinear, draw_noise, store_noise
 from qfleet.networks.torsos import MLP
+
+ILLEGAL = -1e30
+"""Value of illegal actions. It is finite, because 0 × ∞ in the mean of a policy would be NaN; its
+exponential is 0."""
 
 
 class QNetwork(nn.Module):
@@ -33,6 +38,8 @@ class QNetwork(nn.Module):
     ) -> None:
         """Build the head. ``features`` is the torso's width, ``hidden`` the head's layer widths."""
         super().__init__()
+        self.masked: EnvSpec | None = None
+        """The spec of masked observations; None: all actions are legal."""
         self.head_kind: Head = config.head
         self.num_actions = num_actions
         self.allows_shortcuts = True
@@ -73,6 +80,7 @@ class QNetwork(nn.Module):
         """
         return (
             self.allows_shortcuts
+            and self.masked is None
             and isinstance(self.head, ActionHead)
             and self.head.width is None
             and self.head.value is None
@@ -93,28 +101,41 @@ class QNetwork(nn.Module):
         if self.is_plain_mlp:
             values: Tensor = self.head.get_submodule("advantage")(obs)
             return values
+        bare = obs if self.masked is None else self.masked.unmask(obs)
         if self.autocast_dtype is None:
-            features = self.torso(obs)
+            features = self.torso(bare)
         else:
             with torch.autocast(obs.device.type, self.autocast_dtype):
-                features = self.torso(obs)
+                features = self.torso(bare)
             features = features.float()
         output: Tensor = (
             self.head(features) if fractions is None else self.head(features, fractions)
         )
-        return output
+        if self.head_kind != "actor-critic" or self.masked is None:
+            return output
+        # The loss needs the policy over legal actions.
+        return torch.cat((self._only_legal(output[:, :-1], obs), output[:, -1:]), dim=1)
 
-    def expected(self, output: Tensor) -> Tensor:
-        """Reduce the output of ``forward`` to expected values ``[B, A]``, or a policy's logits."""
+    def expected(self, output: Tensor, obs: Tensor) -> Tensor:
+        """Reduce the output of ``forward`` to expected values ``[B, A]``, or a policy's logits.
+
+        Actions that are illegal by the masks in ``obs`` have the value ILLEGAL.
+        """
         match self.head_kind:
             case "q":
-                return output
+                values = output
             case "actor-critic":
                 return output[:, :-1]
             case "c51":
-                return torch.softmax(output, dim=2) @ self.support
+                values = torch.softmax(output, dim=2) @ self.support
             case "qr" | "iqn":
-                return output.mean(2)
+                values = output.mean(2)
+        return self._only_legal(values, obs)
+
+    def _only_legal(self, values: Tensor, obs: Tensor) -> Tensor:
+        if self.masked is None:
+            return values
+        return torch.where(self.masked.legal(obs), values, ILLEGAL)
 
     def q_values(self, obs: Tensor) -> Tensor:
         """Return expected values, or a policy's logits, ``[B, A]`` for acting; deterministic.
@@ -123,8 +144,8 @@ class QNetwork(nn.Module):
         variance, and the same action each time for the same observation.
         """
         if self.head_kind != "iqn":
-            return self.expected(self(obs))
-        return self.expected(self(obs, self.fractions.expand(obs.shape[0], -1)))
+            return self.expected(self(obs), obs)
+        return self.expected(self(obs, self.fractions.expand(obs.shape[0], -1)), obs)
 
     def state_values(self, obs: Tensor) -> Tensor:
         """Return the state values ``[B]``: the largest Q-value, or the critic's value."""

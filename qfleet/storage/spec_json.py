@@ -19,16 +19,20 @@ def spec_to_json(spec: EnvSpec) -> dict[str, Any]:
 def spec_from_json(values: Any) -> EnvSpec:
     """Return the spec of ``spec_to_json`` after a check of every field: it may be anyone's data."""
     try:
-        spec = EnvSpec(**values | {"obs_shape": tuple(values["obs_shape"])})
+        names = ("obs_shape", "unmasked_shape")
+        found = {name: tuple(values[name]) for name in names if values.get(name) is not None}
+        spec = EnvSpec(**values | found)
     except (TypeError, KeyError) as error:
         raise CheckpointError(f"the stored spec is malformed: {one_line(error)}") from None
-    sizes = (*spec.obs_shape, spec.num_actions, spec.frame_stack, spec.frame_skip)
+    shapes = (*spec.obs_shape, *spec.unmasked.obs_shape)
+    sizes = (*shapes, spec.num_actions, spec.frame_stack, spec.frame_skip)
     numbers = (*sizes, spec.num_obs_values, spec.first_obs_value, spec.first_action)
     if (
         not isinstance(spec.env_id, str)
         or spec.obs_dtype not in ("uint8", "float32", "int64")
         or any(type(number) is not int or abs(number) >= 2**62 for number in numbers)
         or min(*sizes, spec.num_obs_values + 1) < 1
+        or (spec.is_masked and spec.unmasked.with_masks() != spec)
     ):
         raise CheckpointError(f"the stored spec is malformed: {str(values)[:300]!r}")
     return spec

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from qfleet.agent.random_actions import draw_actions, legal_actions
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
@@ -84,13 +85,11 @@ def measure_vectorisers(
 def _rate(config: Config, seconds: float) -> float:
     made = make_envs(config, config.envs, seed=0, training=True, on_fault=FaultLog())
     with contextlib.closing(made) as envs:
-        envs.reset()
-        random = np.random.default_rng(0)
-        actions = random.integers(envs.spec.num_actions, size=(64, config.envs))
-        envs.step(actions[0])
+        actions = draw_actions(envs.spec, np.random.default_rng(0), (64, config.envs))
+        obs = envs.step(legal_actions(envs.spec, envs.reset(), actions[0])).obs
         steps, start = 0, time.perf_counter()
         while time.perf_counter() - start < seconds:
-            envs.step(actions[steps % 64])
+            obs = envs.step(legal_actions(envs.spec, obs, actions[steps % 64])).obs
             steps += 1
         return steps * config.envs / (time.perf_counter() - start)
 

@@ -7,6 +7,7 @@ actions plays the same game in colour and full size, for the video.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ def record_video(
 
 def _play(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
     """Yield the frames of an episode, each with the reward before it."""
-    config = policy.config
+    config = policy.env_config
     if game := ale_game(config.env):
         player, camera = (
             AtariEnvs(config, game, 1, seed, training=False, colour=colour)
@@ -72,9 +73,13 @@ def _play(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
     if not is_tensor_env(config.env):
         return _play_single(policy, seed)
     board = TensorEnvs(make_tensor_env(config), 1, seed)
-    if board.spec.obs_dtype != "uint8" or len(board.spec.obs_shape) != 3:
+    shape = board.spec.unmasked.obs_shape
+    if board.spec.obs_dtype != "uint8" or len(shape) != 3:
         raise ConfigError(f"'{config.env}' cannot be drawn: its observations are not a board")
-    return _play_vector(policy, [board], _draw_board)
+    # A mask is behind the flattened board.
+    return _play_vector(
+        policy, [board], lambda obs: _draw_board(obs.reshape(-1)[: math.prod(shape)].reshape(shape))
+    )
 
 
 def _play_single(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
@@ -104,9 +109,9 @@ def _play_single(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
 
 def _begin(policy: Policy, seed: int) -> tuple[AnyEnv, Any, Frame]:
     """Return a new environment, its first observation and its first frame."""
-    env = make_single(policy.config, render_mode="rgb_array")
+    env = make_single(policy.env_config, render_mode="rgb_array")
     try:
-        policy.check_spec(single_spec(policy.config, env))
+        policy.check_spec(single_spec(policy.env_config, env))
         obs, _ = env.reset(seed=seed)
         return env, obs, _rendered(env.render())
     except BaseException:

@@ -57,7 +57,7 @@ def test_shapes_and_gradients(
     output = net(obs, fractions)
     expected = {"q": (2, 3), "c51": (2, 3, 7), "qr": (2, 3, 5), "iqn": (2, 3, 6)}
     assert output.shape == expected[head]
-    assert net.expected(output).shape == net.q_values(obs).shape == (2, 3)
+    assert net.expected(output, obs).shape == net.q_values(obs).shape == (2, 3)
     (output * torch.randn(output.shape)).sum().backward()
     for name, parameter in net.named_parameters():
         assert parameter.grad is not None, name
@@ -164,14 +164,14 @@ def test_c51_expectation() -> None:
     net = build(VECTOR, head="c51", n_atoms=3, v_min=-1.0, v_max=1.0)
     assert net.support.tolist() == [-1.0, 0.0, 1.0]
     logits = tensor([[[1.0, 1.0, 2.0], [6.0, 3.0, 1.0]]]).log()
-    torch.testing.assert_close(net.expected(logits), tensor([[0.25, -0.5]]))
+    torch.testing.assert_close(net.expected(logits, torch.zeros(1, 4)), tensor([[0.25, -0.5]]))
 
 
 @pytest.mark.parametrize("head", ["qr", "iqn"])
 def test_quantile_expectation(head: str) -> None:
     # (1 + 2 + 6)/3 and (−3 + 0 + 3)/3
     output = tensor([[[1.0, 2.0, 6.0], [-3.0, 0.0, 3.0]]])
-    assert build(VECTOR, head=head).expected(output).tolist() == [[3.0, 0.0]]
+    assert build(VECTOR, head=head).expected(output, torch.zeros(1, 4)).tolist() == [[3.0, 0.0]]
 
 
 def test_fractions_are_midpoints() -> None:

@@ -19,6 +19,7 @@ from qfleet.envs.device.minatar.seaquest import Seaquest
 from qfleet.envs.device.minatar.space_invaders import SpaceInvaders
 from qfleet.envs.device.mountaincar import MountainCar
 from qfleet.envs.device.protocol import TensorEnv
+from qfleet.envs.masks import METHOD, MaskedTensorEnv
 from qfleet.envs.registry import env_kwargs, refused_kwargs
 
 _RAMPING: dict[str, Callable[[bool], Game]] = {
@@ -65,7 +66,7 @@ def make_tensor_env(config: Config) -> TensorEnv:
         env = _make_own(config) if ":" in config.env else _make_minatar(config)
     if config.max_episode_steps:
         env.max_episode_steps = config.max_episode_steps
-    return env
+    return MaskedTensorEnv(env) if config.action_masks and hasattr(env, METHOD) else env
 
 
 def _make_classic(config: Config) -> TensorEnv:
