@@ -188,7 +188,7 @@ class Config:
     """Activation of the hidden layers of an MLP; only relu has fused kernels."""
     layer_norm: bool = field(False, "algorithm")
     """Layer normalisation after every hidden layer of mlp, nature and minatar."""
-    init_from: str = field("", "algorithm", common=True)
+    init_from: str = field("", "algorithm")
     """Start with the weights of this run's best policy, or of a file that policy.save wrote;
     optimiser, replay and schedules start anew."""
     compile: Literal["auto", "on", "off"] = field("auto", "engine")

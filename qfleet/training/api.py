@@ -176,7 +176,8 @@ def resume(
         )
     alerts: list[str] = []
     checkpoint = load_checkpoint(folder / "checkpoints", None, on_alert=alerts.append)
-    saved = checkpoint.meta["config"]
+    # Fields that are newer than the checkpoint had their defaults.
+    saved = {**json.loads(Config().to_json()), **checkpoint.meta["config"]}
     differing = diff_meta(saved, json.loads(config.to_json()), FREE_ON_RESUME)
     if differing:
         raise CheckpointError(
