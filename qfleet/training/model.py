@@ -6,6 +6,7 @@ The class only translates arguments: ``qfleet.train`` and ``qfleet.resume`` do t
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.agent.policy import Policy
-from qfleet.config.config import check_fields
+from qfleet.config.config import Config, check_fields
+from qfleet.config.trust import check_trust
 from qfleet.core.errors import ConfigError, UserError
-from qfleet.envs.objects import env_fields
 from qfleet.networks.torsos import ACTIVATIONS
 from qfleet.storage.checkpoint import POLICY_SUFFIX
 from qfleet.training import api
@@ -59,6 +60,8 @@ class DQN:
         self._board: str | None = arguments.pop("tensorboard_log", None)
         self._arguments = {"env": env, **network, **_translate(arguments)}
         """Arguments of ``qfleet.train``."""
+        self._stored = Config()
+        """Those that were loaded; they may need consent."""
 
     def learn(
         self,
@@ -84,12 +87,11 @@ class DQN:
             self.trained = api.resume(self.trained.folder, steps=steps, trust=True, **shown)
         else:
             given = {**self._arguments, **shown}
+            check_trust(self._stored, given.get("trust", False))
             if self._board is not None:
                 folders = (Path(self._board, f"{tb_log_name}_{i}") for i in itertools.count(1))
                 given["run_dir"] = next(folder for folder in folders if not folder.exists())
-            if total_timesteps is not None and "config" in given:
-                given["config"] = given["config"].replace(steps=total_timesteps)
-            elif total_timesteps is not None:
+            if total_timesteps is not None:
                 given["steps"] = total_timesteps
             self.trained = api.train(**given)
         self._steps = total_timesteps or self._steps or self.trained.config.steps
@@ -123,17 +125,18 @@ class DQN:
     ) -> DQN:  # fmt: skip
         """Return a model with the policy of a saved file or of a run; ``learn`` starts from it.
 
-        ``env`` and ``arguments`` replace what the file says. ``trust``: see ``qfleet.load``.
+        ``env`` and ``arguments`` replace stored values. ``trust``: see ``qfleet.load``.
         """
         file = Path(path if str(path).endswith(POLICY_SUFFIX) else f"{path}{POLICY_SUFFIX}")
         source = file if file.is_file() else Path(path)
         named = {} if device is None else {"device": str(device)}
         policy = api.load(source, trust=trust, device=named.get("device"))
-        changes = _translate({**named, **({} if env is None else env_fields(env)), **arguments})
-        folder = {name: changes.pop(name) for name in list(changes) if name in ("name", "run_dir")}
-        config = policy.config.replace(**changes, init_from=str(source))
-        model = cls(config.env, verbose=verbose)
-        model._arguments, model._policy = {"config": config, "trust": trust, **folder}, policy
+        given = {**named, **({} if env is None else {"env": env}), **arguments}
+        replaced = given.keys() | (set() if env is None else {"env_kwargs", "imports"})
+        stored = {name: v for name, v in asdict(policy.config).items() if name not in replaced}
+        model = cls(verbose=verbose, **stored, **given)
+        model._arguments |= {"preset": "none", "init_from": str(source), "trust": trust}
+        model._stored, model._policy = Config(**stored), policy
         return model
 
     def __repr__(self) -> str:

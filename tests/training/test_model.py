@@ -143,6 +143,25 @@ def test_a_loaded_model_may_have_another_environment() -> None:
         qfleet.DQN.load("saved", env="MountainCar-v0").learn(60)
 
 
+def test_a_loaded_model_makes_an_imported_environment_only_with_trust(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from gymnasium.envs.classic_control import CartPoleEnv as Own\n"
+    (tmp_path / "own_env.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    qfleet.DQN("own_env:Own", **TINY).learn(60).save("saved")
+    loaded = qfleet.DQN.load("saved")
+    assert loaded.predict(OBS, deterministic=True)[0].shape == (50,)
+    with pytest.raises(ConfigError, match=says("own_env:Own", "trust=True")):
+        loaded.learn(60)
+    for consenting in (
+        qfleet.DQN.load("saved", trust=True),
+        qfleet.DQN.load("saved", env="own_env:Own"),
+        qfleet.DQN.load("saved", env="CartPole-v1"),
+    ):
+        consenting.learn(60)
+
+
 @pytest.mark.parametrize(
     ("arguments", "fields"),
     [
