@@ -15,6 +15,7 @@ import torch
 import qfleet
 from qfleet.core.errors import ConfigError, QfleetError, UserError
 from qfleet.storage.checkpoint import load_checkpoint
+from qfleet.training import api
 from support.configs import tiny_fields
 from support.messages import says
 
@@ -186,15 +187,35 @@ def test_a_loaded_model_makes_an_imported_environment_only_with_trust(
     ids=str,
 )
 def test_arguments_of_sb3_are_fields(
-    arguments: dict[str, Any], fields: dict[str, Any] | None
+    arguments: dict[str, Any], fields: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    configs = list[qfleet.Config]()
+
+    def begin(config: qfleet.Config, *_: Any) -> None:
+        configs.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "Run", begin)
     base = {name: value for name, value in TINY.items() if name not in arguments}
-    model = qfleet.DQN("CartPole-v1", **base, **arguments).learn(60)
-    assert model.trained is not None
-    expected = base | (arguments if fields is None else fields)
-    assert_same_learner(model.trained, qfleet.train("CartPole-v1", steps=60, **expected))
-    config = model.trained.config
-    assert {name: getattr(config, name) for name in fields or {}} == (fields or {})
+    expected = arguments if fields is None else fields
+    with pytest.raises(KeyboardInterrupt):
+        qfleet.DQN("CartPole-v1", **base, **arguments).learn(60)
+    with pytest.raises(KeyboardInterrupt):
+        qfleet.train("CartPole-v1", steps=60, **base | expected)
+    assert configs[0] == configs[1]
+    assert {name: getattr(configs[0], name) for name in expected} == expected
+
+
+def test_a_model_with_other_layers_and_optimiser_learns() -> None:
+    kwargs = {"net_arch": [8, 8], "activation_fn": torch.nn.Tanh}
+    kwargs |= {"optimizer_class": torch.optim.AdamW, "optimizer_kwargs": {"weight_decay": 0.3}}
+    base = {name: value for name, value in TINY.items() if name != "net_arch"}
+    model = qfleet.DQN("MlpPolicy", "CartPole-v1", policy_kwargs=kwargs, **base).learn(60)
+    layers = list(model.policy.network.torso.modules())
+    assert [type(layer) for layer in layers[2:]] == [torch.nn.Linear, torch.nn.Tanh] * 2
+    plain = base | {"net_arch": (8, 8), "activation": "tanh", "weight_decay": 0.0}
+    without = qfleet.train("CartPole-v1", steps=60, **plain)
+    assert newest(model.trained)["weights"].norm() < newest(without)["weights"].norm()
 
 
 def test_every_argument_of_sb3_is_translated_or_refused_by_name() -> None:
