@@ -18,24 +18,17 @@ if TYPE_CHECKING:
     from qfleet.core.counter_rng import draw_below, draw_uniform
     from qfleet.core.types import EnvSpec
     from qfleet.envs.device.protocol import Outcome, State, TensorEnv
-    from qfleet.training.api import (
-        Scaled,
-        Trained,
-        TrainedSeeds,
-        evaluate,
-        load,
-        resume,
-        scale,
-        train,
-        train_seeds,
-    )
+    from qfleet.training.api import Scaled, evaluate, load, resume, scale, train, train_seeds
     from qfleet.training.callbacks import Callback
+    from qfleet.training.model import DQN
     from qfleet.training.result import Result
     from qfleet.training.run import Run
     from qfleet.training.run_state import RunOptions
     from qfleet.training.run_state import RunOptions as Sitting
+    from qfleet.training.trained import Trained, TrainedSeeds
 
 _HOMES = {
+    "DQN": "training.model",
     "Callback": "training.callbacks",
     "Config": "config.config",
     "EnvSpec": "core.types",
@@ -49,8 +42,8 @@ _HOMES = {
     "Sitting": "training.run_state",
     "State": "envs.device.protocol",
     "TensorEnv": "envs.device.protocol",
-    "Trained": "training.api",
-    "TrainedSeeds": "training.api",
+    "Trained": "training.trained",
+    "TrainedSeeds": "training.trained",
     "draw_below": "core.counter_rng",
     "draw_uniform": "core.counter_rng",
     "evaluate": "training.api",
@@ -66,6 +59,7 @@ _RENAMED = {"Sitting": "RunOptions"}
 """Old public name → its name today."""
 
 __all__ = [
+    "DQN",
     "Callback",
     "Config",
     "EnvSpec",
@@ -99,3 +93,8 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(f"qfleet.{_HOMES[name]}"), _RENAMED.get(name, name))
+
+
+def __dir__() -> list[str]:
+    """Return the public names, which notebooks complete, before they are imported."""
+    return __all__

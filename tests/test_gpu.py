@@ -47,15 +47,19 @@ CUDA = torch.device("cuda")
 IMAGES = EnvSpec("pong", (4, 84, 84), "uint8", 6, frame_stack=4, frame_skip=4)
 
 
-def updater(name: str, device: torch.device) -> tuple[FlatWeights, LocalUpdater]:
+def updater(name: str, decay: float, device: torch.device) -> tuple[FlatWeights, LocalUpdater]:
     torch.manual_seed(0)
     weights = FlatWeights(torch.nn.Linear(20, 30).to(device))
-    return weights, LocalUpdater(weights, make_optimiser(name, weights.data, 1e-8), 1.0)
+    return weights, LocalUpdater(weights, make_optimiser(name, weights.data, 1e-8, decay), 1.0)
 
 
-@pytest.mark.parametrize("name", ["adam", "radam", "rmsprop", "sgd"])
-def test_updates_agree_with_the_host_and_bad_gradients_change_nothing(name: str) -> None:
-    (host, on_host), (device, on_device) = updater(name, torch.device("cpu")), updater(name, CUDA)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["adam", "adamw", "radam", "rmsprop", "sgd"])
+def test_updates_agree_with_the_host_and_bad_gradients_change_nothing(
+    name: str, decay: float
+) -> None:
+    host, on_host = updater(name, decay, torch.device("cpu"))
+    device, on_device = updater(name, decay, CUDA)
     for step in range(30):
         gradient = torch.randn(host.grad.shape, generator=torch.Generator().manual_seed(step))
         if step % 7 == 3:

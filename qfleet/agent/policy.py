@@ -68,13 +68,17 @@ class Policy:
             raise CheckpointError(f"the network cannot be built: {one_line(error)}") from None
         _check_sizes(self.network, state)
         self.network.eval()
-        self._weights = FlatWeights(self.network)
-        self._weights.data.copy_(state["weights"])
-        for name, buffer in self._weights.buffers().items():
+        self.weights = FlatWeights(self.network)
+        self.weights.data.copy_(state["weights"])
+        for name, buffer in self.weights.buffers().items():
             buffer.copy_(state["buffers"][name])
         self._random = np.random.default_rng(config.seed)
         self.greedy = make_greedy(self.network, self.device)
         """Batches of observations in, actions out, both counted from 0 as inside qfleet."""
+
+    def __repr__(self) -> str:
+        weights = self.weights.data.numel()
+        return f"Policy({self.config.env}, {self.config.algo}, {weights:,} weights, {self.device})"
 
     def act(self, obs: Any, action_masks: Any = None) -> int | NDArray[np.int64]:
         """Return the greedy action of one observation (int), or of a batch (int64 ``[B]``).
@@ -174,7 +178,7 @@ class Policy:
         path = Path(path)
         if path.suffix != POLICY_SUFFIX:
             path = path.with_name(path.name + POLICY_SUFFIX)
-        state = {"weights": self._weights.data, "buffers": self._weights.buffers()}
+        state = {"weights": self.weights.data, "buffers": self.weights.buffers()}
         meta = {"config": asdict(self.config), "spec": spec_to_json(self.spec)}
         save_policy_file(path, state, meta)
         return path

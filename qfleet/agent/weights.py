@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from qfleet.core.errors import ConfigError
 from qfleet.core.types import Lag
 
 ROW_ALIGNMENT = 16
@@ -69,6 +70,20 @@ class FlatWeights:
         else:
             for view, gradient in zip(self.grad_views(), gradients, strict=True):
                 view.copy_(gradient)
+
+    def copy_from(self, other: FlatWeights) -> None:
+        """Copy the weights of another network, to every agent; raise where shapes differ."""
+        for mine, theirs in itertools.zip_longest(self.layout, other.layout):
+            if mine != theirs:
+                found, needed = (one and f"{one[0]} {one[1]}" for one in (theirs, mine))
+                raise ConfigError(
+                    f"init_from has another network: {found} where this run has {needed}; use the "
+                    "same network and options, and an environment with the same spaces"
+                )
+        self.data[..., : other.data.numel()].copy_(other.data)
+        for name, buffer in other.buffers().items():
+            if name.startswith("torso."):  # those of heads are constants of the configuration
+                self.buffers()[name].copy_(buffer)
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the module's buffers by name, such as the running statistics of a torso."""

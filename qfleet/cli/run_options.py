@@ -17,8 +17,8 @@ from qfleet.config.trust import needs_trust
 from qfleet.core.errors import UserError
 
 if TYPE_CHECKING:
-    from qfleet.training.api import Trained
     from qfleet.training.run_state import RunOptions
+    from qfleet.training.trained import Trained
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from qfleet.config.trust import check_trust
 from qfleet.core.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
-    from qfleet.training.api import TrainedSeeds
+    from qfleet.training.trained import TrainedSeeds
 
 HELP = "train an agent: qfleet train CartPole-v1"
 
@@ -57,7 +57,7 @@ class ExperimentOptions:
     run_dir: Path | None = None
     """Folder of the run; default: a new one below runs/."""
     trust: bool = False
-    """Accept code, address, replay_dir and track that the file of --config names."""
+    """Accept code, address, replay_dir and track that --config names, and code of --init-from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +151,7 @@ def run(argv: list[str]) -> int:
     if not 1 <= options.seeds <= MOST_SEEDS:
         raise ConfigError(f"seeds must be ≥ 1 and ≤ {MOST_SEEDS}, got {options.seeds}")
     from qfleet.training import api
+    from qfleet.training.trained import Trained
 
     arguments, note = options.run_arguments, None
     if start.preset:
@@ -164,8 +165,9 @@ def run(argv: list[str]) -> int:
             run_dir=options.run_dir,
             name=options.name,
             options=arguments.resolve(note),
+            trust=options.trust,
         )
-    if isinstance(trained, api.Trained):
+    if isinstance(trained, Trained):
         return finish(trained, arguments)
     return _finish_seeds(trained, arguments)
 

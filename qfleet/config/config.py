@@ -187,8 +187,13 @@ class Config:
     """mlp, nature, impala, minatar, or package.module:Class; auto chooses by the observations."""
     net_arch: tuple[int, ...] = field((64, 64), "algorithm", common=True, low=1)
     """Hidden layers of the MLP; none: the values are linear in the observation, or a table."""
+    activation: Literal["relu", "tanh", "elu", "gelu", "silu"] = field("relu", "algorithm")
+    """Activation of the hidden layers of an MLP; only relu has fused kernels."""
     layer_norm: bool = field(False, "algorithm")
     """Layer normalisation after every hidden layer of mlp, nature and minatar."""
+    init_from: str = field("", "algorithm")
+    """Start with the weights of this run's best policy, or of a file that policy.save wrote;
+    optimiser, replay and schedules start anew."""
     compile: Literal["auto", "on", "off"] = field("auto", "engine")
     """torch.compile: auto measures it on accelerators and uses it where it is faster."""
     precision: Literal["auto", "fp32", "tf32", "bf16"] = field("auto", "engine")
@@ -203,10 +208,13 @@ class Config:
     """Lower the learning rate after this many evaluations without a new best; 0: never."""
     lr_plateau_factor: float = field(0.5, "optimisation", above=0, high=1)
     """Factor applied to the learning rate on a plateau."""
-    optimizer: Literal["adam", "radam", "rmsprop", "sgd"] = field("adam", "optimisation")
+    optimizer: Literal["adam", "adamw", "radam", "rmsprop", "sgd"] = field("adam", "optimisation")
     """Optimiser."""
     optimizer_eps: float = field(1e-8, "optimisation", low=0)
-    """Added to the optimiser's denominator (adam, radam, rmsprop)."""
+    """Added to the optimiser's denominator (all but sgd)."""
+    weight_decay: float = field(0.0, "optimisation", low=0)
+    """Weight decay of all parameters, as in torch.optim: added to the gradient after clipping (L2);
+    adamw multiplies the weights by 1 − learning_rate · weight_decay instead."""
     max_grad_norm: float = field(10.0, "optimisation", low=0)
     """Maximum norm of the gradient, which is clipped above it; 0: no clipping."""
     batch_size: int = field(32, "optimisation", common=True, low=1)

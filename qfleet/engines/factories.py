@@ -135,9 +135,10 @@ def make_objective(config: Config, device: torch.device, seed: int) -> Objective
 
 
 def make_updater(config: Config, weights: FlatWeights, capturable: bool) -> Updater:
-    if capturable and has_kernels(config.optimizer, weights.data.device):
+    decay = config.weight_decay  # which the kernels do not have
+    if capturable and not decay and has_kernels(config.optimizer, weights.data.device):
         return FusedUpdater(weights, config.optimizer_eps, config.max_grad_norm)
-    optimiser = make_optimiser(config.optimizer, weights.data, config.optimizer_eps)
+    optimiser = make_optimiser(config.optimizer, weights.data, config.optimizer_eps, decay)
     return LocalUpdater(weights, optimiser, config.max_grad_norm)
 
 

@@ -193,6 +193,10 @@ class Parts:
             hook.load_state_dict(state)
         return self.collector.load_state_dict(state["actor"])
 
+    def start_from(self, weights: FlatWeights) -> None:
+        """Begin a new run with copies of these weights instead of random ones."""
+        self.model.weights.copy_from(weights)
+
     def close(self) -> None:
         self.closing.close()
 
@@ -222,3 +226,10 @@ class LoopParts(Parts):
             self.memory.end_open_episodes()
         self.channel.restart(self.clock.updates)
         return restored
+
+    def start_from(self, weights: FlatWeights) -> None:
+        super().start_from(weights)
+        self.learner.move_target(1.0)
+        online, target = self.learner.networks[0], self.learner.networks[-1]
+        target.torso.load_state_dict(online.torso.state_dict())  # its buffers
+        self.channel.restart(self.clock.updates)

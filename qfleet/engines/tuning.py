@@ -125,6 +125,7 @@ def tuning_key(
     switches = (
         *("double", "noisy", "munchausen", "head", "n_steps"),
         *("batch_size", "prioritized_replay", "replay", "target_network", "optimizer"),
+        *("activation", "weight_decay"),
     )
     return {
         "device": str(device),

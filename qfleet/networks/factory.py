@@ -39,18 +39,25 @@ def _build_unmasked(spec: EnvSpec, config: Config) -> QNetwork:
     - The layers of an MLP are shared, so dueling, noise and embeddings start after the last of
       them. If the head has only one stream without noise, the layers belong to the head too: layers
       and output are then one autograd node.
-    - With layer normalisation all hidden layers are shared, also those of convolutional torsos.
+    - With layer normalisation all hidden layers are shared, also those of convolutional torsos, and
+      so are those of an MLP with another activation than ReLU.
     - All layers of a user's torso are shared.
     """
     name = config.network
     if name == "auto":
         name = choose_network(spec)
+    if name != "mlp" and config.activation != "relu":
+        raise ConfigError(
+            f"activation '{config.activation}' is for network mlp, not '{name}'; leave it out"
+        )
     if ":" in name:
         torso = _user_torso(name, spec)
         return QNetwork(torso, _features(torso, name, spec), spec.num_actions, config)
     if name == "mlp":
-        shared = config.dueling or config.noisy or config.head == "iqn" or config.layer_norm
-        mlp = MLP(spec, config.net_arch if shared else (), config.layer_norm)
+        is_fused = config.activation == "relu" and not config.layer_norm
+        shared = config.dueling or config.noisy or config.head == "iqn" or not is_fused
+        layers = config.net_arch if shared else ()
+        mlp = MLP(spec, layers, config.layer_norm, config.activation)
         hidden = () if shared else config.net_arch
         return QNetwork(mlp, mlp.features, spec.num_actions, config, hidden)
     if name not in _CONVOLUTIONAL:

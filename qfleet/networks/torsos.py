@@ -88,15 +88,23 @@ def _as_image(obs: Tensor, layout: ImageLayout) -> Tensor:
     return image / 255 if obs.dtype == torch.uint8 else image
 
 
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU, "tanh": nn.Tanh, "elu": nn.ELU, "gelu": nn.GELU, "silu": nn.SiLU,
+}  # fmt: skip
+"""Value of ``activation`` → module."""
+
+
 class MLP(nn.Module):
-    """A torso of dense layers with ReLU on the flattened observation.
+    """A torso of dense layers with an activation on the flattened observation.
 
     Discrete observations are one-hot encoded, pixels scaled to [0, 1]. With ``layer_norm`` every
-    layer is normalised before its ReLU. If ``layers`` is empty, the output is the encoded
-    observation.
+    layer is normalised before its activation. If ``layers`` is empty, the output is the encoded
+    observation. Only layers with ReLU and without normalisation are fused.
     """
 
-    def __init__(self, spec: EnvSpec, layers: Sequence[int], layer_norm: bool) -> None:
+    def __init__(
+        self, spec: EnvSpec, layers: Sequence[int], layer_norm: bool, activation: str = "relu"
+    ) -> None:
         super().__init__()
         self.num_obs_values = spec.num_obs_values
         self.takes_plain_vectors = spec.obs_dtype == "float32" and len(spec.obs_shape) == 1
@@ -105,10 +113,12 @@ class MLP(nn.Module):
         sizes = [inputs, *layers]
         self.features = sizes[-1]
         self.layers: nn.Module | None = None
-        if layer_norm:
+        if layer_norm or activation != "relu":
             modules: list[nn.Module] = []
             for fan_in, fan_out in itertools.pairwise(sizes):
-                modules += [nn.Linear(fan_in, fan_out), nn.LayerNorm(fan_out), nn.ReLU()]
+                modules.append(nn.Linear(fan_in, fan_out))
+                modules += [nn.LayerNorm(fan_out)] if layer_norm else []
+                modules.append(ACTIVATIONS[activation]())
             self.layers = nn.Sequential(*modules)
         elif layers:
             self.layers = Dense(sizes, relu_last=True)

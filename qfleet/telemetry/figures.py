@@ -5,6 +5,8 @@ matplotlib is imported when a figure is created, because commands that draw noth
 
 from __future__ import annotations
 
+import functools
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,12 +43,12 @@ BESIDE = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
 
 
 @contextmanager
-def saved_figure(path: Path, width: float, height: float) -> Iterator[Any]:
-    """Yield a figure of ``width`` × ``height`` inches; save it to ``path`` after the block.
+def saved_figure(path: Path | None, width: float, height: float) -> Iterator[Any]:
+    """Yield a figure of ``width`` × ``height`` inches; save it after the block if there is a path.
 
     The image is written under another name and renamed: a reader never finds half of it.
     """
-    if path.suffix.lower() not in FORMATS:
+    if path is not None and path.suffix.lower() not in FORMATS:
         raise ConfigError(f"plot file '{path}' must end in {', '.join(FORMATS)}")
 
     import matplotlib as mpl
@@ -54,9 +56,12 @@ def saved_figure(path: Path, width: float, height: float) -> Iterator[Any]:
     from matplotlib.figure import Figure
 
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+        figure: Any = Figure(figsize=(width, height), dpi=150, layout="constrained")
         FigureCanvasAgg(figure)
+        figure._repr_png_ = functools.partial(_png, figure)  # IPython shows it without pyplot
         yield figure
+        if path is None:
+            return
         partial = path.with_name(f".tmp-{path.name}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,6 +69,12 @@ def saved_figure(path: Path, width: float, height: float) -> Iterator[Any]:
             partial.replace(path)
         except OSError as error:
             raise ConfigError(f"cannot write plot '{path}': {error.strerror}") from None
+
+
+def _png(figure: Any) -> bytes:
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
 
 
 def label_rows(axes: Any, labels: Sequence[str]) -> None:

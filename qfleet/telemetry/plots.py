@@ -31,7 +31,13 @@ AXIS_NAMES = {
 
 
 def learning_curve(groups: dict[str, list[RunData]], metric: str, out: Path) -> Path:
-    """Draw ``metric`` over env steps, one line per group; return ``out``.
+    """Draw ``metric`` over env steps, one line per group, into a file; return ``out``."""
+    draw_curves(groups, metric, out)
+    return out
+
+
+def draw_curves(groups: dict[str, list[RunData]], metric: str, out: Path | None = None) -> Any:
+    """Draw ``metric`` over env steps, one line per group; return the matplotlib Figure.
 
     More than ``CROWD`` groups have a panel each, which repeats the first group as a grey line.
     """
@@ -60,7 +66,7 @@ def learning_curve(groups: dict[str, list[RunData]], metric: str, out: Path) -> 
             figure.supylabel(name, size="medium")
             title = f"{title} · grey: {next(iter(groups))}"
             figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold")
-        return out
+        return figure
     with saved_figure(out, 7.2, 4.2) as figure:
         axes = figure.add_subplot()
         if is_portrait:
@@ -74,7 +80,7 @@ def learning_curve(groups: dict[str, list[RunData]], metric: str, out: Path) -> 
         axes.set_title(title)
         if len(axes.get_legend_handles_labels()[1]) > 1:
             axes.legend(loc="best")
-    return out
+    return figure
 
 
 def _format_steps(axes: Any, ticks: int) -> None:

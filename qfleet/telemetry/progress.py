@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from time import monotonic
 from typing import Literal, TextIO, TypeAlias
 
@@ -43,9 +44,14 @@ SHARE_BAR_CELLS = 32
 
 
 def choose_mode(quiet: bool, stream: TextIO) -> Mode:
-    """Return "silent" if ``quiet``, "live" on a terminal that can redraw, "plain" elsewhere."""
+    """Return "silent" if ``quiet``, "live" where the display can be redrawn, "plain" elsewhere.
+
+    Terminals can redraw, and so can notebooks if ipywidgets is installed.
+    """
     if quiet:
         return "silent"
+    if Console().is_jupyter:
+        return "live" if find_spec("ipywidgets") else "plain"
     return "live" if stream.isatty() and os.environ.get("TERM") != "dumb" else "plain"
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,27 +18,19 @@ from qfleet.config.presets import resolve
 from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, RunBusyError
-from qfleet.core.files import atomic_write_text
 from qfleet.engines.parameter_server import limits, resize_request
 from qfleet.envs.objects import env_fields, name_network
 from qfleet.envs.registry import check_env
 from qfleet.storage.checkpoint import POLICY_SUFFIX, diff_meta, has_checkpoint, load_checkpoint
 from qfleet.storage.rundir import check_idle, check_name, default_name, new_run_dir
 from qfleet.storage.vacancy import check_vacant, how_to_start_anew
-from qfleet.telemetry.aggregate import bootstrap_ci, iqm
-from qfleet.telemetry.plots import learning_curve
-from qfleet.telemetry.runs import (
-    EVAL_RETURN,
-    ROLLOUT_RETURN,
-    group_runs,
-    read_run,
-    resolve_run,
-    seed_folders,
-)
-from qfleet.training.callbacks import Callback
+from qfleet.telemetry.progress import choose_mode
+from qfleet.telemetry.runs import resolve_run, seed_folders
+from qfleet.training.callbacks import Callbacks
 from qfleet.training.result import Result
 from qfleet.training.run import Run
 from qfleet.training.run_state import RunOptions
+from qfleet.training.trained import Trained, TrainedSeeds, aggregate_seeds, draw_learning_curve
 
 RUNS = Path("runs")
 
@@ -49,32 +42,6 @@ FREE_ON_RESUME = {
     "max_abs_q", "target_return", "patience", "eval_max_steps", "workers", "servers", "address",
     "snapshot_s", "worker_timeout_s",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A finished (or interrupted) run."""
-
-    folder: Path
-    config: Config
-    result: Result
-    curve: Path | None
-    """Image of the learning curve."""
-    interrupted_by: int | None = None
-    """The signal that stopped the run, if one did."""
-
-    def policy(self, which: Literal["best", "last"] = "best") -> Policy:
-        return load_run_policy(self.folder, which, trust=True)
-
-
-@dataclass(frozen=True)
-class TrainedSeeds:
-    """Several seeds of one experiment and their aggregate."""
-
-    folder: Path
-    runs: list[Trained]
-    aggregate: dict[str, Any]
-    curve: Path | None
 
 
 @dataclass(frozen=True)
@@ -97,7 +64,9 @@ def train(
     name: str | None = None,
     options: RunOptions | None = None,
     sitting: RunOptions | None = None,
-    callbacks: Sequence[Callback] = (),
+    progress: bool = False,
+    callbacks: Callbacks = (),
+    trust: bool = False,
     **fields: Any,
 ) -> Trained:
     """Train one agent. ``fields`` are fields of Config by name; ``config`` sets all at once.
@@ -106,12 +75,16 @@ def train(
     ``network`` may be a class; ``env_kwargs`` a dict. An object that other processes cannot import
     (a lambda, a class inside a function) works on engines that have one process.
 
-    ``sitting`` is the former name of ``options``.
+    ``callbacks``: a ``Callback``, a function that is called with the run between turns of
+    collecting and learning, or a list of these. ``progress`` shows the progress; ``options`` has
+    more. ``trust`` accepts the code that the policy of ``init_from`` imports. ``sitting`` is the
+    former name of ``options``.
     """
     config = _configure(env, algo, preset, config, fields)
+    initial = _initial(config, trust)
     folder = _folder(config, run_dir, name)
     with _removed_if_refused(folder):
-        run = Run(config, folder, options or sitting or RunOptions(), callbacks)
+        run = Run(config, folder, _options(options or sitting, progress), callbacks, None, initial)
     return _trained(run, run.go())
 
 
@@ -126,7 +99,9 @@ def train_seeds(
     name: str | None = None,
     options: RunOptions | None = None,
     sitting: RunOptions | None = None,
-    callbacks: Sequence[Callback] = (),
+    progress: bool = False,
+    callbacks: Callbacks = (),
+    trust: bool = False,
     **fields: Any,
 ) -> TrainedSeeds:
     """Train the same experiment with several seeds, one after another; return their aggregate."""
@@ -140,7 +115,9 @@ def train_seeds(
             f"population {config.population} does not go with several seeds: every agent has its "
             "own; train it once"
         )
+    initial = _initial(config, trust)
     folder = _folder(config, run_dir, name)
+    options = _options(options or sitting, progress)
     for seed in seeds:
         # Check all before the first run: the last must not be refused after the others are done.
         check_vacant(folder / f"seed-{seed}")
@@ -148,11 +125,11 @@ def train_seeds(
     for seed in seeds:
         one = config.replace(seed=seed)
         with _removed_if_refused(folder):
-            run = Run(one, folder / f"seed-{seed}", options or sitting or RunOptions(), callbacks)
+            run = Run(one, folder / f"seed-{seed}", options, callbacks, None, initial)
         runs.append(_trained(run, run.go()))
         if runs[-1].interrupted_by is not None:
             break
-    return _aggregate(folder, runs)
+    return aggregate_seeds(folder, runs)
 
 
 def resume(
@@ -167,7 +144,8 @@ def resume(
     track: Literal["none", "wandb", "mlflow"] | None = None,
     options: RunOptions | None = None,
     sitting: RunOptions | None = None,
-    callbacks: Sequence[Callback] = (),
+    progress: bool = False,
+    callbacks: Callbacks = (),
     trust: bool = False,
 ) -> Trained:
     """Continue a run from its newest complete checkpoint, bit for bit if it is a single process.
@@ -198,7 +176,8 @@ def resume(
         )
     alerts: list[str] = []
     checkpoint = load_checkpoint(folder / "checkpoints", None, on_alert=alerts.append)
-    saved = checkpoint.meta["config"]
+    # Fields that are newer than the checkpoint had their defaults.
+    saved = {**json.loads(Config().to_json()), **checkpoint.meta["config"]}
     differing = diff_meta(saved, json.loads(config.to_json()), FREE_ON_RESUME)
     if differing:
         raise CheckpointError(
@@ -209,7 +188,7 @@ def resume(
         raise ConfigError(
             f"'{folder}' is complete ({checkpoint.env_steps} steps); --steps N sets a new total"
         )
-    runner = Run(config, folder, options or sitting or RunOptions(), callbacks, checkpoint)
+    runner = Run(config, folder, _options(options or sitting, progress), callbacks, checkpoint)
     for alert in alerts:
         runner.alert(alert)
     return _trained(runner, runner.go())
@@ -286,6 +265,16 @@ def _configure(
     return check_config(config)
 
 
+def _options(given: RunOptions | None, progress: bool) -> RunOptions:
+    options = given or RunOptions()
+    return replace(options, display=choose_mode(False, sys.stderr)) if progress else options
+
+
+def _initial(config: Config, trust: bool) -> Policy | None:
+    """Return the policy of ``init_from``, if any."""
+    return load(config.init_from, trust=trust, device="cpu") if config.init_from else None
+
+
 def check_config(config: Config) -> Config:
     """Raise if a run with this configuration would be refused: first by its environment's id."""
     check_env(config)
@@ -329,35 +318,9 @@ def _one_run(run: Path | str) -> Path:
 
 
 def _trained(run: Run, result: Result) -> Trained:
-    return Trained(run.folder, run.config, result, _curve(run.folder), run.interrupted_by)
-
-
-def _curve(folder: Path) -> Path | None:
-    runs = [read_run(path) for path in seed_folders(folder)]
-    if not any(run.series(metric)[0] for run in runs for metric in (EVAL_RETURN, ROLLOUT_RETURN)):
-        return None
-    return learning_curve(group_runs(runs), EVAL_RETURN, folder / "plots" / "learning_curve.png")
-
-
-def _aggregate(folder: Path, runs: list[Trained]) -> TrainedSeeds:
-    scores = [
-        run.result.eval_return_mean for run in runs if run.result.eval_return_mean is not None
-    ]
-    low, high = bootstrap_ci(scores) if scores else (None, None)
-    aggregate = {
-        "env_id": runs[0].config.env,
-        "algo": runs[0].config.algo,
-        "engine": runs[0].config.engine,
-        "seeds": [run.config.seed for run in runs],
-        "eval_return_mean": [run.result.eval_return_mean for run in runs],
-        "best_eval_return": [run.result.best_eval_return for run in runs],
-        "eval_return_iqm": iqm(scores) if scores else None,
-        "eval_return_iqm_ci95": [low, high],
-        "wall_s": sum(run.result.wall_s for run in runs),
-        "env_steps": sum(run.result.env_steps for run in runs),
-    }
-    atomic_write_text(folder / "aggregate.json", json.dumps(aggregate, indent=2))
-    return TrainedSeeds(folder, runs, aggregate, _curve(folder))
+    return Trained(
+        run.folder, run.config, result, draw_learning_curve(run.folder), run.interrupted_by
+    )
 
 
 def result_dict(trained: Trained) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 # ruff: noqa: ARG002 (the arguments are for subclasses)
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from qfleet.agent.evaluation import Evaluation
+from qfleet.core.errors import ConfigError
 from qfleet.core.types import StateDict
 from qfleet.training.result import Result
 
@@ -35,6 +37,25 @@ class Callback:
     def on_end(self, run: Any, result: Result) -> bool | None:
         """Called after the last checkpoint; the returned value is ignored."""
         return None
+
+
+StepFunction: TypeAlias = Callable[[Any], bool | None]
+Callbacks: TypeAlias = Callback | StepFunction | Sequence[Callback | StepFunction] | None
+
+
+def as_callbacks(given: Callbacks) -> list[Callback]:
+    """Return the callbacks as a list; a function becomes the ``on_step`` of one."""
+    many = given if isinstance(given, Sequence) else [] if given is None else [given]
+    return [one if isinstance(one, Callback) else _StepCallback(one) for one in many]
+
+
+class _StepCallback(Callback):
+    def __init__(self, function: StepFunction) -> None:
+        if not callable(function):
+            raise ConfigError(
+                f"callback must be a qfleet.Callback or a function of the run, got {function!r}"
+            )
+        self.on_step = function  # type: ignore[assignment]
 
 
 class Hook(Callback):

@@ -10,9 +10,9 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
+from qfleet.agent.policy import Policy
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, EnvironmentFault, QfleetError
@@ -29,7 +29,7 @@ from qfleet.storage.vacancy import check_vacant
 from qfleet.telemetry.trace import Trace, write_chrome_trace
 from qfleet.telemetry.writers import Writers, drop_metrics_beyond
 from qfleet.training import tournament
-from qfleet.training.callbacks import Callback
+from qfleet.training.callbacks import Callbacks
 from qfleet.training.hooks import Evaluate, standard_hooks
 from qfleet.training.result import Result, make_result
 from qfleet.training.run_state import RunOptions, RunState
@@ -43,9 +43,11 @@ class Run(RunState):
         config: Config,
         folder: Path,
         options: RunOptions,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callbacks = (),
         checkpoint: Checkpoint | None = None,
+        initial: Policy | None = None,
     ) -> None:
+        """``checkpoint``: continue from there. ``initial``: start with the policy's weights."""
         config, self._chosen = settle(validate(config))
         super().__init__(config, folder, options, standard_hooks(config), callbacks)
         self._learning_since: tuple[float, int] | None = None
@@ -66,6 +68,8 @@ class Run(RunState):
             opened.callback(lambda: self.parts.close())  # the parts of that moment
             if checkpoint is not None:
                 self._restore(checkpoint)
+            elif initial is not None:
+                self.parts.start_from(initial.weights)
             self._opened = opened.pop_all()
 
     def _build(self, checkpoint: Checkpoint | None) -> None:

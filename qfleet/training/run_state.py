@@ -18,7 +18,7 @@ from qfleet.engines.stage_rates import Stages
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.progress import Progress
 from qfleet.telemetry.writers import Writers
-from qfleet.training.callbacks import Callback, Hook
+from qfleet.training.callbacks import Callbacks, Hook, as_callbacks
 from qfleet.training.divergence import DivergenceGuard
 from qfleet.training.standings import Standings
 
@@ -51,10 +51,10 @@ class RunState:
         folder: Path,
         options: RunOptions,
         hooks: Sequence[Hook],
-        callbacks: Sequence[Callback],
+        callbacks: Callbacks,
     ) -> None:
         self.config, self.folder, self.options = config, folder, options
-        self._hooks, self._callbacks = hooks, callbacks
+        self._hooks, self._callbacks = hooks, as_callbacks(callbacks)
         self.progress = Progress(config.steps, mode=options.display)
         self.faults = FaultLog(notify=self.progress.message)
         self.standings = Standings(config.population)

@@ -24,7 +24,7 @@ from qfleet.agent.weights import FlatWeights
 SIZE = 257
 STEPS = 50
 RATE = 1e-2
-NAMES = ["adam", "radam", "rmsprop", "sgd"]
+NAMES = ["adam", "adamw", "radam", "rmsprop", "sgd"]
 
 
 def gradients(count: int = STEPS, size: int = SIZE) -> list[Tensor]:
@@ -83,6 +83,35 @@ def test_sgd_is_the_stock_one() -> None:
     torch.testing.assert_close(ours, descend_stock(torch.optim.SGD), rtol=1e-6, atol=1e-7)
 
 
+STOCK: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adam": (torch.optim.Adam, {"eps": 1e-8}),
+    "adamw": (torch.optim.AdamW, {"eps": 1e-8}),
+    "radam": (torch.optim.RAdam, {"eps": 1e-8}),
+    "rmsprop": (torch.optim.RMSprop, {"eps": 1e-8, "alpha": 0.95}),
+    "sgd": (torch.optim.SGD, {}),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weight_decay_is_the_stock_one(name: str) -> None:
+    kind, options = STOCK[name]
+    weights = start()
+    ours = descend(make_optimiser(name, weights, 1e-8, weight_decay=0.5), weights)
+    stock = descend_stock(kind, weight_decay=0.5, **options)
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(ours, descend_stock(kind, **{**options, "weight_decay": 0.0}))
+    # The accelerator's path, with a learning rate in a tensor, and the rows of a population.
+    rows = start().repeat(3, 1)
+    optimiser = make_optimiser(name, rows, 1e-8, weight_decay=0.5)
+    for i, grad in enumerate(gradients()):
+        rate = torch.full((3, 1), RATE / (i + 1))
+        bad = torch.tensor([[0.0], [1.0], [0.0]])
+        optimiser.step(rows, grad.repeat(3, 1), rate, bad)
+    torch.testing.assert_close(rows[0], stock, rtol=1e-4, atol=1e-5)
+    assert torch.equal(rows[1], start())
+    assert torch.equal(rows[2], rows[0])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_bad_found_changes_nothing(name: str) -> None:
     """The accelerator's path with a good gradient is the host's path."""
@@ -96,7 +125,7 @@ def test_nothing_bad_found_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_found_bad_leaves_weights_and_moments_bit_identical(name: str, bad: float) -> None:
     weights = start()
-    optimiser = make_optimiser(name, weights, 1e-8)
+    optimiser = make_optimiser(name, weights, 1e-8, weight_decay=0.1)
     descend(optimiser, weights)
     before, state = weights.clone(), copy.deepcopy(optimiser.state_dict())
     grad = torch.ones(SIZE)

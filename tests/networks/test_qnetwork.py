@@ -72,6 +72,34 @@ def test_a_plain_head_on_an_mlp_equals_plain_layers() -> None:
     torch.testing.assert_close(net(obs), nn.Sequential(*layers)(obs))
 
 
+@pytest.mark.parametrize(
+    ("activation", "kind"),
+    [("tanh", nn.Tanh), ("elu", nn.ELU), ("gelu", nn.GELU), ("silu", nn.SiLU)],
+)
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_another_activation_equals_plain_layers_and_takes_no_shortcut(
+    activation: str, kind: type[nn.Module], layer_norm: bool
+) -> None:
+    net = build(VECTOR, activation=activation, layer_norm=layer_norm)
+    assert not net.is_plain_mlp
+    assert build(VECTOR).is_plain_mlp  # negative control
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in ((4, 16), (16, 8)):
+        layers += [nn.Linear(fan_in, fan_out), *([nn.LayerNorm(fan_out)] if layer_norm else [])]
+        layers += [kind()]
+    plain = nn.Sequential(*layers, nn.Linear(8, 3))
+    obs = observations(VECTOR, 5)
+    torch.testing.assert_close(net(obs), plain(obs))
+    assert not torch.allclose(net(obs), build(VECTOR, layer_norm=layer_norm)(obs))
+
+
+@pytest.mark.parametrize("network", ["nature", "auto", "torch.nn:Flatten"])
+def test_only_an_mlp_has_another_activation(network: str) -> None:
+    with pytest.raises(ConfigError, match=says("activation", "tanh", "mlp")):
+        build(IMAGE, network=network, activation="tanh")
+
+
 def test_a_seed_gives_a_network() -> None:
     options: dict[str, Any] = {"head": "iqn", "dueling": True, "noisy": True}
     obs = observations(VECTOR, 5)

@@ -188,3 +188,14 @@ def test_choose_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_mode(True, Terminal()) == "silent"
     monkeypatch.setenv("TERM", "dumb")
     assert choose_mode(False, Terminal()) == "plain"
+
+
+@pytest.mark.parametrize(("installed", "mode"), [(True, "live"), (False, "plain")])
+def test_a_notebook_redraws_only_with_ipywidgets(
+    installed: bool, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    found = object() if installed else None
+    monkeypatch.setattr("qfleet.telemetry.progress.find_spec", lambda _: found)
+    assert choose_mode(False, io.StringIO()) == mode
+    assert choose_mode(True, io.StringIO()) == "silent"

@@ -244,7 +244,29 @@ class SGD(FlatOptimiser):
             weights.sub_(grad, alpha=learning_rate)
 
 
-def make_optimiser(name: str, weights: Tensor, eps: float) -> FlatOptimiser:
-    if name == "sgd":
-        return SGD()
-    return {"adam": Adam, "radam": RAdam, "rmsprop": RMSProp}[name](weights, eps)
+class WeightDecay(FlatOptimiser):
+    """An optimiser with the weight decay of torch.optim: in the gradient, or decoupled (AdamW)."""
+
+    def __init__(self, optimiser: FlatOptimiser, decay: float, decoupled: bool) -> None:
+        self._optimiser, self._decay, self._decoupled = optimiser, decay, decoupled
+
+    def step(
+        self, weights: Tensor, grad: Tensor, learning_rate: Rate, found_bad: Tensor | None
+    ) -> None:
+        if self._decoupled:
+            good = 1.0 if found_bad is None else 1.0 - found_bad
+            weights.mul_(1.0 - good * learning_rate * self._decay)
+        else:
+            grad = torch.add(grad, weights, alpha=self._decay)
+        self._optimiser.step(weights, grad, learning_rate, found_bad)
+
+    def state_dict(self) -> StateDict:
+        return self._optimiser.state_dict()
+
+
+def make_optimiser(
+    name: str, weights: Tensor, eps: float, weight_decay: float = 0.0
+) -> FlatOptimiser:
+    kinds = {"adam": Adam, "adamw": Adam, "radam": RAdam, "rmsprop": RMSProp}
+    made: FlatOptimiser = SGD() if name == "sgd" else kinds[name](weights, eps)
+    return WeightDecay(made, weight_decay, name == "adamw") if weight_decay else made

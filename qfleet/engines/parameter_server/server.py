@@ -95,7 +95,7 @@ def make_shard_optimiser(config: Config, weights: Tensor) -> FlatOptimiser:
         return Nesterov(weights, config.outer_momentum)
     if config.update in ("admm", "easgd"):
         return SGD()
-    return make_optimiser(config.optimizer, weights, config.optimizer_eps)
+    return make_optimiser(config.optimizer, weights, config.optimizer_eps, config.weight_decay)
 
 
 class Server:

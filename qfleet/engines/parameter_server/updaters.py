@@ -93,7 +93,8 @@ class _Periodic(RemoteUpdater):
 
     def __init__(self, config: Config, weights: FlatWeights, servers: Servers) -> None:
         super().__init__(config, weights, servers)
-        optimiser = make_optimiser(config.optimizer, weights.data, config.optimizer_eps)
+        eps, decay = config.optimizer_eps, config.weight_decay
+        optimiser = make_optimiser(config.optimizer, weights.data, eps, decay)
         self._local = LocalUpdater(weights, optimiser, config.max_grad_norm)
 
     def apply(self, learning_rate: float | Tensor, loss: Loss | None = None) -> Metrics:

@@ -88,6 +88,8 @@ def serial_weights(config: Config, steps: int) -> Tensor:
         {"update": "ssp", "staleness": 0},
         {"update": "hybrid", "hybrid_workers": 1},
         {"optimizer": "rmsprop"},
+        {"weight_decay": 0.1},
+        {"optimizer": "adamw", "weight_decay": 0.1},
         {"gradient_compression": "top-k", "top_k_share": 1.0},
     ],
     ids=str,
