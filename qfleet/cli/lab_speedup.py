@@ -126,8 +126,7 @@ def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
 
 def _fields(options: SpeedupOptions, updates: Sequence[str]) -> dict[str, Any]:
     """Return the fields that are the same in all runs."""
-    given = parse_json_object("--fields", options.fields)
-    check_fields(given)
+    given = check_fields(parse_json_object("--fields", options.fields))
     for name in given:
         if name in SWEPT:
             raise ConfigError(f"fields must not contain {name}; set it with {SWEPT[name]}")

@@ -5,30 +5,52 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from qfleet.config.words import ALIASES, parse_whole
 from qfleet.core.errors import UserError
 
 T = TypeVar("T")
 
-# Option names of CleanRL and other libraries → ours.
-ALIASES = {
-    "--total-timesteps": "--steps",
-    "--n-timesteps": "--steps",
-    "--num-envs": "--envs",
-    "--n-envs": "--envs",
-    "--env-id": "--env",
-    "--train-frequency": "--train-freq",
-    "--target-network-frequency": "--target-update-interval",
-    "--start-e": "--exploration-initial-eps",
-    "--end-e": "--exploration-final-eps",
-    "--exp-name": "--name",
-    "--n-step": "--n-steps",
-    "--import": "--imports",
-}
+_OPTION_ALIASES = {**ALIASES, "exp_name": "name"}
+"""Option names of other libraries → ours, without dashes; a name is no field of Config."""
+
+_REGISTRY = ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _whole_number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
+    """Let every option that is a whole number take ``1e6``, ``50k`` and ``1M``."""
+    if info.type is not int:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda words: parse_whole(words[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+@_REGISTRY.primitive_rule
+def _whole_numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[int, ...]] | None:
+    """Let ``--net-arch 64,64`` mean ``--net-arch 64 64``."""
+    if typing.get_origin(info.type) is not tuple or typing.get_args(info.type) != (int, ...):
+        return None
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[INT [INT ...]]",
+        instance_from_str=lambda words: tuple(
+            parse_whole(number) for word in words for number in word.split(",")
+        ),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda values: [str(value) for value in values],
+    )
 
 
 def parse(
@@ -45,6 +67,7 @@ def parse(
                 prog=f"qfleet {verb}",
                 # tyro joins lines, except those that begin with a space.
                 description=" " + re.sub(r"\n+", "\n ", description.strip()),
+                registry=_REGISTRY,
                 **options,
             )
             return parsed
@@ -58,12 +81,15 @@ def parse(
 
 def spell(argv: list[str]) -> list[str]:
     """Replace underscores by dashes and aliases by our names, in option names only."""
-    words = []
+    words, spellings = [], dict[str, str]()
     for word in argv:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
             name = name.replace("_", "-")
-            word = ALIASES.get(name, name) + equals + value
+            own = _OPTION_ALIASES.get(name[2:].replace("-", "_"), name[2:]).replace("_", "-")
+            if spellings.setdefault(own, name) != name:
+                raise UserError(f"{spellings[own]} and {name} are the same option; give one")
+            word = f"--{own}{equals}{value}"
         words.append(word)
     return words
 

@@ -19,8 +19,8 @@ _COMPARE = {"≥": operator.ge, ">": operator.gt, "≤": operator.le, "<": opera
 
 
 def validate(config: Config) -> Config:
-    """Raise ConfigError at the first invalid value; return the configuration."""
-    check_fields({name: getattr(config, name) for name in FIELDS})
+    """Raise ConfigError at the first invalid value; return the configuration, in its types."""
+    config = Config(**check_fields({name: getattr(config, name) for name in FIELDS}))
     for rules in (_ranges(config), _rules(config)):
         for holds, name, message in rules:
             if not holds:

@@ -12,15 +12,18 @@ from typing import Any, Literal
 
 from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.policy import Policy, load_run_policy, load_saved_policy
-from qfleet.config.config import Config, read_fields
+from qfleet.config.config import Config
+from qfleet.config.files import read_fields
 from qfleet.config.presets import resolve
 from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
+from qfleet.config.words import rename
 from qfleet.core.errors import CheckpointError, ConfigError, RunBusyError
 from qfleet.core.files import atomic_write_text
 from qfleet.engines.parameter_server import limits, resize_request
 from qfleet.envs.objects import env_fields, name_network
 from qfleet.envs.registry import check_env
+from qfleet.envs.short_names import full_id
 from qfleet.storage.checkpoint import POLICY_SUFFIX, diff_meta, has_checkpoint, load_checkpoint
 from qfleet.storage.rundir import check_idle, check_name, default_name, new_run_dir
 from qfleet.storage.vacancy import check_vacant, how_to_start_anew
@@ -63,7 +66,7 @@ class Trained:
     interrupted_by: int | None = None
     """The signal that stopped the run, if one did."""
 
-    def policy(self, which: Literal["best", "last"] = "best") -> Policy:
+    def policy(self, which: Literal["best", "last"] | None = None) -> Policy:
         return load_run_policy(self.folder, which, trust=True)
 
 
@@ -95,6 +98,7 @@ def train(
     config: Config | None = None,
     run_dir: Path | str | None = None,
     name: str | None = None,
+    overwrite: bool = False,
     options: RunOptions | None = None,
     sitting: RunOptions | None = None,
     callbacks: Sequence[Callback] = (),
@@ -106,10 +110,11 @@ def train(
     ``network`` may be a class; ``env_kwargs`` a dict. An object that other processes cannot import
     (a lambda, a class inside a function) works on engines that have one process.
 
+    ``overwrite`` removes a run that ``run_dir`` or ``name`` holds already.
     ``sitting`` is the former name of ``options``.
     """
     config = _configure(env, algo, preset, config, fields)
-    folder = _folder(config, run_dir, name)
+    folder = _folder(config, run_dir, name, overwrite)
     with _removed_if_refused(folder):
         run = Run(config, folder, options or sitting or RunOptions(), callbacks)
     return _trained(run, run.go())
@@ -124,6 +129,7 @@ def train_seeds(
     config: Config | None = None,
     run_dir: Path | str | None = None,
     name: str | None = None,
+    overwrite: bool = False,
     options: RunOptions | None = None,
     sitting: RunOptions | None = None,
     callbacks: Sequence[Callback] = (),
@@ -140,7 +146,7 @@ def train_seeds(
             f"population {config.population} does not go with several seeds: every agent has its "
             "own; train it once"
         )
-    folder = _folder(config, run_dir, name)
+    folder = _folder(config, run_dir, name, overwrite)
     for seed in seeds:
         # Check all before the first run: the last must not be refused after the others are done.
         check_vacant(folder / f"seed-{seed}")
@@ -230,12 +236,13 @@ def scale(run: Path | str, workers: int) -> Scaled:
 
 def load(
     run: Path | str,
-    which: Literal["best", "last"] = "best",
+    which: Literal["best", "last"] | None = None,
     trust: bool = False,
     device: str | None = None,
 ) -> Policy:
     """Return the policy of a run, the best evaluated or the newest, or of a ``Policy.save`` file.
 
+    ``which`` None: the best, or the newest if none was evaluated, which one line reports.
     ``trust`` accepts code that the stored configuration imports: a network of the user here, an
     environment when the policy is evaluated.
     """
@@ -258,7 +265,7 @@ def evaluate(
     episodes: int = 10,
     seed: int = 0,
     epsilon: float | None = None,
-    which: Literal["best", "last"] = "best",
+    which: Literal["best", "last"] | None = None,
     trust: bool = False,
     device: str | None = None,
 ) -> Evaluation:
@@ -277,9 +284,11 @@ def _configure(
     fields: dict[str, Any],
 ) -> Config:
     if config is None:
-        named = {**({} if env is None else env_fields(env)), **fields}
+        named = rename({**({} if env is None else env_fields(env)), **fields})
         if "network" in named:
             named["network"] = name_network(named["network"])
+        if isinstance(named.get("env"), str) and not named.get("imports"):
+            named["env"] = full_id(named["env"])
         config, _ = resolve(named.pop("env", None), algo, preset, fields=named)
     elif env is not None or algo or preset or fields:
         raise ConfigError("config= sets every field; use config.replace(…) to change some of them")
@@ -292,14 +301,14 @@ def check_config(config: Config) -> Config:
     return validate(config)
 
 
-def _folder(config: Config, run_dir: Path | str | None, name: str | None) -> Path:
+def _folder(config: Config, run_dir: Path | str | None, name: str | None, overwrite: bool) -> Path:
     if run_dir is not None and name is not None:
         raise ConfigError("run_dir and name both set the folder of the run; give one of them")
     if run_dir is not None:
         path = Path(run_dir)
-        return new_run_dir(path.parent, path.name, explicit=True)
+        return new_run_dir(path.parent, path.name, explicit=True, overwrite=overwrite)
     if name is not None:
-        return new_run_dir(RUNS, check_name(name), explicit=True)
+        return new_run_dir(RUNS, check_name(name), explicit=True, overwrite=overwrite)
     return new_run_dir(RUNS, default_name(config.env, config.algo, config.seed), explicit=False)
 
 
