@@ -15,6 +15,7 @@ from qfleet.core.errors import QfleetError, UnknownNameError, one_line
 
 VERBS = (
     "train", "resume", "scale", "evaluate", "plot", "video", "runs", "profile", "doctor", "lab",
+    "completion",
 )  # fmt: skip
 
 EXAMPLES = """\
