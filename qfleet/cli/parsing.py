@@ -24,32 +24,23 @@ _REGISTRY = ConstructorRegistry()
 
 
 @_REGISTRY.primitive_rule
-def _whole_number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
-    """Let every option that is a whole number take ``1e6``, ``50k`` and ``1M``."""
-    if info.type is not int:
+def _whole_numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Let options that are whole numbers take ``1e6`` and ``50k``, and lists of them ``64,64``."""
+    is_list = typing.get_args(info.type) == (int, ...)
+    if info.type is not int and not is_list:
         return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="INT",
-        instance_from_str=lambda words: parse_whole(words[0]),
-        is_instance=lambda value: isinstance(value, int),
-        str_from_instance=lambda value: [str(value)],
-    )
 
+    def read(words: list[str]) -> Any:
+        if not is_list:
+            return parse_whole(words[0])
+        return tuple(parse_whole(number) for word in words for number in word.split(","))
 
-@_REGISTRY.primitive_rule
-def _whole_numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[int, ...]] | None:
-    """Let ``--net-arch 64,64`` mean ``--net-arch 64 64``."""
-    if typing.get_origin(info.type) is not tuple or typing.get_args(info.type) != (int, ...):
-        return None
     return PrimitiveConstructorSpec(
-        nargs="*",
-        metavar="[INT [INT ...]]",
-        instance_from_str=lambda words: tuple(
-            parse_whole(number) for word in words for number in word.split(",")
-        ),
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda values: [str(value) for value in values],
+        nargs="*" if is_list else 1,
+        metavar="[INT [INT ...]]" if is_list else "INT",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, tuple if is_list else int),
+        str_from_instance=lambda value: [str(n) for n in (value if is_list else [value])],
     )
 
 

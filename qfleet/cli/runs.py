@@ -31,17 +31,10 @@ Examples:
 """
 
 UNFINISHED = "running or interrupted"
-COLUMNS = (
-    "name", "path", "env", "algo", "engine", "seed", "env_steps", "total_env_steps",
-    "eval_return_mean", "best_eval_return", "env_steps_per_s", "wall_s", "state",
-)  # fmt: skip
 TITLES = {
-    "steps": "env_steps",
-    "return": "eval_return_mean",
-    "best": "best_eval_return",
-    "steps/s": "env_steps_per_s",
-    "wall": "wall_s",
-}
+    "steps": "env_steps", "return": "eval_return_mean", "best": "best_eval_return",
+    "steps/s": "env_steps_per_s", "wall": "wall_s",
+}  # fmt: skip
 """Titles of the table → columns, where they differ."""
 
 
@@ -69,19 +62,20 @@ def runs(
     if csv_ and json_:
         raise ConfigError("--csv and --json exclude each other; give one of them")
     paths = sorted(find_runs(root), key=lambda path: (-_changed_s(path), str(path)))
+    columns = list(_describe(RunData(root, "", {}, None, [])))
     rows = [_row(path) for path in paths]
     for text in filter_:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"--filter {text!r} must be KEY=VALUE, e.g. env=CartPole-v1")
-        rows = [row for row in rows if _equals(row[_column(key)], value)]
+        rows = [row for row in rows if _equals(row[_column(key, columns)], value)]
     if sort is not None:
-        rows.sort(key=lambda row: _order(row[_column(sort)]))
+        rows.sort(key=lambda row: _order(row[_column(sort, columns)]))
     rows = rows[::-1] if reverse else rows
     if json_:
         print(json.dumps(rows, allow_nan=False))
     elif csv_:
-        writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     elif rows:
@@ -102,10 +96,10 @@ def _changed_s(path: Path) -> float:
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
-def _column(key: str) -> str:
+def _column(key: str, columns: list[str]) -> str:
     name = TITLES.get(key, key)
-    if name not in COLUMNS:
-        raise UnknownNameError("column", key, [*COLUMNS, *TITLES])
+    if name not in columns:
+        raise UnknownNameError("column", key, [*columns, *TITLES])
     return name
 
 

@@ -51,11 +51,6 @@ def parse_whole(text: str) -> int:
         return int(number)
 
 
-def parse_list(words: str) -> list[str]:
-    """Split ``64,64``; an empty text is an empty list."""
-    return [word.strip() for word in words.split(",")] if words.strip() else []
-
-
 def convert(value: Any, kind: Any) -> Any:
     """Return a text or a whole float as a value of the type ``kind``; others are not changed.
 
@@ -74,17 +69,17 @@ def convert(value: Any, kind: Any) -> Any:
     except ValueError:
         return value
     if origin is tuple and isinstance(value, str):
-        value = parse_list(value)
+        value = [word.strip() for word in value.split(",")] if value.strip() else []
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(convert(entry, arguments[0]) for entry in value)
     return value
 
 
-def rename(values: Mapping[Any, Any], aliases: Mapping[str, str] = ALIASES) -> dict[str, Any]:
+def rename(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the values under the fields' own names; raise if a field is given twice."""
     given: dict[str, str] = {}
     for name in map(str, values):
-        own = aliases.get(name, name)
+        own = ALIASES.get(name, name)
         if own in given:
             raise ConfigError(f"{given[own]} and {name} are the same setting; give one of them")
         given[own] = name

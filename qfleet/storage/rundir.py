@@ -79,7 +79,7 @@ def new_run_dir(root: Path, name: str, *, explicit: bool = True, overwrite: bool
 _ENTRIES = (
     "config.json", "metrics.jsonl", "result.json", "seeds.json", "aggregate.json", "trace.json",
     "tracker.json", "population.jsonl", "tensorboard", "checkpoints", "best", ".old-best", "agents",
-    "plots", "videos", "wandb",
+    "last.safetensors", "plots", "videos", "wandb",
 )  # fmt: skip
 """What qfleet and the trackers write into the folder of a run."""
 
