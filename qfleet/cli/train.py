@@ -22,8 +22,8 @@ HELP = "train an agent: qfleet train CartPole-v1"
 DESCRIPTION = """Train a DQN-family agent: qfleet train ENV [options]
 
 ENV is a Gymnasium id or its name (CartPole, breakout), package:id, an Atari game (ALE/Pong-v5,
-PongNoFrameskip-v4) or package.module:EnvClass. Without --preset, the preset that suits ENV is used,
-scaled to --steps if that is fewer than its own; every option below overrides it.
+PongNoFrameskip-v4) or package.module:EnvClass. Without --preset, the preset that suits ENV is
+used, scaled to --steps if that is fewer than its own; every option below overrides it.
 Stable-Baselines3's and CleanRL's option names are understood.
 
 Examples:
