@@ -37,7 +37,6 @@ TITLES = {
 }  # fmt: skip
 """Titles of the table → columns, where they differ."""
 
-
 _Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 
 

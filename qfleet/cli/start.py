@@ -18,7 +18,7 @@ from qfleet.config.config import FIELDS, OPTIONS, Config, Group, read_docstrings
 from qfleet.config.files import SUFFIXES, read_fields
 from qfleet.config.presets import resolve
 from qfleet.config.trust import check_trust
-from qfleet.config.words import parse_whole
+from qfleet.config.words import convert
 from qfleet.core.errors import UserError
 from qfleet.envs.short_names import full_id
 from qfleet.telemetry.runs import resolve_run, seed_folders
@@ -91,6 +91,7 @@ def read_start(argv: list[str]) -> Start:
         argv, ("--env", "--algo", "--preset", "--config", "--engine", "--update", "--steps")
     )
     given = {word.partition("=")[0] for word in argv}
+    steps = convert(named["--steps"], int)  # what is no number is refused with all other options
     file_fields = read_fields(_config_file(named["--config"])) if named["--config"] else {}
     env = named["--env"] or file_fields.get("env")
     if env and not ("--imports" in given or file_fields.get("imports")):
@@ -104,7 +105,7 @@ def read_start(argv: list[str]) -> Start:
         file_fields,
         engine=named["--engine"],
         update=named["--update"],
-        steps=_whole_or_none(named["--steps"] or ""),
+        steps=steps if isinstance(steps, int) else None,
     )
     names_task = bool(env or named["--config"] or preset)
     kept = {
@@ -117,17 +118,10 @@ def read_start(argv: list[str]) -> Start:
 
 def _config_file(named: str) -> Path:
     """Return the file of ``--config``: a file, or the config.json of a run (of its first seed)."""
-    path = Path(named)
-    if os.path.isfile(path) or (path.suffix.lower() in SUFFIXES and not path.is_dir()):
+    path = Path(named)  # os.path, unlike Path: False for names that are too long
+    if os.path.isfile(path) or (path.suffix.lower() in SUFFIXES and not os.path.isdir(path)):
         return path
     return seed_folders(resolve_run(named, Path("runs")))[0] / "config.json"
-
-
-def _whole_or_none(text: str) -> int | None:
-    try:
-        return parse_whole(text)
-    except ValueError:
-        return None  # refused when all options are parsed
 
 
 def _with_env_named(argv: list[str]) -> list[str]:

@@ -184,6 +184,8 @@ def test_config_takes_toml_and_yaml(settled: Callable[[str], Config]) -> None:
 
 def test_a_missing_file_or_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nosuch.toml" in refused(capsys, "train --config nosuch.toml")
+    assert "xxx" in refused(capsys, f"train --config {'x' * 300}.json")
+    assert "xxx" in refused(capsys, f"train --config {'x' * 300}")
     write_run(Path("runs/mine"))
     assert "mine" in refused(capsys, "train --config mien")
     assert "../mine" in refused(capsys, "train --config ../mine")

@@ -329,7 +329,7 @@ OWN_PRESET = [
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_valid_and_names_its_source(name: str) -> None:
     config = preset_config(name)
-    assert validate(config) == config
+    assert validate(config) is config
     source = PRESETS[name].source.lower()
     papers = ("1710.02298", "1803.00933", "1903.03176", "2407.04811")
     known = ("rl-baselines3-zoo", "cleanrl", "nature", "qfleet", "highway-env", *papers)
