@@ -10,9 +10,9 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from qfleet.cli.parsing import ALIASES
 from qfleet.config.algorithms import ALGORITHMS
 from qfleet.config.config import FIELDS, OPTIONS, Config, Group, read_docstrings
+from qfleet.config.words import ALIASES
 
 TARGET = Path(__file__).with_name("options.md")
 
@@ -51,8 +51,8 @@ def _allowed(name: str) -> str:
 
 
 def _other_names(name: str) -> str:
-    option = "--" + name.replace("_", "-")
-    names = ", ".join(f"`{alias}`" for alias, own in ALIASES.items() if own == option)
+    aliases = (alias for alias, own in ALIASES.items() if own == name)
+    names = ", ".join(f"`--{alias.replace('_', '-')}`" for alias in aliases)
     return f" Also understood: {names}." if names else ""
 
 

@@ -92,6 +92,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'qfleet' has no attribute '{name}'")
     import importlib
 
+    from qfleet.core.errors import check_platform
+
+    check_platform()
     return getattr(importlib.import_module(f"qfleet.{_HOMES[name]}"), _RENAMED.get(name, name))
 
 

@@ -49,6 +49,7 @@ from qfleet.cli.video import VideoOptions
 from qfleet.config.algorithms import ALGORITHMS
 from qfleet.config.config import FIELDS, OPTIONS
 from qfleet.config.recipes import PRESETS
+from qfleet.config.words import ALIASES
 
 TIMEOUT_S = 60.0
 TIMED_OUT = "did not end within the time limit"
@@ -60,17 +61,18 @@ TINY = {
 
 ENVS = (
     "CartPole-v1", "CartPole-v1", "CartPole-v1", "Acrobot-v1", "MountainCar-v0", "FrozenLake-v1",
-    "MinAtar/Breakout-v1", "gymnasium.envs.classic_control:CartPoleEnv",
+    "MinAtar/Breakout-v1", "gymnasium.envs.classic_control:CartPoleEnv", "CartPole", "frozen_lake",
 )  # fmt: skip
 BAD_ENVS = (
-    "CartPol-v1", "CartPole", "ALE/Pnog-v5", "Pendulum-v1", "", "no.such.module:Env", "os:path",
+    "CartPol-v1", "cartpol", "ALE/Pnog-v5", "Pendulum-v1", "", "no.such.module:Env", "os:path",
     "gymnasium:CartPole-v1", "json:NoEnv-v0", "päckchen:Ümgebung", ":", "a:b:c", "-v1", "../../x",
     "MinAtar/Nothing-v1", "files/garbage.json", "\udcff",
 )  # fmt: skip
 FILES = (
     "files/missing.json", "files/empty.json", "files/garbage.json", "files/binary.json",
     "files/list.json", "files/types.json", "files/unknown.json", "files/ünï.json", "files",
-    "files/empty.json/below", "/proc/version", "/", "", "x" * 300,
+    "files/empty.json/below", "/proc/version", "/", "", "x" * 300, "files/garbage.yaml",
+    "files/aliases.yaml", "files/tag.yaml", "files/garbage.toml", "files/missing.toml",
 )  # fmt: skip
 RUNS = (
     "done", "stopped", "runs/done", "runs/stopped", "runs", ".", "dnoe", "files", "broken", "",
@@ -79,8 +81,12 @@ RUNS = (
 TEXTS = (
     "", " ", "abc", "ünïcödé", "日本", "\udcff", "-1", "-", "--", "1e400", "nan", "inf", "-inf",
     "0", "10" * 20, "-" + "9" * 30, "1.5", "1,2", "[1]", "{}", '{"a": NaN}', "None", "True", "a\nb",
-    "%s", "$HOME", "'", "*", "0x10", "1_000", "٣",
+    "%s", "$HOME", "'", "*", "0x10", "1_000", "٣", "1e3", "2k", "1.5k", "1e99", "9M", "64,64", ",",
+    "1e-3", "a=b", "=",
 )  # fmt: skip
+LARGE = ("1_000", "1e3", "2k", "1.5k", "1e99", "9M")
+"""Texts that are large whole numbers."""
+
 KNOWN = {
     "--algo": tuple(ALGORITHMS), "--preset": (*PRESETS, "none", "list"),
     "--device": ("cpu", "auto"), "--network": ("auto", "mlp"), "--replay-device": ("auto", "cpu"),
@@ -88,13 +94,19 @@ KNOWN = {
     "--env-kwargs": ("{}",), "--vary": ("{}",), "--address": ("",), "--imports": ("json", "math"),
     "--max-wall": ("5s", "1m"),
     "--name": ("some-name", "ünï"), "--run-dir": ("made", "runs/made"), "--root": ("runs", "files"),
-    "--config": ("runs/done/config.json", "files/good.json"), "--maze": ("files/maze.txt",),
+    "--config": (
+        "runs/done/config.json", "files/good.json", "done", "runs/stopped", "files/good.yaml",
+        "files/good.toml",
+    ),
+    "--sort": ("return", "env", "steps/s"), "--filter": ("env=Cart*", "state=finished", "seed=0"),
+    "--maze": ("files/maze.txt",),
     "--out": ("out.png", "out/x.svg", "out.pdf"), "--metric": ("eval/mean_reward", "train/loss"),
     "--workers": ("1", "2"), "--updates": ("sync",), "--fields": ("{}",), "--straggler": ("1",),
 }  # fmt: skip
 """Valid values of options whose type does not say them."""
 
 SLOW = {
+    "--total-timesteps", "--n-timesteps", "--timesteps",
     "--seconds", "--steps", "--episodes", "--max-wall", "--stop-after", "--steps-per-worker",
     "--gradient-steps",
 }  # fmt: skip
@@ -121,7 +133,12 @@ def read_options(*sources: Callable[..., Any]) -> dict[str, Kind]:
 
 def read_fields() -> dict[str, Kind]:
     named = ((name, Kind(FIELDS[name], OPTIONS[name].bounds)) for name in FIELDS)
-    return {"--" + name.replace("_", "-"): kind for name, kind in named}
+    kinds = {"--" + name.replace("_", "-"): kind for name, kind in named}
+    aliases = {"--" + alias.replace("_", "-"): name for alias, name in ALIASES.items()}
+    return {
+        **kinds,
+        **{alias: kinds["--" + name.replace("_", "-")] for alias, name in aliases.items()},
+    }
 
 
 class Drawer:
@@ -140,6 +157,7 @@ class Drawer:
             (5, lambda: self.of_run("video", VideoOptions)),
             (4, lambda: self.of_run("scale", ScaleOptions)),
             (4, lambda: ["runs", *self.options(read_options(runs))]),
+            (2, lambda: ["completion", self._random.choice(("bash", "zsh", "fish", *TEXTS))]),
             (3, self.doctor),
             (
                 5,
@@ -264,10 +282,12 @@ class Drawer:
             return self.valid(name, Kind(arguments[0], kind.bounds))
         if origin is tuple:
             of = Kind(arguments[0], kind.bounds)
-            return [word for _ in range(self._random.randint(1, 3)) for word in self.valid("", of)]
+            words = [w for _ in range(self._random.randint(1, 3)) for w in self.valid("", of)]
+            return words if self._random.random() < 0.5 else [",".join(words)]
         low = max(kind.bounds.get("≥", 0), kind.bounds.get(">", -1))
         if kind.type is int:
-            return [str(int(low) + self._random.choice((0, 1, 2, 8, 33)))]
+            number = int(low) + self._random.choice((0, 1, 2, 8, 33))
+            return [self._random.choice((f"{number}", f"{number}", f"{number}e0", f"{number}.0"))]
         if kind.type is float:
             high = min(kind.bounds.get("≤", low + 2), kind.bounds.get("<", low + 2))
             return [f"{self._random.uniform(low, high):.3g}"]
@@ -276,7 +296,7 @@ class Drawer:
     def wrong(self, is_slow: bool = False) -> str:
         if is_slow:
             return self._random.choice(
-                [text for text in TEXTS if len(text) < 20 and text != "1_000"]
+                [text for text in TEXTS if len(text) < 20 and text not in LARGE]
             )
         return self._random.choice((*TEXTS, *FILES))
 
@@ -321,7 +341,9 @@ def make_folder(folder: Path, call: Callable[[list[str], Path], object] = call) 
     texts = {
         "empty.json": "", "garbage.json": "{steps: }}", "list.json": "[1, 2]", "good.json": "{}",
         "types.json": '{"steps": "many", "net_arch": 3}', "unknown.json": '{"stepz": 3}',
-        "ünï.json": '{"env": "Ünï-v0"}', "maze.txt": "S..\n.#.\n..G\n",
+        "ünï.json": '{"env": "Ünï-v0"}', "maze.txt": "S..\n.#.\n..G\n", "good.toml": "lr = 1e-3\n",
+        "good.yaml": "lr: 1e-3\ngamma: 0.9\n", "garbage.yaml": "{steps: }}", "garbage.toml": "x =",
+        "aliases.yaml": "a: &a 1\nb: *a\n", "tag.yaml": "env: !!python/name:os.system\n",
     }  # fmt: skip
     for name, text in texts.items():
         (files / name).write_text(text, encoding="utf-8")

@@ -20,7 +20,8 @@ from qfleet.agent.inference import make_greedy
 from qfleet.agent.random_actions import draw_actions, legal_actions
 from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.exploration import sample_actions
-from qfleet.config.config import Config, check_fields, read_fields
+from qfleet.config.config import Config, check_fields
+from qfleet.config.files import read_fields
 from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, one_line
@@ -32,6 +33,7 @@ from qfleet.networks.factory import make_network
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.storage.checkpoint import (
     POLICY_SUFFIX,
+    has_checkpoint,
     load_checkpoint,
     load_policy,
     load_policy_file,
@@ -251,11 +253,24 @@ def _usable_device(config: Config, spec: EnvSpec, name: str | None) -> torch.dev
         return resolve_device("auto", spec)
 
 
+def best_or_last(folder: Path) -> Literal["best", "last"]:
+    """Return which policy of a run to use by default; print a line if there is no best one."""
+    has_best = any((folder / name).exists() for name in ("best", ".old-best"))
+    if has_best or not has_checkpoint((population_folder(folder) or folder) / "checkpoints"):
+        return "best"
+    _print_alert(f"'{folder}' has no best policy yet; using the last one (--which last)")
+    return "last"
+
+
 def load_run_policy(
-    folder: Path, which: Literal["best", "last"], trust: bool, device: str | None = None
+    folder: Path,
+    which: Literal["best", "last"] | None,
+    trust: bool,
+    device: str | None = None,
 ) -> Policy:
     """Return the policy in a run's folder, without its environment."""
     config = validate(Config(**read_fields(folder / "config.json")))
+    which = which or best_or_last(folder)
     if which == "best":
         best = load_policy(folder / "best")
         state, meta = best.parts["policy"], best.meta
@@ -274,8 +289,7 @@ def load_saved_policy(path: Path, trust: bool, device: str | None = None) -> Pol
     stored = load_policy_file(path)
     fields = stored.meta["config"]
     try:
-        check_fields(dict(fields))
-        config = validate(Config(**fields))
+        config = validate(Config(**check_fields(dict(fields))))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"'{path}' has a malformed config: {one_line(error)}") from None
     return _make_policy(config, stored.meta["spec"], stored.parts["policy"], trust, device)

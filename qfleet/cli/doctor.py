@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from qfleet.cli.parsing import parse
 from qfleet.cli.run_options import quiet_stdout
+from qfleet.envs.short_names import full_id
 
 HELP = "show hardware and libraries; measure the fastest vectoriser, envs, precision"
 
@@ -44,8 +45,8 @@ def run(argv: list[str]) -> int:
     if options.seconds <= 0 or not options.envs or min(options.envs) < 1:
         raise ConfigError("--seconds and --envs must be positive")
     if options.tune:
-        return _tune(options.env or TUNED_ENV, options.json)
-    return _measure(options.env or MEASURED_ENV, options)
+        return _tune(full_id(options.env or TUNED_ENV), options.json)
+    return _measure(full_id(options.env or MEASURED_ENV), options)
 
 
 def _measure(env: str, options: DoctorOptions) -> int:

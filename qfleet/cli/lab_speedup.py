@@ -7,7 +7,7 @@ import os
 import tempfile
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from qfleet.config.config import OPTIONS, Update, check_fields, parse_json_objec
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
+from qfleet.envs.short_names import full_id
 from qfleet.lab.speedup import (
     HEADER,
     UNMEASURED,
@@ -96,6 +97,7 @@ class SpeedupOptions:
 def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
     """Run the command; tests pass ``train`` to replace ``qfleet.train``."""
     options = parse(SpeedupOptions, argv, "lab speedup", DESCRIPTION)
+    options = replace(options, env=full_id(options.env))
     updates = parse_updates(options.updates, typing.get_args(Update))
     cases = make_cases(updates, parse_workers(options.workers), options.straggler)
     if options.straggler > 1 and options.step_latency_s <= 0:
@@ -126,8 +128,7 @@ def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
 
 def _fields(options: SpeedupOptions, updates: Sequence[str]) -> dict[str, Any]:
     """Return the fields that are the same in all runs."""
-    given = parse_json_object("--fields", options.fields)
-    check_fields(given)
+    given = check_fields(parse_json_object("--fields", options.fields))
     for name in given:
         if name in SWEPT:
             raise ConfigError(f"fields must not contain {name}; set it with {SWEPT[name]}")

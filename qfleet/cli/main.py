@@ -11,10 +11,11 @@ import re
 import sys
 from importlib.metadata import version
 
-from qfleet.core.errors import QfleetError, UnknownNameError, one_line
+from qfleet.core.errors import QfleetError, UnknownNameError, check_platform, one_line
 
 VERBS = (
     "train", "resume", "scale", "evaluate", "plot", "video", "runs", "profile", "doctor", "lab",
+    "completion",
 )  # fmt: skip
 
 EXAMPLES = """\
@@ -51,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         verb, *rest = argv
         if verb not in VERBS:
             raise UnknownNameError("verb", verb, VERBS)
+        check_platform()
         code: int = importlib.import_module(f"qfleet.cli.{verb}").run(rest)
         return code
     except QfleetError as error:

@@ -5,30 +5,43 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from qfleet.config.words import ALIASES, parse_whole
 from qfleet.core.errors import UserError
 
 T = TypeVar("T")
 
-# Option names of CleanRL and other libraries → ours.
-ALIASES = {
-    "--total-timesteps": "--steps",
-    "--n-timesteps": "--steps",
-    "--num-envs": "--envs",
-    "--n-envs": "--envs",
-    "--env-id": "--env",
-    "--train-frequency": "--train-freq",
-    "--target-network-frequency": "--target-update-interval",
-    "--start-e": "--exploration-initial-eps",
-    "--end-e": "--exploration-final-eps",
-    "--exp-name": "--name",
-    "--n-step": "--n-steps",
-    "--import": "--imports",
-}
+_OPTION_ALIASES = {**ALIASES, "exp_name": "name"}
+"""Option names of other libraries → ours, without dashes; a name is no field of Config."""
+
+_REGISTRY = ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _whole_numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Let options that are whole numbers take ``1e6`` and ``50k``, and lists of them ``64,64``."""
+    is_list = typing.get_args(info.type) == (int, ...)
+    if info.type is not int and not is_list:
+        return None
+
+    def read(words: list[str]) -> Any:
+        if not is_list:
+            return parse_whole(words[0])
+        return tuple(parse_whole(number) for word in words for number in word.split(","))
+
+    return PrimitiveConstructorSpec(
+        nargs="*" if is_list else 1,
+        metavar="[INT [INT ...]]" if is_list else "INT",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, tuple if is_list else int),
+        str_from_instance=lambda value: [str(n) for n in (value if is_list else [value])],
+    )
 
 
 def parse(
@@ -45,6 +58,7 @@ def parse(
                 prog=f"qfleet {verb}",
                 # tyro joins lines, except those that begin with a space.
                 description=" " + re.sub(r"\n+", "\n ", description.strip()),
+                registry=_REGISTRY,
                 **options,
             )
             return parsed
@@ -58,12 +72,15 @@ def parse(
 
 def spell(argv: list[str]) -> list[str]:
     """Replace underscores by dashes and aliases by our names, in option names only."""
-    words = []
+    words, spellings = [], dict[str, str]()
     for word in argv:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
             name = name.replace("_", "-")
-            word = ALIASES.get(name, name) + equals + value
+            own = _OPTION_ALIASES.get(name[2:].replace("-", "_"), name[2:]).replace("_", "-")
+            if spellings.setdefault(own, name) != name:
+                raise UserError(f"{spellings[own]} and {name} are the same option; give one")
+            word = f"--{own}{equals}{value}"
         words.append(word)
     return words
 

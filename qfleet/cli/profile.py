@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qfleet.cli.run_options import quiet_stdout, timeline_path, trace_path
-from qfleet.cli.train import ExperimentOptions, read_start
+from qfleet.cli.start import ExperimentOptions, read_start
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.telemetry.formatting import format_duration

@@ -29,8 +29,8 @@ class PolicyOptions:
     """Name or folder of the run, or a file that policy.save wrote."""
     seed: int = 1000
     """Seed of the environments."""
-    which: Literal["best", "last"] = "best"
-    """The best evaluated policy, or the newest checkpoint's."""
+    which: Literal["best", "last"] | None = None
+    """The best evaluated policy, or the newest checkpoint's; default: best, if there is one."""
     device: str | None = None
     """Device to use instead of the run's own: cpu, cuda …"""
     trust: bool = False

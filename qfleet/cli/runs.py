@@ -1,7 +1,9 @@
-"""``qfleet runs``: list the runs in a folder as a table, newest first."""
+"""``qfleet runs``: list the runs in a folder as a table, newest first or sorted."""
 
 from __future__ import annotations
 
+import csv
+import fnmatch
 import json
 import sys
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from qfleet.cli.parsing import parse
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.telemetry.formatting import finite, format_duration, format_rate, format_score
 from qfleet.telemetry.runs import EVAL_RETURN, RunData, find_runs, read_run, run_name
 
@@ -19,32 +21,68 @@ HELP = "list the runs in a folder with their scores"
 
 _DESCRIPTION = """List the runs in a folder, newest first, with their scores, speed and state.
 
+Keys of --sort and --filter are columns of the table, or keys of --json.
+
 Examples:
   qfleet runs
-  qfleet runs --root experiments
+  qfleet runs --root experiments --sort return --reverse
+  qfleet runs --filter env=CartPole-v1 --filter state=finished --csv
   qfleet runs --json
 """
 
 UNFINISHED = "running or interrupted"
+TITLES = {
+    "steps": "env_steps", "return": "eval_return_mean", "best": "best_eval_return",
+    "steps/s": "env_steps_per_s", "wall": "wall_s",
+}  # fmt: skip
+"""Titles of the table → columns, where they differ."""
+
+_Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 
 
 def runs(
-    root: Path = Path("runs"), json_: Annotated[bool, tyro.conf.arg(name="json")] = False
+    root: Path = Path("runs"),
+    sort: str | None = None,
+    reverse: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    filter_: Annotated[_Texts, tyro.conf.arg(name="filter", metavar="KEY=VALUE")] = (),
+    csv_: Annotated[bool, tyro.conf.arg(name="csv"), tyro.conf.FlagCreatePairsOff] = False,
+    json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """List the runs in a folder.
 
     Args:
         root: folder that holds the runs.
+        sort: column to sort by, in ascending order.
+        reverse: list in the opposite order.
+        filter_: list only runs with this value; * stands for any text. May be given several times.
+        csv_: print comma-separated values only.
         json_: print machine-readable output only.
     """
+    if csv_ and json_:
+        raise ConfigError("--csv and --json exclude each other; give one of them")
     paths = sorted(find_runs(root), key=lambda path: (-_changed_s(path), str(path)))
+    columns = list(_describe(RunData(root, "", {}, None, [])))
     rows = [_row(path) for path in paths]
+    for text in filter_:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--filter {text!r} must be KEY=VALUE, e.g. env=CartPole-v1")
+        rows = [row for row in rows if _equals(row[_column(key, columns)], value)]
+    if sort is not None:
+        rows.sort(key=lambda row: _order(row[_column(sort, columns)]))
+    rows = rows[::-1] if reverse else rows
     if json_:
         print(json.dumps(rows, allow_nan=False))
+    elif csv_:
+        writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
     elif rows:
         _print_table(rows)
     else:
-        sys.stdout.write(f"no runs in '{root}'; train one with `qfleet train`, or set --root\n")
+        matching = " with these values" if filter_ else ""
+        hint = "train one with `qfleet train`, or set --root"
+        sys.stdout.write(f"no runs{matching} in '{root}'; {hint}\n")
     return 0
 
 
@@ -55,6 +93,27 @@ def run(argv: list[str]) -> int:
 def _changed_s(path: Path) -> float:
     files = (path / name for name in ("config.json", "metrics.jsonl", "result.json"))
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+
+
+def _column(key: str, columns: list[str]) -> str:
+    name = TITLES.get(key, key)
+    if name not in columns:
+        raise UnknownNameError("column", key, [*columns, *TITLES])
+    return name
+
+
+def _equals(value: Any, text: str) -> bool:
+    try:
+        return float(value) == float(text)
+    except (TypeError, ValueError):
+        return fnmatch.fnmatchcase(str(value or "").lower(), text.lower())
+
+
+def _order(value: Any) -> tuple[int, float, str]:
+    """Return a key that sorts numbers before texts, and values that are missing last."""
+    if isinstance(value, (int, float)):
+        return (0, value, "")
+    return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
 
 def _row(path: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class VideoOptions(PolicyOptions):
 
 def run(argv: list[str]) -> int:
     options = parse(VideoOptions, argv, "video", DESCRIPTION)
+    from qfleet.agent.policy import best_or_last
     from qfleet.core.errors import ConfigError
     from qfleet.telemetry.runs import resolve_run
     from qfleet.training import api
@@ -38,13 +39,15 @@ def run(argv: list[str]) -> int:
 
     if options.max_frames < 1 or options.fps < 1 or options.seed < 0:
         raise ConfigError("--max-frames and --fps must be at least 1, --seed at least 0")
+    which = options.which
     if api.is_policy_file(options.run):
         source = Path(options.run)
         default = source.with_name(f"{source.stem}-seed{options.seed}.gif")
     else:
         source = resolve_run(options.run, api.RUNS)
-        default = source / "videos" / f"{options.which}-seed{options.seed}.gif"
-    policy = api.load(source, options.which, options.trust, options.device)
+        which = which or best_or_last(source)
+        default = source / "videos" / f"{which}-seed{options.seed}.gif"
+    policy = api.load(source, which, options.trust, options.device)
     out = options.out or default
     frames, total = record_video(policy, out, options.seed, options.max_frames, options.fps)
     if options.json:

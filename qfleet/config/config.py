@@ -12,13 +12,15 @@ import dataclasses
 import inspect
 import itertools
 import json
+import reprlib
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from qfleet.core.errors import ConfigError, UnknownNameError
+from qfleet.config.words import convert, rename
+from qfleet.core.errors import ConfigError, UnknownNameError, one_line
 
 T = TypeVar("T")
 Head = Literal["q", "c51", "qr", "iqn", "actor-critic"]
@@ -388,8 +390,7 @@ class Config:
 
     def replace(self, **changes: Any) -> Config:
         """Return a copy with some fields changed; raise if a name is unknown or a type is wrong."""
-        check_fields(changes)
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, **check_fields(changes))
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
@@ -443,17 +444,28 @@ def read_docstrings() -> dict[str, str]:
     }
 
 
-def check_fields(values: dict[str, Any]) -> None:
-    """Raise if a name is unknown, naming the nearest field, or if a value has the wrong type."""
-    for name, value in values.items():
+def check_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values under the fields' own names and in their types (``lr``, ``"1e6"``).
+
+    Raise if a name is unknown, naming the nearest field, or if a value has the wrong type.
+    """
+    checked = rename(values)
+    for name, value in checked.items():
         if name not in FIELDS:
             raise UnknownNameError("configuration field", name, FIELDS)
         kind = FIELDS[name]
-        if not (_matches(value, kind) or (name in JSON_FIELDS and isinstance(value, dict))):
+        checked[name] = value = convert(value, kind)
+        if name in JSON_FIELDS and isinstance(value, dict):
+            try:
+                checked[name] = json.dumps(value)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(f"{name} cannot be written as JSON: {one_line(error)}") from None
+        elif not _matches(value, kind):
             expected = kind.__name__ if isinstance(kind, type) else str(kind)
             if typing.get_origin(kind) is Literal:
                 expected = "one of " + ", ".join(typing.get_args(kind))
-            raise ConfigError(f"{name} must be {expected}, got {value!r}")
+            raise ConfigError(f"{name} must be {expected}, got {reprlib.repr(value)}")
+    return checked
 
 
 def _matches(value: object, kind: Any) -> bool:
@@ -470,16 +482,3 @@ def _matches(value: object, kind: Any) -> bool:
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, kind)
-
-
-def read_fields(path: Path) -> dict[str, Any]:
-    """Read fields from a JSON file such as a run's ``config.json``; it need not hold all fields."""
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read configuration '{path}': {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"configuration '{path}' is not JSON: {error}") from None
-    values = parse_json_object(f"configuration '{path}'", text)
-    check_fields(values)
-    return values

@@ -79,8 +79,8 @@ def resolve(
     ``engine`` and ``update`` only select the preset, and ``steps`` only scales it; ``fields`` may
     hold them instead.
     """
-    file_fields, fields, has_file = dict(file_fields or {}), dict(fields or {}), bool(file_fields)
-    check_fields({**file_fields, **fields})
+    file_fields, fields = check_fields(file_fields or {}), check_fields(fields or {})
+    has_file = bool(file_fields)
     # Not applied if another one is given: the module of ``module:id`` would stay in ``imports``.
     env = env or file_fields.get("env")
     file_fields.pop("env", None)

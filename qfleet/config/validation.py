@@ -19,8 +19,11 @@ _COMPARE = {"≥": operator.ge, ">": operator.gt, "≤": operator.le, "<": opera
 
 
 def validate(config: Config) -> Config:
-    """Raise ConfigError at the first invalid value; return the configuration."""
-    check_fields({name: getattr(config, name) for name in FIELDS})
+    """Raise ConfigError at the first invalid value; return the configuration, in its types."""
+    given = {name: getattr(config, name) for name in FIELDS}
+    # By their texts: 1.0 equals 1, but a field that is a whole number must be 1.
+    converted = {k: v for k, v in check_fields(given).items() if repr(v) != repr(given[k])}
+    config = config.replace(**converted) if converted else config
     for rules in (_ranges(config), _rules(config)):
         for holds, name, message in rules:
             if not holds:

@@ -7,6 +7,7 @@ prints it as one line and exits with ``exit_code``; ``--debug`` shows the traceb
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 
@@ -20,6 +21,15 @@ def require(ok: bool, name: str, value: float, allowed: str) -> None:
     """Raise ConfigError unless ``ok``: the value of ``name`` must be ``allowed``."""
     if not ok:
         raise ConfigError(f"{name} must be {allowed}, got {value}")
+
+
+def check_platform() -> None:
+    """Raise UserError on Windows, which lacks the file locks and signals that runs need."""
+    if sys.platform == "win32":
+        raise UserError(
+            "Windows is not supported, because runs need POSIX file locks and signals; use WSL "
+            "(https://learn.microsoft.com/windows/wsl), where qfleet runs as on Linux"
+        )
 
 
 class QfleetError(Exception):

@@ -9,12 +9,13 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from types import TracebackType
 
 from qfleet.core.errors import ConfigError, RunBusyError
-from qfleet.storage.vacancy import check_vacant
+from qfleet.storage.vacancy import check_vacant, is_run
 
 MAX_NAME_CHARS = 100
 _MAX_NAME_BYTES = 200  # file systems allow 255; leave room for suffixes
@@ -45,12 +46,12 @@ def default_name(env: str, algo: str, seed: int) -> str:
     return check_name(f"{safe.strip('.-')}-s{seed}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
-def new_run_dir(root: Path, name: str, *, explicit: bool = True) -> Path:
+def new_run_dir(root: Path, name: str, *, explicit: bool = True, overwrite: bool = False) -> Path:
     """Create the run's folder under `root`.
 
     A name that the user gave (`explicit`) is used unchanged; ConfigError or RunBusyError is raised
-    if its folder holds a run or is in use. A default name gets the suffix -2, -3 … until no folder
-    has that name.
+    if its folder holds a run, which `overwrite` removes, or is in use. A default name gets the
+    suffix -2, -3 … until no folder has that name.
     """
     check_name(name)
     path = root / name
@@ -58,6 +59,8 @@ def new_run_dir(root: Path, name: str, *, explicit: bool = True) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         if explicit:
             check_idle(path)
+            if overwrite:
+                remove_run(path)
             check_vacant(path)
             path.mkdir(exist_ok=True)
             return path
@@ -71,6 +74,36 @@ def new_run_dir(root: Path, name: str, *, explicit: bool = True) -> Path:
                 path = root / f"{name}-{attempt}"
     except OSError as error:
         raise ConfigError(f"cannot create run folder '{path}': {error.strerror}") from None
+
+
+_ENTRIES = (
+    "config.json", "metrics.jsonl", "result.json", "seeds.json", "aggregate.json", "trace.json",
+    "tracker.json", "population.jsonl", "tensorboard", "checkpoints", "best", ".old-best", "agents",
+    "last.safetensors", "plots", "videos", "wandb",
+)  # fmt: skip
+"""What qfleet and the trackers write into the folder of a run."""
+
+
+def remove_run(path: Path) -> None:
+    """Remove what the run in this folder, and the runs of its seeds, have written.
+
+    Other files stay. Raises ConfigError if the folder is not a run's, RunBusyError if it is in use.
+    """
+    runs = [run for run in (path, *path.glob("seed-*")) if (run / "config.json").exists()]
+    for run in runs:
+        if not is_run(run):
+            raise ConfigError(
+                f"'{run}' does not look like a run of qfleet, so overwrite removes nothing there; "
+                "choose another folder"
+            )
+    with contextlib.ExitStack() as locks:
+        for run in runs:
+            locks.enter_context(RunLock(run))
+        for entry in [run / name for run in {path, *runs} for name in _ENTRIES if runs]:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
 
 
 class RunLock:

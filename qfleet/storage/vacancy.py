@@ -4,7 +4,8 @@ In: a folder. Out: nothing or a ConfigError; also the command that restarts a ru
 resumed.
 
 A run that fails before its first step leaves files but no progress. Its folder may be used again,
-so that the same command works once the cause is fixed. A run with progress is never overwritten.
+so that the same command works once the cause is fixed. A run with progress is overwritten only on
+request.
 """
 
 from __future__ import annotations
@@ -26,8 +27,21 @@ def check_vacant(path: Path) -> None:
     if has_checkpoint(path / "checkpoints"):
         fix = f"continue it with: qfleet resume {path}"
     else:
-        fix = "it has no checkpoint to resume from, so choose another folder or remove this one"
-    raise ConfigError(f"run folder '{path}' holds a run already; {fix}")
+        fix = "it has no checkpoint to resume from, so choose another folder"
+    raise ConfigError(
+        f"run folder '{path}' holds a run already; {fix}, or replace it with --overwrite "
+        "(library: overwrite=True)"
+    )
+
+
+def is_run(path: Path) -> bool:
+    """Return whether the folder holds the files with which every run of qfleet begins."""
+    try:
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    has_fields = isinstance(config, dict) and {"env", "algo", "engine", "steps"} <= config.keys()
+    return has_fields and (path / METRICS).is_file()
 
 
 def has_no_progress(path: Path) -> bool:

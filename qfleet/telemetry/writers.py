@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import ConfigError, one_line
 from qfleet.core.files import atomic_write_text
 from qfleet.telemetry.formatting import finite
 from qfleet.telemetry.runs import read_metrics, run_name
@@ -45,6 +45,7 @@ class Writers:
             path.write_text("", encoding="utf-8")
         else:
             drop_metrics_beyond(path, resume_env_steps)
+        self._config = config
         self._file = path.open("a", encoding="utf-8", newline="\n")
         self._tensorboard: Any = None
         if board is not None:
@@ -71,6 +72,39 @@ class Writers:
             except Exception as error:  # a failing tracker must never stop a run
                 self._tracker = None
                 warnings.warn(f"tracking stopped at env step {env_steps}: {error}", stacklevel=2)
+
+    @property
+    def is_tracking(self) -> bool:
+        return self._tracker is not None
+
+    def finish(
+        self,
+        env_steps: int,
+        metrics: Mapping[str, float | None],
+        artefacts: Sequence[Path],
+        on_fault: Callable[[str, str], None],
+    ) -> None:
+        """Write hyper-parameters beside the final metrics, and upload files and folders of the run.
+
+        A failure is a fault, not an error: the run is complete.
+        """
+        numbers = {f"hparam/{name}": finite(value) for name, value in metrics.items()}
+        final = {name: number for name, number in numbers.items() if number is not None}
+        plain = {
+            name: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for name, value in self._config.items()
+        }
+        try:
+            if self._tensorboard is not None:
+                # In the folder of the scalars, not in one of its own.
+                self._tensorboard.add_hparams(plain, final, run_name=".", global_step=env_steps)
+        except Exception as error:
+            on_fault("tensorboard", f"hyper-parameters were not written: {one_line(error)}")
+        try:
+            if self._tracker is not None:
+                self._tracker.upload(artefacts)
+        except Exception as error:
+            on_fault("tracker", f"policy and configuration were not uploaded: {one_line(error)}")
 
     def close(self) -> None:
         self._file.close()
@@ -117,6 +151,7 @@ def _save_id(run_dir: Path, track: str, run_id: str) -> None:
 
 class _Wandb:
     def __init__(self, wandb: Any, run_dir: Path, config: dict[str, Any], resumed: bool) -> None:
+        self._wandb = wandb
         self._run = wandb.init(
             project="qfleet",
             name=run_name(run_dir.resolve()),
@@ -131,6 +166,15 @@ class _Wandb:
 
     def log(self, env_steps: int, scalars: Mapping[str, float]) -> None:
         self._run.log({"env_steps": env_steps, **scalars})
+
+    def upload(self, paths: Sequence[Path]) -> None:
+        artefact = self._wandb.Artifact(f"policy-{self._run.id}", type="model")
+        for path in paths:
+            if path.is_dir():
+                artefact.add_dir(str(path), name=path.name)
+            else:
+                artefact.add_file(str(path), name=path.name)
+        self._run.log_artifact(artefact)
 
     def close(self) -> None:
         self._run.finish()
@@ -148,6 +192,13 @@ class _Mlflow:
 
     def log(self, env_steps: int, scalars: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(scalars), step=env_steps)
+
+    def upload(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            if path.is_dir():
+                self._mlflow.log_artifacts(str(path), artifact_path=path.name)
+            else:
+                self._mlflow.log_artifact(str(path))
 
     def close(self) -> None:
         self._mlflow.end_run()

@@ -13,14 +13,17 @@ from typing import Any, Literal
 
 from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.policy import Policy, load_run_policy, load_saved_policy
-from qfleet.config.config import Config, read_fields
+from qfleet.config.config import Config
+from qfleet.config.files import read_fields
 from qfleet.config.presets import resolve
 from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
+from qfleet.config.words import rename
 from qfleet.core.errors import CheckpointError, ConfigError, RunBusyError
 from qfleet.engines.parameter_server import limits, resize_request
 from qfleet.envs.objects import env_fields, name_network
 from qfleet.envs.registry import check_env
+from qfleet.envs.short_names import full_id
 from qfleet.storage.checkpoint import POLICY_SUFFIX, diff_meta, has_checkpoint, load_checkpoint
 from qfleet.storage.rundir import check_idle, check_name, default_name, new_run_dir
 from qfleet.storage.vacancy import check_vacant, how_to_start_anew
@@ -62,6 +65,7 @@ def train(
     config: Config | None = None,
     run_dir: Path | str | None = None,
     name: str | None = None,
+    overwrite: bool = False,
     options: RunOptions | None = None,
     sitting: RunOptions | None = None,
     progress: bool = False,
@@ -77,12 +81,13 @@ def train(
 
     ``callbacks``: a ``Callback``, a function that is called with the run between turns of
     collecting and learning, or a list of these. ``progress`` shows the progress; ``options`` has
-    more. ``trust`` accepts the code that the policy of ``init_from`` imports. ``sitting`` is the
-    former name of ``options``.
+    more. ``trust`` accepts the code that the policy of ``init_from`` imports. ``overwrite``
+    removes a run that ``run_dir`` or ``name`` holds already. ``sitting`` is the former name of
+    ``options``.
     """
     config = _configure(env, algo, preset, config, fields)
     initial = _initial(config, trust)
-    folder = _folder(config, run_dir, name)
+    folder = _folder(config, run_dir, name, overwrite)
     with _removed_if_refused(folder):
         run = Run(config, folder, _options(options or sitting, progress), callbacks, None, initial)
     return _trained(run, run.go())
@@ -97,6 +102,7 @@ def train_seeds(
     config: Config | None = None,
     run_dir: Path | str | None = None,
     name: str | None = None,
+    overwrite: bool = False,
     options: RunOptions | None = None,
     sitting: RunOptions | None = None,
     progress: bool = False,
@@ -116,7 +122,7 @@ def train_seeds(
             "own; train it once"
         )
     initial = _initial(config, trust)
-    folder = _folder(config, run_dir, name)
+    folder = _folder(config, run_dir, name, overwrite)
     options = _options(options or sitting, progress)
     for seed in seeds:
         # Check all before the first run: the last must not be refused after the others are done.
@@ -209,12 +215,13 @@ def scale(run: Path | str, workers: int) -> Scaled:
 
 def load(
     run: Path | str,
-    which: Literal["best", "last"] = "best",
+    which: Literal["best", "last"] | None = None,
     trust: bool = False,
     device: str | None = None,
 ) -> Policy:
     """Return the policy of a run, the best evaluated or the newest, or of a ``Policy.save`` file.
 
+    ``which`` None: the best, or the newest if none was evaluated, which one line reports.
     ``trust`` accepts code that the stored configuration imports: a network of the user here, an
     environment when the policy is evaluated.
     """
@@ -237,7 +244,7 @@ def evaluate(
     episodes: int = 10,
     seed: int = 0,
     epsilon: float | None = None,
-    which: Literal["best", "last"] = "best",
+    which: Literal["best", "last"] | None = None,
     trust: bool = False,
     device: str | None = None,
 ) -> Evaluation:
@@ -256,9 +263,11 @@ def _configure(
     fields: dict[str, Any],
 ) -> Config:
     if config is None:
-        named = {**({} if env is None else env_fields(env)), **fields}
+        named = rename({**({} if env is None else env_fields(env)), **fields})
         if "network" in named:
             named["network"] = name_network(named["network"])
+        if isinstance(named.get("env"), str) and not named.get("imports"):
+            named["env"] = full_id(named["env"])
         config, _ = resolve(named.pop("env", None), algo, preset, fields=named)
     elif env is not None or algo or preset or fields:
         raise ConfigError("config= sets every field; use config.replace(…) to change some of them")
@@ -281,14 +290,14 @@ def check_config(config: Config) -> Config:
     return validate(config)
 
 
-def _folder(config: Config, run_dir: Path | str | None, name: str | None) -> Path:
+def _folder(config: Config, run_dir: Path | str | None, name: str | None, overwrite: bool) -> Path:
     if run_dir is not None and name is not None:
         raise ConfigError("run_dir and name both set the folder of the run; give one of them")
     if run_dir is not None:
         path = Path(run_dir)
-        return new_run_dir(path.parent, path.name, explicit=True)
+        return new_run_dir(path.parent, path.name, explicit=True, overwrite=overwrite)
     if name is not None:
-        return new_run_dir(RUNS, check_name(name), explicit=True)
+        return new_run_dir(RUNS, check_name(name), explicit=True, overwrite=overwrite)
     return new_run_dir(RUNS, default_name(config.env, config.algo, config.seed), explicit=False)
 
 

@@ -1,4 +1,4 @@
-"""The periodic work of a run, one hook each: engine, log, evaluate, compete, stop, save.
+"""The periodic work of a run, one hook each: engine, log, evaluate, compete, stop, save, publish.
 
 ``standard_hooks`` lists them in the order in which they run. Their interface is that of users'
 callbacks, plus the last call of a run (``on_finish``) and the state that a checkpoint keeps.
@@ -20,6 +20,7 @@ from qfleet.training import tournament
 from qfleet.training.best_policy import save_best
 from qfleet.training.callbacks import Hook
 from qfleet.training.early_stopping import EarlyStopping
+from qfleet.training.publish import Publish
 from qfleet.training.result import learning_scalars
 from qfleet.training.run_state import RunState
 
@@ -27,7 +28,7 @@ from qfleet.training.run_state import RunState
 def standard_hooks(config: Config) -> list[Hook]:
     """Return the hooks of a run, in the order in which they run."""
     evaluate = Evaluate(config)
-    return [HandleEngine(), Log(), evaluate, Compete(evaluate), Stop(), Save()]
+    return [HandleEngine(), Log(), evaluate, Compete(evaluate), Stop(), Save(), Publish()]
 
 
 class HandleEngine(Hook):

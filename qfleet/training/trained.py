@@ -65,7 +65,7 @@ class Trained:
     interrupted_by: int | None = None
     """The signal that stopped the run, if one did."""
 
-    def policy(self, which: Literal["best", "last"] = "best") -> Policy:
+    def policy(self, which: Literal["best", "last"] | None = None) -> Policy:
         return load_run_policy(self.folder, which, trust=True)
 
     @functools.cached_property

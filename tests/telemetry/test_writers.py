@@ -123,6 +123,7 @@ class FakeWandbRun:
         self.finished = False
         self.step_metric = ""
         self.broken = False
+        self.artefacts: list[FakeArtifact] = []
 
     def define_metric(self, pattern: str, step_metric: str) -> None:
         assert pattern == "*"
@@ -133,8 +134,27 @@ class FakeWandbRun:
             raise ConnectionError("no route")
         self.logged.append(values)
 
+    def log_artifact(self, artefact: FakeArtifact) -> None:
+        if self.broken:
+            raise ConnectionError("no route")
+        assert not self.finished
+        self.artefacts.append(artefact)
+
     def finish(self) -> None:
         self.finished = True
+
+
+class FakeArtifact:
+    def __init__(self, name: str, type: str) -> None:
+        self.name, self.type, self.files = name, type, dict[str, Path]()
+
+    def add_dir(self, path: str, name: str) -> None:
+        assert Path(path).is_dir()
+        self.files[name] = Path(path)
+
+    def add_file(self, path: str, name: str) -> None:
+        assert Path(path).is_file()
+        self.files[name] = Path(path)
 
 
 @pytest.fixture
@@ -147,7 +167,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
         module.runs.append(FakeWandbRun(kwargs["id"] or f"id{len(module.runs)}"))
         return module.runs[-1]
 
-    module.init = init
+    module.init, module.Artifact = init, FakeArtifact
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
 
@@ -220,3 +240,71 @@ def test_mlflow_gets_parameters_once_and_metrics(
         ("start", ("abc", "exp")),
         ("end", None),
     ]
+
+
+def make_artefacts(run_dir: Path) -> list[Path]:
+    (run_dir / "best").mkdir(parents=True)
+    (run_dir / "config.json").write_text("{}")
+    return [run_dir / "best", run_dir / "config.json"]
+
+
+def no_fault(kind: str, message: str) -> None:
+    raise AssertionError(f"{kind}: {message}")
+
+
+def test_wandb_gets_policy_and_configuration(tmp_path: Path, wandb: Any) -> None:
+    writers = Writers(tmp_path, False, "wandb", {}, None)
+    paths = make_artefacts(tmp_path)
+    writers.finish(100, {}, paths, no_fault)
+    (artefact,) = wandb.runs[0].artefacts
+    assert (artefact.name, artefact.type) == ("policy-id0", "model")
+    assert artefact.files == {"best": paths[0], "config.json": paths[1]}
+    writers.close()
+
+
+def test_mlflow_gets_policy_and_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = types.ModuleType("mlflow")
+    run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="abc"))
+    calls: list[tuple[str, ...]] = []
+    module.set_experiment = module.log_params = lambda _: None
+    module.start_run = lambda **_: run
+    module.log_artifacts = lambda path, artifact_path: calls.append((path, artifact_path))
+    module.log_artifact = lambda path: calls.append((path,))
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    folder, file = make_artefacts(tmp_path)
+    Writers(tmp_path, False, "mlflow", {}, None).finish(100, {}, [folder, file], no_fault)
+    assert calls == [(str(folder), "best"), (str(file),)]
+
+
+def test_an_upload_that_fails_is_a_fault(tmp_path: Path, wandb: Any) -> None:
+    writers = Writers(tmp_path, False, "wandb", {}, None)
+    wandb.runs[0].broken = True
+    faults: list[tuple[str, str]] = []
+    writers.finish(100, {}, make_artefacts(tmp_path), lambda *fault: faults.append(fault))
+    ((kind, message),) = faults
+    assert kind == "tracker"
+    assert "no route" in message
+
+
+def test_tensorboard_shows_hyperparameters_beside_final_metrics(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    config = {"algo": "dqn", "steps": 100, "net_arch": (8, 8), "double": True, "lr": 0.5, "x": None}
+    writers = Writers(tmp_path, True, "none", config, None)
+    writers.write(100, {"train/loss": 1.0})
+    writers.finish(100, {"best_eval_return": 7.0, "wall_s": float("nan")}, [], no_fault)
+    writers.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"train/loss", "hparam/best_eval_return"}
+    assert [(e.step, e.value) for e in events.Scalars("hparam/best_eval_return")] == [(100, 7.0)]
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    stored = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert stored["algo"].string_value == "dqn"
+    assert stored["steps"].number_value == 100
+    assert stored["double"].number_value == 1  # as PyTorch writes it
+    assert stored["net_arch"].string_value == "(8, 8)"
+    assert not [path for path in (tmp_path / "tensorboard").iterdir() if path.is_dir()]

@@ -174,8 +174,9 @@ def test_a_run_leaves_the_files_it_promises(trained: qfleet.Trained) -> None:
 
 def test_tensorboard_files_are_written_when_asked_for(tmp_path: Path) -> None:
     folder = train(tmp_path / "run", tensorboard=True).folder
-    (events,) = (folder / "tensorboard").iterdir()
-    assert events.stat().st_size > 500
+    scalars, hyperparameters = sorted((folder / "tensorboard").iterdir())
+    assert scalars.stat().st_size > 500
+    assert b"learning_rate" in hyperparameters.read_bytes()
 
 
 def test_checkpoints_are_kept_as_asked(tmp_path: Path) -> None:
