@@ -18,15 +18,16 @@ from numpy.typing import NDArray
 
 from qfleet.agent import schedules
 from qfleet.agent.inference import Inference
-from qfleet.agent.random_actions import draw_actions, legal_actions
-from qfleet.algorithms.exploration import epsilon_ladder
+from qfleet.algorithms.exploration import epsilon_ladder, sample_legal
 from qfleet.config.config import Config
 from qfleet.core.types import (
     FIRST,
     SKIP,
     TERMINATED,
+    AnyArray,
     Block,
     Clock,
+    EnvSpec,
     Episode,
     StateDict,
     Step,
@@ -35,6 +36,20 @@ from qfleet.core.types import (
 )
 from qfleet.envs.state import as_dict
 from qfleet.telemetry.timers import Timers
+
+
+def draw_actions(
+    spec: EnvSpec, random: np.random.Generator, shape: int | tuple[int, ...]
+) -> NDArray[Any]:
+    """Return actions; with masks, numbers in [0, 1) from which ``legal_actions`` makes them."""
+    if spec.is_masked:
+        return random.random(shape)
+    return random.integers(spec.num_actions, size=shape)
+
+
+def legal_actions(spec: EnvSpec, obs: AnyArray, drawn: AnyArray) -> AnyArray:
+    """Return the drawn actions ``[B]`` for these observations, all of them legal."""
+    return sample_legal(spec.legal(obs), drawn) if spec.is_masked else drawn
 
 
 class Rows:

@@ -18,7 +18,7 @@ from torch import Tensor
 from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.graphs import record
 from qfleet.agent import schedules
-from qfleet.agent.random_actions import legal_actions
+from qfleet.agent.actor import legal_actions
 from qfleet.algorithms.exploration import epsilon_ladder, sample_actions
 from qfleet.config.config import Config
 from qfleet.core.counter_rng import draw_below, draw_uniform, first_counters, next_counters

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.graphs import record
+from qfleet.agent.actor import legal_actions
 from qfleet.agent.device_actor import draw_exploration, explorer_counters
 from qfleet.agent.evaluation import LONGEST_EPISODE, Evaluation, GiveUp, longest_share
-from qfleet.agent.random_actions import legal_actions
 from qfleet.core.counter_rng import next_counters
 from qfleet.core.errors import EnvironmentFault
 from qfleet.envs.device.protocol import (

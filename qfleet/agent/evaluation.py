@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from qfleet.agent.actor import draw_actions, legal_actions
 from qfleet.agent.inference import make_greedy
-from qfleet.agent.random_actions import draw_actions, legal_actions
 from qfleet.config.config import Config
 from qfleet.core.types import VectorEnv
 from qfleet.envs.factory import make_envs

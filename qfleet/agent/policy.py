@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from qfleet.agent.actor import draw_actions, legal_actions
 from qfleet.agent.devices import resolve_device
 from qfleet.agent.evaluation import MOST_ENVS, Evaluation, evaluate_policy
 from qfleet.agent.inference import make_greedy
-from qfleet.agent.random_actions import draw_actions, legal_actions
 from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.exploration import sample_actions
 from qfleet.config.config import Config, check_fields

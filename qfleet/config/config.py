@@ -130,7 +130,7 @@ class Config:
     """Choose the next action with the online network, evaluate it with the target network."""
     dueling: bool = field(False, "algorithm")
     """Split the head into a state value and advantages."""
-    noisy: bool = field(False, "exploration", common=True)
+    noisy: bool = field(False, "exploration")
     """Explore with factorised noise in the head's weights instead of ε."""
     prioritized_replay: bool = field(False, "replay", common=True)
     """Sample transitions in proportion to a power of their last TD error."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from qfleet.agent.random_actions import draw_actions, legal_actions
+from qfleet.agent.actor import draw_actions, legal_actions
 from qfleet.config.config import Config
 from qfleet.core.types import Clock, VectorEnv
 from qfleet.telemetry.bottleneck import Diagnosis, StageRates, diagnose, rates_table

@@ -11,14 +11,11 @@ from typing import Any, SupportsFloat
 
 import gymnasium
 import numpy as np
-import torch
 from gymnasium.spaces import Box
 from numpy.typing import NDArray
-from torch import Tensor
 
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import EnvSpec
-from qfleet.envs.device.protocol import Outcome, State, TensorEnv
 from qfleet.envs.spaces import AnyEnv
 
 KEY, METHOD = "action_mask", "action_masks"
@@ -75,24 +72,3 @@ class MaskedObservations(gymnasium.Wrapper[Any, Any, Any, Any]):
                 )
             legal = np.ones(self._num_actions)
         return np.concatenate((np.ravel(obs), legal)).astype(self._dtype)
-
-
-class MaskedTensorEnv:
-    """A tensor environment with masked observations."""
-
-    def __init__(self, env: TensorEnv) -> None:
-        self._env = env
-        self.spec, self.max_episode_steps = env.spec.with_masks(), env.max_episode_steps
-
-    def begin(self, counters: Tensor) -> State:
-        return self._env.begin(counters)
-
-    def advance(self, state: State, action: Tensor, counters: Tensor) -> Outcome:
-        return self._env.advance(state, action, counters)
-
-    def observe(self, state: State) -> Tensor:
-        obs = self._env.observe(state)
-        legal: Tensor = getattr(self._env, METHOD)(state)
-        # The last state of an episode may have no legal action.
-        legal = legal | ~legal.any(1, keepdim=True)
-        return torch.cat((obs.reshape(len(obs), -1), legal.to(obs.dtype)), dim=1)

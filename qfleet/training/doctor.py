@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qfleet.agent.random_actions import draw_actions, legal_actions
+from qfleet.agent.actor import draw_actions, legal_actions
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate

@@ -117,7 +117,7 @@ def test_help_shows_common_options_only(verb: str, shell: Shell) -> None:
     common = {name.replace("_", "-") for name, option in OPTIONS.items() if option.common}
     assert {name for name, group in found.items() if group} == common
     assert {"help", "help-all", "preset", "run-dir"} <= found.keys()
-    assert len(found) <= 46
+    assert len(found) <= 45
     assert max(map(len, shell.out.splitlines())) <= 100
 
 

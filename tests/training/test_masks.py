@@ -12,7 +12,7 @@ import torch
 from torch import tensor
 
 import qfleet
-from qfleet.agent.random_actions import draw_actions, legal_actions
+from qfleet.agent.actor import draw_actions, legal_actions
 from qfleet.algorithms.exploration import sample_actions, sample_legal
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, EnvironmentFault

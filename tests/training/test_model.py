@@ -246,7 +246,7 @@ def test_every_argument_of_sb3_is_translated_or_refused_by_name() -> None:
         ({"optimizer_class": torch.optim.RMSprop}, ("optimizer_class", "RMSprop", "AdamW")),
         ({"optimizer_kwargs": {"betas": (0.9, 0.99)}}, ("optimizer_kwargs", "betas")),
         ({"policy_kwargs": {"features_extractor_class": int}}, ("features_extractor_class",)),
-        ({"learning_rate": lambda left: left}, ("learning_rate", "float")),
+        ({"learning_rate": len}, ("learning_rate", "float")),
         ({"learning_rte": 1e-3}, ("learning_rte", "learning_rate")),
         ({"policy": "MultiInputPolicy"}, ("policy", "MultiInputPolicy", "MlpPolicy")),
         ({"policy": "MlpPolicy", "env": None}, ("env",)),

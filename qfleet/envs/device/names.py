@@ -11,6 +11,7 @@ from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.core.plugins import load_object
 from qfleet.envs.device.acrobot import Acrobot
 from qfleet.envs.device.cartpole import CartPole
+from qfleet.envs.device.masked import MaskedTensorEnv
 from qfleet.envs.device.minatar.asterix import Asterix
 from qfleet.envs.device.minatar.breakout import Breakout
 from qfleet.envs.device.minatar.freeway import Freeway
@@ -19,7 +20,7 @@ from qfleet.envs.device.minatar.seaquest import Seaquest
 from qfleet.envs.device.minatar.space_invaders import SpaceInvaders
 from qfleet.envs.device.mountaincar import MountainCar
 from qfleet.envs.device.protocol import TensorEnv
-from qfleet.envs.masks import METHOD, MaskedTensorEnv
+from qfleet.envs.masks import METHOD
 from qfleet.envs.registry import env_kwargs, refused_kwargs
 
 _RAMPING: dict[str, Callable[[bool], Game]] = {
