@@ -28,6 +28,7 @@ ALIASES = {
     "--exp-name": "--name",
     "--n-step": "--n-steps",
     "--import": "--imports",
+    "--wrapper": "--wrappers",
 }
 
 

@@ -54,6 +54,9 @@ class EnvSpec:
     """The environment's own number for discrete observation 0."""
     first_action: int = 0
     """The environment's own number for action 0."""
+    raw_obs: str = ""
+    raw_actions: str = ""
+    """The environment's own spaces, as JSON, where observations or actions are converted."""
 
     @property
     def frame_shape(self) -> tuple[int, ...]:

@@ -22,9 +22,18 @@ from gymnasium.spaces import Discrete
 from gymnasium.wrappers import FrameStackObservation, TimeLimit
 
 from qfleet.config.config import Config
-from qfleet.core.errors import ConfigError, EnvironmentFault, UnknownNameError, one_line
+from qfleet.core.errors import (
+    ConfigError,
+    EnvironmentFault,
+    UnknownNameError,
+    UnsupportedEnvError,
+    UserError,
+    one_line,
+)
 from qfleet.core.plugins import add_current_folder, load_object
 from qfleet.core.types import EnvSpec
+from qfleet.envs.adapters import ConvertedActions, ConvertedObservations, convert
+from qfleet.envs.foreign import OLD_GYM, check_interface, foreign_kind
 from qfleet.envs.spaces import AnyEnv, Canonical, canonical, describe
 
 _LEGACY_ATARI = re.compile(r"(?P<game>[A-Za-z0-9]+?)(?P<suffix>NoFrameskip|Deterministic)?-v[04]")
@@ -140,15 +149,16 @@ def package_of(env_id: str) -> str | None:
 
 
 def check_env(config: Config) -> None:
-    """Raise an error if nothing is known under the name of this environment; make none."""
+    """Raise an error if nothing is known under the names of the environments; make none."""
     import_modules(config)
-    if ":" in config.env:
-        load_object(config.env, "environment")
-    elif not config.env.startswith("MinAtar/") and ale_game(config.env) is None:
-        try:
-            gymnasium.spec(config.env)
-        except gymnasium.error.Error:
-            raise unknown_env(config.env) from None
+    for env_id in {config.env, config.eval_env} - {""}:
+        if ":" in env_id:
+            load_object(env_id, "environment")
+        elif not env_id.startswith("MinAtar/") and ale_game(env_id) is None:
+            try:
+                gymnasium.spec(env_id)
+            except gymnasium.error.Error:
+                raise unknown_env(env_id) from None
 
 
 def has_vector_entry_point(env_id: str) -> bool:
@@ -161,11 +171,11 @@ def has_vector_entry_point(env_id: str) -> bool:
 
 
 def make_single(config: Config, render_mode: str | None = None) -> AnyEnv:
-    """Make one non-Atari environment with time limit, canonical spaces and frame stack."""
+    """Make one non-Atari environment: its wrappers, converted spaces and frame stack included."""
     import_modules(config)
     if ale_game(config.env) is not None:
         raise ConfigError(f"Atari game '{config.env}' has no single environment; use make_envs")
-    env = _make_raw(config, render_mode)
+    env = convert(config, _wrapped(config, render_mode))
     spec = describe(config.env, env.observation_space, env.action_space)
     is_stacked = config.frame_stack > 1
     if is_stacked and isinstance(env.observation_space, Discrete):
@@ -185,14 +195,36 @@ def single_spec(config: Config, env: AnyEnv) -> EnvSpec:
     """Return the spec of an environment that ``make_single`` made."""
     frame_stack = max(config.frame_stack, 1)
     spec = describe(config.env, env.observation_space, env.action_space, frame_stack=frame_stack)
-    layer = env
+    layer, found = env, dict[str, Any]()
     while isinstance(layer, gymnasium.Wrapper):
         if isinstance(layer, Canonical):
-            return dataclasses.replace(
-                spec, first_action=layer.first_action, first_obs_value=layer.first_value
-            )
+            found |= {"first_action": layer.first_action, "first_obs_value": layer.first_value}
+        elif isinstance(layer, ConvertedObservations):
+            found["raw_obs"] = layer.converter.to_json()
+        elif isinstance(layer, ConvertedActions):
+            found["raw_actions"] = layer.converter.to_json()
         layer = layer.env
-    return spec
+    return dataclasses.replace(spec, **found)
+
+
+def _wrapped(config: Config, render_mode: str | None) -> AnyEnv:
+    """Make the environment and apply the user's wrappers, the first of them innermost."""
+    env = _make_raw(config, render_mode)
+    check_interface(config.env, env)
+    for path in config.wrappers:
+        wrapper = load_object(path, "wrapper")
+        try:
+            env = wrapper(env)
+        except Exception as error:
+            raise ConfigError(
+                f"wrapper '{path}' cannot wrap '{config.env}': {one_line(error)}; it is called "
+                "with the environment alone"
+            ) from error
+        if not isinstance(env, gymnasium.Env):
+            raise ConfigError(
+                f"wrapper '{path}' made a {type(env).__name__}; it must make a gymnasium.Env"
+            )
+    return env
 
 
 def _make_raw(config: Config, render_mode: str | None) -> AnyEnv:
@@ -218,9 +250,11 @@ def _make_raw(config: Config, render_mode: str | None) -> AnyEnv:
         if "argument" in str(error):
             raise refused_kwargs(config, error) from error
         raise _start_fault(config, error) from error
-    except (ConfigError, UnknownNameError):
+    except UserError:
         raise
     except Exception as error:
+        if "Gym is incompatible" in str(error):
+            raise UnsupportedEnvError(f"environment '{config.env}' is {OLD_GYM}") from error
         raise _start_fault(config, error) from error
 
 
@@ -231,6 +265,8 @@ def _start_fault(config: Config, error: Exception) -> EnvironmentFault:
 def _make_from_class(config: Config, kwargs: dict[str, Any]) -> AnyEnv:
     env = load_object(config.env, "environment")(**kwargs)
     if not isinstance(env, gymnasium.Env):
+        if kind := foreign_kind(env):
+            raise UnsupportedEnvError(f"environment '{config.env}' is {kind}")
         raise ConfigError(
             f"environment '{config.env}' made a {type(env).__name__}; it must be a gymnasium.Env"
         )

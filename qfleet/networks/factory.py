@@ -10,6 +10,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UnknownNameError, one_line
 from qfleet.core.plugins import load_object
 from qfleet.core.types import EnvSpec
+from qfleet.networks.normalizer import NormalizedTorso
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import MLP, ImpalaResNet, MinAtarCNN, NatureCNN, choose_network
 
@@ -22,7 +23,15 @@ _CONVOLUTIONAL: dict[str, tuple[type[NatureCNN | ImpalaResNet | MinAtarCNN], int
 
 
 def build_network(spec: EnvSpec, config: Config) -> QNetwork:
-    """Build the network that ``config`` names; weights are drawn from torch's global generator.
+    """Build the network that ``config`` names; weights are drawn from torch's global generator."""
+    network = _build(spec, config)
+    if config.normalize_observations:
+        network.torso = NormalizedTorso(network.torso, spec)
+    return network
+
+
+def _build(spec: EnvSpec, config: Config) -> QNetwork:
+    """Build the torso and the head.
 
     Hidden layers are either shared (part of the torso) or belong to the head's streams:
 

@@ -9,6 +9,7 @@ from qfleet.config.config import Config, Head
 from qfleet.networks.fused import Dense
 from qfleet.networks.heads import ActionHead, ImplicitQuantileHead, Style
 from qfleet.networks.noisy import NoisyLinear, draw_noise, store_noise
+from qfleet.networks.normalizer import NormalizedTorso
 from qfleet.networks.torsos import MLP
 
 
@@ -132,6 +133,16 @@ class QNetwork(nn.Module):
             value: Tensor = self(obs)[:, -1]
             return value
         return self.q_values(obs).amax(1)
+
+    def observe(self, obs: Tensor) -> None:
+        """Add observations of training, ``[T, N, …]``, to running statistics, if there are any."""
+        if isinstance(self.torso, NormalizedTorso):
+            self.torso.statistics.observe(obs)
+
+    def share_statistics(self, other: QNetwork) -> None:
+        """Use the running statistics of another network, if there are any."""
+        if isinstance(self.torso, NormalizedTorso) and isinstance(other.torso, NormalizedTorso):
+            self.torso.statistics = other.torso.statistics
 
     def resample_noise(self, generator: torch.Generator) -> None:
         """Draw new noise for noisy layers, if the network has any."""

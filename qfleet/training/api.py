@@ -19,7 +19,7 @@ from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, RunBusyError
 from qfleet.core.files import atomic_write_text
 from qfleet.engines.parameter_server import limits, resize_request
-from qfleet.envs.objects import env_fields, name_network
+from qfleet.envs.objects import named_fields
 from qfleet.envs.registry import check_env
 from qfleet.storage.checkpoint import POLICY_SUFFIX, diff_meta, has_checkpoint, load_checkpoint
 from qfleet.storage.rundir import check_idle, check_name, default_name, new_run_dir
@@ -198,7 +198,7 @@ def resume(
         )
     alerts: list[str] = []
     checkpoint = load_checkpoint(folder / "checkpoints", None, on_alert=alerts.append)
-    saved = checkpoint.meta["config"]
+    saved = json.loads(Config().to_json()) | checkpoint.meta["config"]  # newer fields: defaults
     differing = diff_meta(saved, json.loads(config.to_json()), FREE_ON_RESUME)
     if differing:
         raise CheckpointError(
@@ -277,9 +277,7 @@ def _configure(
     fields: dict[str, Any],
 ) -> Config:
     if config is None:
-        named = {**({} if env is None else env_fields(env)), **fields}
-        if "network" in named:
-            named["network"] = name_network(named["network"])
+        named = named_fields(env, fields)
         config, _ = resolve(named.pop("env", None), algo, preset, fields=named)
     elif env is not None or algo or preset or fields:
         raise ConfigError("config= sets every field; use config.replace(…) to change some of them")

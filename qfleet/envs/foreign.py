@@ -1,0 +1,43 @@
+"""Environments of other libraries and interfaces: each is refused with the name of its adapter."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from qfleet.core.errors import UnsupportedEnvError
+
+OLD_GYM = (
+    "an environment of the former package gym; convert it with shimmy "
+    "(shimmy.GymV26CompatibilityV0(env=env), or GymV21CompatibilityV0 for gym 0.21)"
+)
+OLD_API = (
+    "written for the interface of old Gym (reset() without seed, or step() with four values); "
+    "reset(seed=, options=) must return (obs, info) and step() (obs, reward, terminated, truncated,"
+    " info), or convert it with shimmy.GymV21CompatibilityV0(env=env)"
+)
+PETTING_ZOO = (
+    "a PettingZoo environment, which has several agents, and qfleet trains one; wrap it as a "
+    "gymnasium.Env that plays the other agents (SuperSuit adapts observations and actions)"
+)
+
+
+def foreign_kind(env: Any) -> str | None:
+    """Return what an object is if it is an environment, but not one of Gymnasium."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(env).__mro__}
+    if "pettingzoo" in packages or hasattr(env, "possible_agents"):
+        return PETTING_ZOO
+    return OLD_GYM if "gym" in packages else None
+
+
+def check_interface(env_id: str, env: Any) -> None:
+    """Raise UnsupportedEnvError if ``reset`` does not take a seed, as in old Gym."""
+    parameters = inspect.signature(type(env.unwrapped).reset).parameters
+    if "seed" not in parameters and all(p.kind != p.VAR_KEYWORD for p in parameters.values()):
+        raise UnsupportedEnvError(f"environment '{env_id}' is {OLD_API}")
+
+
+def check_step_error(env_id: str, error: Exception) -> None:
+    """Raise UnsupportedEnvError if ``step`` returned four values, as in old Gym."""
+    if isinstance(error, ValueError) and "(expected 5, got 4)" in str(error):
+        raise UnsupportedEnvError(f"environment '{env_id}' is {OLD_API}") from error
