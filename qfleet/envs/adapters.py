@@ -30,11 +30,10 @@ MOST_CHANNELS = 64
 """Largest number of values that become channels of an image: each fills a plane of bytes."""
 LEAST_PIXELS = 5
 """The smallest side of an image, as for the networks of ``auto``."""
-_MOST_VALUES = 2**26
 
 
 class Part(NamedTuple):
-    """A part of an observation: where it is and what it holds. All fields are JSON values."""
+    """A part of an observation. All fields are JSON values."""
 
     path: list[Any]
     """Keys that lead to the part."""
@@ -42,15 +41,11 @@ class Part(NamedTuple):
     """Name of the space's class."""
     shape: list[int]
     is_bytes: bool = False
-    counts: list[int] | None = None
-    """Numbers of values of discrete entries."""
-    start: list[int] | None = None
-    """First values of discrete entries."""
-    low: list[float] | None = None
-    high: list[float] | None = None
-    """Bounds of the entries of a Box, which scale them if they become channels of an image."""
-    scale: int = 1
-    """Factor of an image's values."""
+    counts: list[int] = []  # noqa: RUF012 (never changed)
+    """Numbers of values of discrete entries, which begin at ``low``."""
+    low: list[float] = []  # noqa: RUF012
+    high: list[float] = []  # noqa: RUF012
+    """Bounds of entries, which scale them if they become channels of an image."""
 
     @property
     def name(self) -> str:
@@ -58,8 +53,9 @@ class Part(NamedTuple):
 
     @property
     def is_image(self) -> bool:
-        is_flat = len(self.shape) in (2, 3) and sorted(self.shape)[-2] >= LEAST_PIXELS
-        return self.kind == "Box" and self.is_bytes and is_flat
+        return (
+            self.is_bytes and len(self.shape) in (2, 3) and sorted(self.shape)[-2] >= LEAST_PIXELS
+        )
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -70,48 +66,44 @@ class Part(NamedTuple):
     @property
     def size(self) -> int:
         """Number of entries of the vector."""
-        return math.prod(self.shape) if self.counts is None else sum(self.counts)
+        return sum(self.counts) or math.prod(self.shape)
 
     def read(self, obs: Any) -> NDArray[Any]:
         return np.asarray(functools.reduce(lambda inner, key: inner[key], self.path, obs))
 
     def vector(self, value: NDArray[Any]) -> NDArray[np.float32]:
         """Return the value as a float32 vector: discrete entries one-hot, bytes in [0, 1]."""
-        self._check(value)
+        if list(value.shape) != self.shape:
+            raise ValueError(f"{self.name} must have shape {self.shape}, got {list(value.shape)}")
         flat = value.ravel()
-        if self.counts is None:
+        if not self.counts:
             with np.errstate(over="ignore"):
                 return np.asarray(flat / 255 if self.is_bytes else flat, np.float32)
-        places = flat - np.asarray(self.start)
+        places = (flat - np.asarray(self.low)).astype(np.int64)
         if (places < 0).any() or (places >= self.counts).any():
             raise ValueError(f"{self.name} must be in {self.kind} {self.counts}, got {value}")
         hot = np.zeros(self.size, np.float32)
-        hot[places + [0, *itertools.accumulate(self.counts[:-1])]] = 1.0
+        hot[places + np.cumsum([0, *self.counts[:-1]])] = 1.0
         return hot
 
     def planes(self, value: NDArray[Any], height: int, width: int) -> NDArray[np.uint8]:
         """Return the value as channels ``[C, H, W]`` of an image: numbers as constant planes."""
         if self.is_image:
-            self._check(value)
-            value = value[None] if value.ndim == 2 else value
-            if self.scale > 1:
-                value = np.minimum(value, 255 // self.scale) * np.uint8(self.scale)
+            if list(value.shape) != self.shape or value.dtype != np.uint8:
+                got = f"{list(value.shape)} {value.dtype}"
+                raise ValueError(f"{self.name} must be {self.shape} uint8, got {got}")
+            value = value.reshape([1, *value.shape][-3:])
             return value if value.shape == self.image_shape else np.moveaxis(value, -1, 0)
         levels = self.vector(value).astype(np.float64)
         if not np.isfinite(levels).all():
             raise ValueError(f"{self.name} must be finite, got {value}")
-        if self.low is not None and not self.is_bytes:
-            low, high = np.asarray(self.low), np.asarray(self.high)
-            bounded = np.isfinite(high - low) & (high > low)
-            low, high = np.where(bounded, low, 0), np.where(bounded, high, 1)
-            levels = np.where(bounded, (levels - low) / (high - low), np.tanh(levels) / 2 + 0.5)
+        if self.high:
+            low, span = np.asarray(self.low), np.subtract(self.high, self.low)
+            bounded = np.isfinite(span) & (span > 0)
+            scaled = (levels - np.where(bounded, low, 0)) / np.where(bounded, span, 1)
+            levels = np.where(bounded, scaled, np.tanh(levels) / 2 + 0.5)
         plane = np.rint(255 * np.clip(levels, 0, 1)).astype(np.uint8)
         return np.broadcast_to(plane[:, None, None], (self.size, height, width))
-
-    def _check(self, value: NDArray[Any]) -> None:
-        if list(value.shape) != self.shape or (self.is_image and value.dtype != np.uint8):
-            dtype = " uint8" if self.is_image else ""
-            raise ValueError(f"{self.name} must be {self.shape}{dtype}, got {list(value.shape)}")
 
 
 class ObservationConverter:
@@ -123,46 +115,21 @@ class ObservationConverter:
 
     def __init__(self, parts: list[Part]) -> None:
         """Raise ValueError if these parts cannot be converted."""
-        self.all_parts = parts
+        self._all = parts
         self.parts = [part for part in parts if part.kind in _NUMERIC]
-        if not self.parts:
-            raise ValueError("it has neither numbers nor an image")
-        images = [part for part in self.parts if part.is_image]
-        self.planes = sum(part.size for part in self.parts if not part.is_image)
-        self.shape: tuple[int, ...] = (self.planes,)
+        images = [part.image_shape for part in self.parts if part.is_image]
+        sizes = sorted({shape[1:] for shape in images})
+        numbers = sum(part.size for part in self.parts if not part.is_image)
+        if not self.parts or len(sizes) > 1 or (images and numbers > MOST_CHANNELS):
+            raise ValueError(
+                "supported are numbers and images of one size, and beside an image at most "
+                f"{MOST_CHANNELS} numbers; it has {numbers} and images of {sizes or 'no size'}"
+            )
         self.dtype = "uint8" if images else "float32"
-        if images:
-            sizes = {part.image_shape[1:] for part in images}
-            if len(sizes) > 1:
-                raise ValueError(f"it has images of different sizes: {sorted(sizes)}")
-            if self.planes > MOST_CHANNELS:
-                raise ValueError(
-                    f"it has {self.planes} numbers beside an image, and at most {MOST_CHANNELS} "
-                    "can become channels of it"
-                )
-            channels = self.planes + sum(part.image_shape[0] for part in images)
-            self.shape = (channels, *images[0].image_shape[1:])
-
-    @classmethod
-    def of(cls, space: spaces.Space[Any], image_max: int = 255) -> ObservationConverter:
-        """``image_max``: the largest value of images, which becomes (almost) 255."""
-        parts = _parts(space, [])
-        return cls([p._replace(scale=255 // image_max) if p.is_image else p for p in parts])
-
-    @classmethod
-    def stored(cls, text: str) -> ObservationConverter:
-        """Return the converter of ``to_json`` after a check: the text may be anyone's data."""
-        parts = [Part(*fields) for fields in json.loads(text)]
-        for part in parts:
-            entries = [len(x) for x in (part.counts, part.start, part.low, part.high) if x]
-            count = math.prod(part.shape)
-            sizes = (count, part.size, part.scale)
-            if not 0 <= min(sizes) <= max(sizes) < _MOST_VALUES or {*entries} - {count}:
-                raise ValueError(f"part {part.name} is malformed")
-        return cls(parts)
+        self.shape: tuple[int, ...] = (numbers + sum(shape[0] for shape in images), *sum(sizes, ()))
 
     def to_json(self) -> str:
-        return json.dumps(self.all_parts)
+        return json.dumps(self._all)
 
     def __call__(self, obs: Any) -> NDArray[Any]:
         return self._join([part.read(obs) for part in self.parts])
@@ -176,37 +143,37 @@ class ObservationConverter:
         return np.array(rows, self.dtype).reshape(-1, *self.shape), False
 
     def _join(self, values: list[NDArray[Any]]) -> NDArray[Any]:
-        pairs = list(zip(self.parts, values, strict=True))
+        pairs = zip(self.parts, map(np.asarray, values), strict=True)
         if self.dtype == "float32":
             return np.concatenate([part.vector(value) for part, value in pairs])
         return np.concatenate([part.planes(value, *self.shape[1:]) for part, value in pairs])
 
     def describe(self) -> str:
         """Return one line: what became of the parts."""
+        kind = "image, channels first," if self.dtype == "uint8" else "vector"
         size, names = "×".join(map(str, self.shape)), ", ".join(p.name for p in self.parts)
-        kind = "an image" if self.dtype == "uint8" else "a vector"
-        rest = f", {self.planes} channels of it constant" if len(self.shape) > 1 else ""
-        lost = [f"{p.name} ({p.kind})" for p in self.all_parts if p not in self.parts]
-        return f"observation: {kind} of {size} from {names}{rest}" + (
-            f"; {', '.join(lost)} dropped" if lost else ""
-        )
+        lost = [f"; {p.name} ({p.kind}) dropped" for p in self._all if p not in self.parts]
+        return f"observation: one {kind} of {size} from {names}{''.join(lost)}"
 
 
 def _parts(space: spaces.Space[Any], path: list[Any]) -> list[Part]:
     """Return the parts of a space in order; those that are no numbers have only a kind."""
-    own = (kind for kind in type(space).__mro__ if kind.__module__.startswith("gymnasium.spaces"))
-    kind, shape = next(own).__name__, [int(size) for size in space.shape or ()]
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         inner = space.spaces
         named = inner.items() if isinstance(inner, dict) else enumerate(inner)
         return [part for key, one in named for part in _parts(one, [*path, key])]
+    own = (kind for kind in type(space).__mro__ if kind.__module__.startswith("gymnasium.spaces"))
+    part = Part(path, next(own).__name__, [int(size) for size in space.shape or ()])
     if isinstance(space, (Discrete, MultiDiscrete)):
-        counts = np.ravel(space.n if isinstance(space, Discrete) else space.nvec).tolist()
-        return [Part(path, kind, shape, False, counts, np.ravel(space.start).tolist())]
-    if isinstance(space, Box) and space.dtype != np.uint8:
-        low, high = (np.ravel(bound).astype(float).tolist() for bound in (space.low, space.high))
-        return [Part(path, kind, shape, low=low, high=high)]
-    return [Part(path, kind, shape, is_bytes=isinstance(space, Box))]
+        counts = space.n if isinstance(space, Discrete) else space.nvec
+        part = part._replace(counts=_numbers(counts, int), low=_numbers(space.start, int))
+    elif isinstance(space, Box) and space.dtype != np.uint8:
+        part = part._replace(low=_numbers(space.low, float), high=_numbers(space.high, float))
+    return [part._replace(is_bytes=isinstance(space, Box) and space.dtype == np.uint8)]
+
+
+def _numbers(values: Any, kind: type[float]) -> list[Any]:
+    return [kind(value) for value in np.ravel(values)]
 
 
 _NUMERIC = ("Box", "Discrete", "MultiBinary", "MultiDiscrete")
@@ -218,7 +185,7 @@ class ActionConverter:
     def __init__(self, axes: list[list[float]], shape: list[int], dtype: str) -> None:
         """``axes``: the values of each entry. Raise ValueError for too many combinations."""
         self.count = math.prod(len(values) for values in axes)
-        if not 1 <= self.count <= MOST_ACTIONS:
+        if not 1 <= self.count <= MOST_ACTIONS or np.dtype(dtype).kind not in "iuf":
             raise ValueError(f"{self.count} combinations are more than {MOST_ACTIONS}")
         self._given = (axes, shape, dtype)
         self.table = np.array(list(itertools.product(*axes)), dtype).reshape(-1, *shape)
@@ -226,18 +193,14 @@ class ActionConverter:
     @classmethod
     def of(cls, space: spaces.Space[Any], points: int) -> ActionConverter:
         """``points`` per dimension of a Box. Raise ValueError if there is no conversion."""
-        shape = [int(size) for size in space.shape or ()]
         axes: list[list[float]]
         if isinstance(space, MultiDiscrete):
-            starts = np.ravel(space.start).tolist()
-            pairs = zip(starts, space.nvec.ravel().tolist(), strict=True)
-            axes = [list(range(start, start + n)) for start, n in pairs]
+            pairs = zip(_numbers(space.start, int), _numbers(space.nvec, int), strict=True)
+            axes = [list(range(start, start + count)) for start, count in pairs]
         elif isinstance(space, MultiBinary):
-            axes = [[0, 1]] * math.prod(shape)
-        elif not isinstance(space, Box):
-            raise ValueError("supported are Discrete, MultiDiscrete, MultiBinary and Box")
-        elif not space.is_bounded():
-            raise ValueError("a grid needs bounds, which this Box does not have")
+            axes = [[0, 1]] * math.prod(space.shape)
+        elif not isinstance(space, Box) or not space.is_bounded():
+            raise ValueError("supported are Discrete, MultiDiscrete, MultiBinary and bounded Box")
         elif points < 2:
             raise ValueError(
                 "--discretize-actions 5 gives each dimension 5 values, and their combinations are "
@@ -245,13 +208,8 @@ class ActionConverter:
             )
         else:
             grid = np.linspace(space.low.ravel(), space.high.ravel(), points, axis=1)
-            is_float = np.issubdtype(space.dtype, np.floating)
-            axes = (grid if is_float else np.rint(grid)).tolist()
-        return cls(axes, shape, np.dtype(space.dtype).name)
-
-    @classmethod
-    def stored(cls, text: str) -> ActionConverter:
-        return cls(*json.loads(text))
+            axes = (grid if space.dtype.kind == "f" else np.rint(grid)).tolist()
+        return cls(axes, [int(size) for size in space.shape or ()], np.dtype(space.dtype).name)
 
     def to_json(self) -> str:
         return json.dumps(self._given)
@@ -261,26 +219,33 @@ class ActionConverter:
         return f"actions: {self.count} combinations ({counts})"
 
 
-class ConvertedObservations(gymnasium.ObservationWrapper[Any, Any, Any]):
-    def __init__(self, env: AnyEnv, converter: ObservationConverter) -> None:
+class Converted(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An environment with converted observations, actions, or both."""
+
+    def __init__(
+        self, env: AnyEnv, obs: ObservationConverter | None, actions: ActionConverter | None
+    ) -> None:
         super().__init__(env)
-        self.converter = converter
-        low, high = (0.0, 255.0) if converter.dtype == "uint8" else (-np.inf, np.inf)
-        dtype: type[Any] = np.dtype(converter.dtype).type
-        self.observation_space = Box(low, high, converter.shape, dtype)
+        self.obs_converter, self.action_converter = obs, actions
+        if obs is not None:
+            dtype: type[Any] = np.dtype(obs.dtype).type
+            high = 255 if obs.dtype == "uint8" else np.inf
+            self.observation_space = Box(-high if high == np.inf else 0, high, obs.shape, dtype)
+        if actions is not None:
+            self.action_space = Discrete(actions.count)
 
-    def observation(self, observation: Any) -> Any:
-        return self.converter(observation)
+    def step(self, action: Any) -> Any:
+        if self.action_converter is not None:
+            action = self.action_converter.table[action].copy()
+        obs, *rest = self.env.step(action)
+        return self._convert(obs), *rest
 
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        obs, info = self.env.reset(seed=seed, options=options)
+        return self._convert(obs), info
 
-class ConvertedActions(gymnasium.ActionWrapper[Any, Any, Any]):
-    def __init__(self, env: AnyEnv, converter: ActionConverter) -> None:
-        super().__init__(env)
-        self.converter = converter
-        self.action_space = Discrete(converter.count)
-
-    def action(self, action: Any) -> Any:
-        return self.converter.table[action].copy()
+    def _convert(self, obs: Any) -> Any:
+        return obs if self.obs_converter is None else self.obs_converter(obs)
 
 
 def convert(config: Config, env: AnyEnv) -> AnyEnv:
@@ -289,36 +254,37 @@ def convert(config: Config, env: AnyEnv) -> AnyEnv:
     Raise UnsupportedEnvError if that is not possible.
     """
     seen, acted, points = env.observation_space, env.action_space, config.discretize_actions
+    obs = actions = None
     what, space = "observation", seen
-    is_plain = isinstance(seen, Discrete) or (isinstance(seen, Box) and seen.shape)
     try:
-        if not is_plain or config.image_max < 255:
-            env = ConvertedObservations(env, ObservationConverter.of(seen, config.image_max))
+        if not (isinstance(seen, Discrete) or (isinstance(seen, Box) and seen.shape)):
+            obs = ObservationConverter(_parts(seen, []))
         what, space = "action", acted
         if points and not isinstance(acted, Box):
             raise ValueError(f"discretize_actions {points} is for Box actions; leave it out")
         if not isinstance(acted, Discrete):
-            env = ConvertedActions(env, ActionConverter.of(acted, points))
+            actions = ActionConverter.of(acted, points)
     except ValueError as error:
         raise UnsupportedEnvError(
             f"environment '{config.env}' has {what} space {space}: {error}"
         ) from None
-    return env
+    return env if obs is None and actions is None else Converted(env, obs, actions)
 
 
 def stored_converters(
     spec: EnvSpec,
 ) -> tuple[ObservationConverter | None, ActionConverter | None]:
-    """Return the converters of a spec, or raise CheckpointError if they do not fit it."""
+    """Return the converters of a spec, or raise CheckpointError: it may be anyone's data."""
     obs = actions = None
     try:
         if spec.raw_obs:
-            obs = ObservationConverter.stored(spec.raw_obs)
-            assert (obs.shape, obs.dtype) == (spec.frame_shape, spec.obs_dtype)
+            obs = ObservationConverter([Part(*fields) for fields in json.loads(spec.raw_obs)])
         if spec.raw_actions:
-            actions = ActionConverter.stored(spec.raw_actions)
-            assert actions.count == spec.num_actions
-    except (ValueError, TypeError, AssertionError, KeyError, RecursionError) as error:
+            actions = ActionConverter(*json.loads(spec.raw_actions))
+        fits_obs = obs is None or (obs.shape, obs.dtype) == (spec.frame_shape, spec.obs_dtype)
+        if not fits_obs or (actions is not None and actions.count != spec.num_actions):
+            raise ValueError("they do not fit the spec")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"the stored spaces are malformed: {one_line(error)}") from None
     return obs, actions
 

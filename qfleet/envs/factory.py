@@ -35,7 +35,7 @@ _NATIVE_MIN_ENVS = 8
 vectorised CartPole slower than single ones: with one env, five times; they break even between four
 and eight."""
 
-_OF_SINGLE = ("wrappers", "discretize_actions", "image_max")
+_OF_SINGLE = ("wrappers", "discretize_actions")
 """Fields that apply where single environments are made."""
 
 

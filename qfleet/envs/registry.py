@@ -32,7 +32,7 @@ from qfleet.core.errors import (
 )
 from qfleet.core.plugins import add_current_folder, load_object
 from qfleet.core.types import EnvSpec
-from qfleet.envs.adapters import ConvertedActions, ConvertedObservations, convert
+from qfleet.envs.adapters import Converted, convert
 from qfleet.envs.foreign import OLD_GYM, check_interface, foreign_kind
 from qfleet.envs.spaces import AnyEnv, Canonical, canonical, describe
 
@@ -199,10 +199,10 @@ def single_spec(config: Config, env: AnyEnv) -> EnvSpec:
     while isinstance(layer, gymnasium.Wrapper):
         if isinstance(layer, Canonical):
             found |= {"first_action": layer.first_action, "first_obs_value": layer.first_value}
-        elif isinstance(layer, ConvertedObservations):
-            found["raw_obs"] = layer.converter.to_json()
-        elif isinstance(layer, ConvertedActions):
-            found["raw_actions"] = layer.converter.to_json()
+        elif isinstance(layer, Converted):
+            obs, actions = layer.obs_converter, layer.action_converter
+            found |= {"raw_obs": obs.to_json()} if obs else {}
+            found |= {"raw_actions": actions.to_json()} if actions else {}
         layer = layer.env
     return dataclasses.replace(spec, **found)
 

@@ -75,7 +75,7 @@ def test_unknown_id_names_the_nearest(env_id: str, near: str, vectorize: str) ->
         ({"env": "support.scripted_envs:OddEnv"}, "observation Dict"),
         (
             {"env": "support.scripted_envs:OddEnv", "env_kwargs": '{"what": "unbounded"}'},
-            "action Box bounds",
+            "action Box bounded",
         ),
         (
             {"env": "support.scripted_envs:OddEnv", "env_kwargs": '{"what": "action"}'},
