@@ -107,8 +107,8 @@ PRESETS = {
     ),
     "minigrid": _preset(
         "qfleet's own, for the packages minigrid and BabyAI; 3-step returns (docs/first-steps.md).",
-        base="general", env="MiniGrid-Empty-5x5-v0", steps=40_000, network="mlp", n_steps=3,
-        lr_schedule="linear", exploration_fraction=0.2, eval_freq=4000,
+        base="general", env="MiniGrid-Empty-5x5-v0", steps=30_000, network="mlp", n_steps=3,
+        lr_schedule="linear", exploration_fraction=0.2, eval_freq=3000,
     ),
     "highway": _preset(
         "highway-env, scripts/sb3_highway_dqn.py; four envs in processes, because a step is slow.",
