@@ -135,7 +135,7 @@ def evaluation_config(config: Config) -> Config:
 def check_evaluation_env(config: Config, spec: EnvSpec) -> None:
     """Raise ConfigError if evaluations have an environment of their own with other spaces."""
     own = evaluation_config(config)
-    if (own.env, own.env_kwargs) == (config.env, config.env_kwargs):
+    if own.env == config.env and own.json_object("env_kwargs") == config.json_object("env_kwargs"):
         return
     with contextlib.closing(make_envs(own, 1, 0, training=False, on_fault=FaultLog())) as envs:
         other = dataclasses.replace(envs.spec, env_id=spec.env_id)
@@ -161,14 +161,8 @@ class HostEvaluator:
         """Return the episodes; None if ``give_up`` returned True before their end."""
         config, episodes = self._config, self._config.n_eval_episodes
         if self._envs is None:
-            count = min(episodes, MOST_ENVS)
-            self._envs = make_envs(
-                evaluation_config(config),
-                count,
-                self._seed,
-                training=False,
-                on_fault=self._faults,
-            )
+            own, count = evaluation_config(config), min(episodes, MOST_ENVS)
+            self._envs = make_envs(own, count, self._seed, training=False, on_fault=self._faults)
         envs, epsilon, max_steps = self._envs, config.eval_eps, config.eval_max_steps
         return evaluate_policy(
             self._network, envs, episodes, epsilon, self._device, self._seed, max_steps, give_up

@@ -380,8 +380,10 @@ class Config:
 
     def __post_init__(self) -> None:
         # Types are checked by ``validate``.
-        module, env = split_env(self.env) if isinstance(self.env, str) else ((), self.env)
-        other, eval_env = split_env(self.eval_env)
+        (module, env), (other, eval_env) = (
+            split_env(name) if isinstance(name, str) else ((), name)
+            for name in (self.env, self.eval_env)
+        )
         named = {
             "env": env,
             "eval_env": eval_env,

@@ -226,26 +226,27 @@ class Converted(gymnasium.Wrapper[Any, Any, Any, Any]):
         self, env: AnyEnv, obs: ObservationConverter | None, actions: ActionConverter | None
     ) -> None:
         super().__init__(env)
-        self.obs_converter, self.action_converter = obs, actions
+        self._obs, self._actions = obs, actions
         if obs is not None:
+            low, high = (0, 255) if obs.dtype == "uint8" else (-np.inf, np.inf)
             dtype: type[Any] = np.dtype(obs.dtype).type
-            high = 255 if obs.dtype == "uint8" else np.inf
-            self.observation_space = Box(-high if high == np.inf else 0, high, obs.shape, dtype)
+            self.observation_space = Box(low, high, obs.shape, dtype)
         if actions is not None:
             self.action_space = Discrete(actions.count)
 
     def step(self, action: Any) -> Any:
-        if self.action_converter is not None:
-            action = self.action_converter.table[action].copy()
+        action = action if self._actions is None else self._actions.table[action].copy()
         obs, *rest = self.env.step(action)
-        return self._convert(obs), *rest
+        return obs if self._obs is None else self._obs(obs), *rest
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         obs, info = self.env.reset(seed=seed, options=options)
-        return self._convert(obs), info
+        return obs if self._obs is None else self._obs(obs), info
 
-    def _convert(self, obs: Any) -> Any:
-        return obs if self.obs_converter is None else self.obs_converter(obs)
+    def as_json(self) -> dict[str, str]:
+        """Return the conversions as fields of ``EnvSpec``."""
+        both = {"raw_obs": self._obs, "raw_actions": self._actions}
+        return {name: one.to_json() for name, one in both.items() if one is not None}
 
 
 def convert(config: Config, env: AnyEnv) -> AnyEnv:

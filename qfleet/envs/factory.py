@@ -35,9 +35,6 @@ _NATIVE_MIN_ENVS = 8
 vectorised CartPole slower than single ones: with one env, five times; they break even between four
 and eight."""
 
-_OF_SINGLE = ("wrappers", "discretize_actions")
-"""Fields that apply where single environments are made."""
-
 
 def make_envs(
     config: Config, num_envs: int, seed: int, *, training: bool, on_fault: OnFault
@@ -128,8 +125,8 @@ def _refuse_atari_fields(config: Config) -> None:
 
 def _refuse_single_fields(config: Config) -> None:
     """Raise ConfigError if a field is set that pools of environments do not support."""
-    for name in _OF_SINGLE:
-        if getattr(config, name) != getattr(Config(), name):
+    for name in ("wrappers", "discretize_actions"):
+        if getattr(config, name):
             raise ConfigError(
                 f"{name} applies to single Gymnasium environments, and '{config.env}' is stepped "
                 "as a pool here; remove it or use --vectorize sync"
@@ -138,7 +135,7 @@ def _refuse_single_fields(config: Config) -> None:
 
 def _choose(config: Config, num_envs: int) -> str:
     is_plain = not env_kwargs(config) and config.frame_stack <= 1
-    is_plain = is_plain and all(getattr(config, n) == getattr(Config(), n) for n in _OF_SINGLE)
+    is_plain = is_plain and not config.wrappers and not config.discretize_actions
     if num_envs >= _NATIVE_MIN_ENVS and is_plain and has_vector_entry_point(config.env):
         return "native"
     return "sync"

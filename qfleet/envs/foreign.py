@@ -8,13 +8,11 @@ from typing import Any
 from qfleet.core.errors import UnsupportedEnvError
 
 OLD_GYM = (
-    "an environment of the former package gym; convert it with shimmy "
-    "(shimmy.GymV26CompatibilityV0(env=env), or GymV21CompatibilityV0 for gym 0.21)"
+    "an environment of the former package gym; convert it: shimmy.GymV26CompatibilityV0(env=env)"
 )
 OLD_API = (
-    "written for the interface of old Gym (reset() without seed, or step() with four values); "
-    "reset(seed=, options=) must return (obs, info) and step() (obs, reward, terminated, truncated,"
-    " info), or convert it with shimmy.GymV21CompatibilityV0(env=env)"
+    "written for old Gym (reset() without seed, or step() with four values); return what "
+    "gymnasium.Env asks for, or convert it: shimmy.GymV21CompatibilityV0(env=env)"
 )
 PETTING_ZOO = (
     "a PettingZoo environment, which has several agents, and qfleet trains one; wrap it as a "
@@ -30,14 +28,9 @@ def foreign_kind(env: Any) -> str | None:
     return OLD_GYM if "gym" in packages else None
 
 
-def check_interface(env_id: str, env: Any) -> None:
-    """Raise UnsupportedEnvError if ``reset`` does not take a seed, as in old Gym."""
+def check_interface(env_id: str, env: Any, error: Exception | None = None) -> None:
+    """Raise UnsupportedEnvError if ``reset`` takes no seed or ``error`` is of a four-value step."""
     parameters = inspect.signature(type(env.unwrapped).reset).parameters
-    if "seed" not in parameters and all(p.kind != p.VAR_KEYWORD for p in parameters.values()):
-        raise UnsupportedEnvError(f"environment '{env_id}' is {OLD_API}")
-
-
-def check_step_error(env_id: str, error: Exception) -> None:
-    """Raise UnsupportedEnvError if ``step`` returned four values, as in old Gym."""
-    if isinstance(error, ValueError) and "(expected 5, got 4)" in str(error):
+    takes_seed = "seed" in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    if not takes_seed or "(expected 5, got 4)" in str(error):
         raise UnsupportedEnvError(f"environment '{env_id}' is {OLD_API}") from error

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from qfleet.core.errors import EnvironmentFault, UserError, one_line
 from qfleet.core.seeding import mix_seeds
 from qfleet.core.types import EnvSpec, StateDict
-from qfleet.envs.foreign import check_step_error
+from qfleet.envs.foreign import check_interface
 from qfleet.envs.spaces import AnyEnv, check_array
 from qfleet.envs.state import load_env, save_env
 
@@ -109,7 +109,7 @@ class GuardedEnv:
         except EnvironmentFault:
             raise
         except Exception as error:
-            check_step_error(self._env_id, error)
+            check_interface(self._env_id, self._env, error)
             self._discard()
             self._fail("env_crash", f"crashed in its step {self._steps}: {one_line(error)}")
             self.reset(row)

@@ -53,15 +53,15 @@ def named_fields(env: Any, fields: dict[str, Any]) -> dict[str, Any]:
     if "network" in named:
         named["network"] = name_network(named["network"])
     if "wrappers" in named:
-        named["wrappers"] = tuple(
-            w if isinstance(w, str) else name_object(w) for w in named["wrappers"]
-        )
+        given = named["wrappers"]
+        given = given if isinstance(given, (list, tuple)) else [given]
+        named["wrappers"] = tuple(w if isinstance(w, str) else name_object(w) for w in given)
     if not isinstance(named.get("eval_env", ""), str):
         other = env_fields(named["eval_env"])
         if "max_episode_steps" in other:
             raise ConfigError("eval_env has its own time limit; give a function that makes it")
-        given = Config(eval_env_kwargs=named.get("eval_env_kwargs", "{}"))
-        kwargs = json.loads(other.get("env_kwargs", "{}")) | given.json_object("eval_env_kwargs")
+        more = Config(eval_env_kwargs=named.get("eval_env_kwargs", "{}"))
+        kwargs = json.loads(other.get("env_kwargs", "{}")) | more.json_object("eval_env_kwargs")
         imports = (*other.get("imports", ()), *named.get("imports", ()))
         named |= {"eval_env": other["env"], "eval_env_kwargs": kwargs, "imports": imports}
     return named

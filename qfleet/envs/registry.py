@@ -200,9 +200,7 @@ def single_spec(config: Config, env: AnyEnv) -> EnvSpec:
         if isinstance(layer, Canonical):
             found |= {"first_action": layer.first_action, "first_obs_value": layer.first_value}
         elif isinstance(layer, Converted):
-            obs, actions = layer.obs_converter, layer.action_converter
-            found |= {"raw_obs": obs.to_json()} if obs else {}
-            found |= {"raw_actions": actions.to_json()} if actions else {}
+            found |= layer.as_json()
         layer = layer.env
     return dataclasses.replace(spec, **found)
 
@@ -215,15 +213,11 @@ def _wrapped(config: Config, render_mode: str | None) -> AnyEnv:
         wrapper = load_object(path, "wrapper")
         try:
             env = wrapper(env)
+            assert isinstance(env, gymnasium.Env), f"it made a {type(env).__name__}"
         except Exception as error:
             raise ConfigError(
-                f"wrapper '{path}' cannot wrap '{config.env}': {one_line(error)}; it is called "
-                "with the environment alone"
+                f"wrapper '{path}' must make a gymnasium.Env of '{config.env}': {one_line(error)}"
             ) from error
-        if not isinstance(env, gymnasium.Env):
-            raise ConfigError(
-                f"wrapper '{path}' made a {type(env).__name__}; it must make a gymnasium.Env"
-            )
     return env
 
 

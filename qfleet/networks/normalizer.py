@@ -47,8 +47,7 @@ class RunningStatistics(nn.Module):
 class NormalizedTorso(nn.Module):
     """A torso of normalised observations. Replay keeps the observations as they are.
 
-    The statistics travel as buffers, in checkpoints and saved policies; only ``observe``, which
-    the actor of a run calls, changes them.
+    The statistics are buffers, in checkpoints and saved policies; only a run's actor changes them.
     """
 
     def __init__(self, torso: nn.Module, spec: EnvSpec) -> None:
