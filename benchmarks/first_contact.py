@@ -46,7 +46,7 @@ ROWS = {
     "mountaincar": Row(("MountainCar-v0",), -120.0),
     "lunarlander": Row(("LunarLander-v3",), 200.0, package="Box2D"),
     "pendulum": Row(("Pendulum-v1", "--discretize-actions", "5"), -200.0),
-    "hover": Row(("benchmarks.hover:Hover",), -3.0),
+    "hover": Row(("benchmarks.hover:Hover",), -3.5),
     "minigrid": Row(("minigrid:MiniGrid-Empty-5x5-v0",), 0.9, package="minigrid"),
     "highway": Row(
         ("highway_env:highway-fast-v0", "--steps", "20000"), 19.7, 20, package="highway_env"

@@ -380,14 +380,10 @@ class Config:
 
     def __post_init__(self) -> None:
         # Types are checked by ``validate``.
-        (module, env), (other, eval_env) = (
-            split_env(name) if isinstance(name, str) else ((), name)
-            for name in (self.env, self.eval_env)
-        )
+        module, env = split_env(self.env) if isinstance(self.env, str) else ((), self.env)
         named = {
             "env": env,
-            "eval_env": eval_env,
-            "imports": tuple(dict.fromkeys((*module, *other, *self.imports))),
+            "imports": tuple(dict.fromkeys((*module, *self.imports))),
             "wrappers": tuple(self.wrappers),
             "net_arch": tuple(self.net_arch),
         }

@@ -53,9 +53,8 @@ class Part(NamedTuple):
 
     @property
     def is_image(self) -> bool:
-        return (
-            self.is_bytes and len(self.shape) in (2, 3) and sorted(self.shape)[-2] >= LEAST_PIXELS
-        )
+        has_sides = len(self.shape) in (2, 3) and sorted(self.shape)[-2] >= LEAST_PIXELS
+        return self.is_bytes and has_sides
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -115,6 +114,8 @@ class ObservationConverter:
 
     def __init__(self, parts: list[Part]) -> None:
         """Raise ValueError if these parts cannot be converted."""
+        if not any(part.is_image for part in parts):  # nothing is scaled: bounds do not matter
+            parts = [p._replace(low=p.low if p.counts else [], high=[]) for p in parts]
         self._all = parts
         self.parts = [part for part in parts if part.kind in _NUMERIC]
         images = [part.image_shape for part in self.parts if part.is_image]

@@ -149,16 +149,17 @@ def package_of(env_id: str) -> str | None:
 
 
 def check_env(config: Config) -> None:
-    """Raise an error if nothing is known under the names of the environments; make none."""
+    """Raise an error if nothing is known under the name of an environment; make none."""
     import_modules(config)
-    for env_id in {config.env, config.eval_env} - {""}:
-        if ":" in env_id:
-            load_object(env_id, "environment")
-        elif not env_id.startswith("MinAtar/") and ale_game(env_id) is None:
-            try:
-                gymnasium.spec(env_id)
-            except gymnasium.error.Error:
-                raise unknown_env(env_id) from None
+    if ":" in config.env:
+        load_object(config.env, "environment")
+    elif not config.env.startswith("MinAtar/") and ale_game(config.env) is None:
+        try:
+            gymnasium.spec(config.env)
+        except gymnasium.error.Error:
+            raise unknown_env(config.env) from None
+    if config.eval_env:
+        check_env(config.replace(env=config.eval_env, eval_env=""))
 
 
 def has_vector_entry_point(env_id: str) -> bool:
