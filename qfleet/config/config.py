@@ -102,6 +102,8 @@ class Config:
     the environment alone."""
     discretize_actions: int = field(0, "environment", common=True, low=0, high=1024)
     """Values per dimension of Box actions, evenly spaced from bound to bound; 0: none."""
+    image_max: int = field(255, "environment", low=1, high=255)
+    """Largest value in images, which networks see as 1; 10 where they hold codes (MiniGrid)."""
     envs: int = field(1, "environment", common=True, low=0)
     """Number of environments stepped together; 0: chosen by engine and machine."""
     vectorize: Literal["auto", "native", "sync", "async", "envpool"] = field("auto", "environment")

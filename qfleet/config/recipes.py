@@ -107,7 +107,8 @@ PRESETS = {
     ),
     "minigrid": _preset(
         "qfleet's own, for the packages minigrid and BabyAI; 3-step returns (docs/first-steps.md).",
-        base="general", env="MiniGrid-Empty-5x5-v0", steps=30_000, network="mlp", n_steps=3,
+        base="general", env="MiniGrid-Empty-5x5-v0", steps=30_000, image_max=10,
+        network="mlp", n_steps=3,
         lr_schedule="linear", exploration_fraction=0.2, eval_freq=3000,
     ),
     "highway": _preset(

@@ -46,6 +46,8 @@ class Part(NamedTuple):
     low: list[float] = []  # noqa: RUF012
     high: list[float] = []  # noqa: RUF012
     """Bounds of entries, which scale them if they become channels of an image."""
+    scale: int = 1
+    """Factor of the values of an image."""
 
     @property
     def name(self) -> str:
@@ -92,6 +94,8 @@ class Part(NamedTuple):
                 got = f"{list(value.shape)} {value.dtype}"
                 raise ValueError(f"{self.name} must be {self.shape} uint8, got {got}")
             value = value.reshape([1, *value.shape][-3:])
+            if self.scale > 1:
+                value = np.minimum(value, 255 // self.scale) * np.uint8(self.scale)
             return value if value.shape == self.image_shape else np.moveaxis(value, -1, 0)
         levels = self.vector(value).astype(np.float64)
         if not np.isfinite(levels).all():
@@ -259,8 +263,11 @@ def convert(config: Config, env: AnyEnv) -> AnyEnv:
     obs = actions = None
     what, space = "observation", seen
     try:
-        if not (isinstance(seen, Discrete) or (isinstance(seen, Box) and seen.shape)):
-            obs = ObservationConverter(_parts(seen, []))
+        is_plain = isinstance(seen, Discrete) or (isinstance(seen, Box) and bool(seen.shape))
+        if not is_plain or config.image_max < 255:
+            scale = 255 // config.image_max
+            parts = [p._replace(scale=scale) if p.is_image else p for p in _parts(seen, [])]
+            obs = ObservationConverter(parts)
         what, space = "action", acted
         if points and not isinstance(acted, Box):
             raise ValueError(f"discretize_actions {points} is for Box actions; leave it out")

@@ -125,8 +125,8 @@ def _refuse_atari_fields(config: Config) -> None:
 
 def _refuse_single_fields(config: Config) -> None:
     """Raise ConfigError if a field is set that pools of environments do not support."""
-    for name in ("wrappers", "discretize_actions"):
-        if getattr(config, name):
+    for name in ("wrappers", "discretize_actions", "image_max"):
+        if getattr(config, name) != getattr(Config(), name):
             raise ConfigError(
                 f"{name} applies to single Gymnasium environments, and '{config.env}' is stepped "
                 "as a pool here; remove it or use --vectorize sync"
@@ -136,6 +136,7 @@ def _refuse_single_fields(config: Config) -> None:
 def _choose(config: Config, num_envs: int) -> str:
     is_plain = not env_kwargs(config) and config.frame_stack <= 1
     is_plain = is_plain and not config.wrappers and not config.discretize_actions
+    is_plain = is_plain and config.image_max == 255
     if num_envs >= _NATIVE_MIN_ENVS and is_plain and has_vector_entry_point(config.env):
         return "native"
     return "sync"

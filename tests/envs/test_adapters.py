@@ -79,6 +79,17 @@ def test_an_image_keeps_its_pixels_and_gets_constant_channels() -> None:
     assert choose_network(spec) == "minatar"
 
 
+def test_image_max_scales_the_image_alone_and_does_not_wrap_around() -> None:
+    one = config("image", image_max=10)
+    converter, _ = stored_converters(spec_of(one))
+    assert converter is not None
+    obs = {"eye": np.full((6, 7, 3), 200, np.uint8), "gear": 1, "arm": np.ones(1, np.float32)}
+    obs["eye"][0, 0] = (1, 10, 11)
+    image = converter(obs)
+    assert image[1:4, 0, 0].tolist() == [25, 250, 250]
+    assert image[:, 5, 5].tolist() == [128, 250, 250, 250, 0, 255, 0]
+
+
 def test_an_unbounded_number_beside_an_image_is_squashed_and_never_wraps_around() -> None:
     space = gymnasium.spaces.Dict(
         {"eye": SPACES["image"]["eye"], "far": gymnasium.spaces.Box(-np.inf, np.inf, (3,))}  # type: ignore[index]
