@@ -100,7 +100,7 @@ class Config:
     wrappers: tuple[str, ...] = field((), "environment")
     """Wrappers of the environment, package.module:Class, the first innermost; each is called with
     the environment alone."""
-    discretize_actions: int = field(0, "environment", common=True, low=0, high=1024)
+    discretize_actions: int = field(0, "environment", low=0, high=1024)
     """Values per dimension of Box actions, evenly spaced from bound to bound; 0: none."""
     image_max: int = field(255, "environment", low=1, high=255)
     """Largest value in images, which networks see as 1; 10 where they hold codes (MiniGrid)."""
