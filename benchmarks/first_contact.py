@@ -3,6 +3,9 @@
     python benchmarks/first_contact.py --jobs 4                  every installed row, 5 seeds
     python benchmarks/first_contact.py --rows taxi --seeds 2
     python benchmarks/first_contact.py --rows highway --jobs 5   needs `pip install highway-env`
+    python benchmarks/first_contact.py --rows minigrid           needs `pip install minigrid`
+
+Rows: single ids, and Pendulum-v1 with discretised actions, hover.py with MultiDiscrete ones.
 
 Every run is `qfleet train ID --seed S` in a process of its own, then `qfleet evaluate` of its best
 policy on episodes with other seeds. The score is the interquartile mean over the seeds; beside it
@@ -42,6 +45,9 @@ ROWS = {
     "acrobot": Row(("Acrobot-v1",), -100.0),
     "mountaincar": Row(("MountainCar-v0",), -120.0),
     "lunarlander": Row(("LunarLander-v3",), 200.0, package="Box2D"),
+    "pendulum": Row(("Pendulum-v1", "--discretize-actions", "5"), -200.0),
+    "hover": Row(("benchmarks.hover:Hover",), -3.5),
+    "minigrid": Row(("minigrid:MiniGrid-Empty-5x5-v0",), 0.9, package="minigrid"),
     "highway": Row(
         ("highway_env:highway-fast-v0", "--steps", "20000"), 19.7, 20, package="highway_env"
     ),

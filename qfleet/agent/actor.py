@@ -201,7 +201,7 @@ class Actor:
         block = Block(
             obs=torch.from_numpy(filled.frames[:rows]),
             action=torch.from_numpy(filled.actions[:rows]),
-            reward=torch.from_numpy(rewards.astype(np.float32)),
+            reward=torch.from_numpy((rewards * self._config.reward_scale).astype(np.float32)),
             flags=torch.from_numpy(flags),
             version=version,
         )

@@ -278,6 +278,8 @@ class TensorActor:
         self._returns.copy_(returns[-1])
         if self._config.clip_rewards:
             reward.sign_()
+        if self._config.reward_scale != 1.0:
+            reward.mul_(self._config.reward_scale)
         first = torch.cat((opening.unsqueeze(0), steps[:-1] == 0))
         block.flags[:rows] = terminated * TERMINATED + opened * SKIP + first * FIRST
         # The finished episodes go into their ring, in their order.

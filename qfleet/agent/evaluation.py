@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -11,8 +13,9 @@ import torch
 
 from qfleet.agent.actor import draw_actions, legal_actions
 from qfleet.agent.inference import make_greedy
-from qfleet.config.config import Config
-from qfleet.core.types import VectorEnv
+from qfleet.config.config import Config, parse_json_object
+from qfleet.core.errors import ConfigError
+from qfleet.core.types import EnvSpec, VectorEnv
 from qfleet.envs.factory import make_envs
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.faults import FaultLog
@@ -124,6 +127,28 @@ def evaluate_policy(
     return Evaluation([r for r, _ in flat], [length for _, length in flat], len(cut))
 
 
+def evaluation_config(config: Config) -> Config:
+    """Return the configuration with the environment of evaluations."""
+    kwargs = {} if config.eval_env else config.json_object("env_kwargs")
+    kwargs |= parse_json_object("eval_env_kwargs", config.eval_env_kwargs)
+    return config.replace(env=config.eval_env or config.env, env_kwargs=kwargs)
+
+
+def check_evaluation_env(config: Config, spec: EnvSpec) -> None:
+    """Raise ConfigError if evaluations have an environment of their own with other spaces."""
+    own = evaluation_config(config)
+    if own.env == config.env and own.json_object("env_kwargs") == config.json_object("env_kwargs"):
+        return
+    with contextlib.closing(make_envs(own, 1, 0, training=False, on_fault=FaultLog())) as envs:
+        other = dataclasses.replace(envs.spec, env_id=spec.env_id)
+    for name in (column.name for column in dataclasses.fields(spec)):
+        if getattr(other, name) != getattr(spec, name):
+            raise ConfigError(
+                f"the environment of evaluations has {name} {getattr(other, name)!r}, that of "
+                f"training {getattr(spec, name)!r}; correct eval_env or eval_env_kwargs"
+            )
+
+
 class HostEvaluator:
     """Plays the evaluations of a run on the host. The first one makes its environments."""
 
@@ -138,8 +163,8 @@ class HostEvaluator:
         """Return the episodes; None if ``give_up`` returned True before their end."""
         config, episodes = self._config, self._config.n_eval_episodes
         if self._envs is None:
-            count = min(episodes, MOST_ENVS)
-            self._envs = make_envs(config, count, self._seed, training=False, on_fault=self._faults)
+            own, count = evaluation_config(config), min(episodes, MOST_ENVS)
+            self._envs = make_envs(own, count, self._seed, training=False, on_fault=self._faults)
         envs, epsilon, max_steps = self._envs, config.eval_eps, config.eval_max_steps
         return evaluate_policy(
             self._network, envs, episodes, epsilon, self._device, self._seed, max_steps, give_up

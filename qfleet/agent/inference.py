@@ -97,6 +97,8 @@ class HostInference(Inference):
         return self._greedy(obs) if needed else None
 
     def deliver(self, _number: int, block: Block) -> Block:
+        """Return the block; its observations are added to the network's statistics, if any."""
+        self._network.observe(block.obs)
         return block
 
 

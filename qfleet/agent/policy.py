@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from qfleet.agent.actor import draw_actions, legal_actions
 from qfleet.agent.devices import resolve_device
-from qfleet.agent.evaluation import MOST_ENVS, Evaluation, evaluate_policy
+from qfleet.agent.evaluation import MOST_ENVS, Evaluation, evaluate_policy, evaluation_config
 from qfleet.agent.inference import make_greedy
 from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.exploration import sample_actions
@@ -27,6 +27,7 @@ from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, one_line
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec, StateDict
+from qfleet.envs.adapters import stored_converters
 from qfleet.envs.factory import make_envs
 from qfleet.envs.objects import env_fields
 from qfleet.networks.factory import make_network
@@ -61,6 +62,7 @@ class Policy:
     ) -> None:
         self.config, self.spec, self.trust = config, spec, trust
         self.device = _usable_device(config, spec, device)
+        self._observations, self._actions = stored_converters(spec)
         # Not compiled: compiling takes minutes, and most policies act only a few times.
         plain = config.replace(compile="off")
         try:
@@ -82,14 +84,24 @@ class Policy:
         weights = self.weights.data.numel()
         return f"Policy({self.config.env}, {self.config.algo}, {weights:,} weights, {self.device})"
 
-    def act(self, obs: Any, action_masks: Any = None) -> int | NDArray[np.int64]:
+    def act(self, obs: Any, action_masks: Any = None) -> int | NDArray[Any]:
         """Return the greedy action of one observation (int), or of a batch (int64 ``[B]``).
 
+        Observations are the environment's own, also those of Dict and Tuple spaces; a batch of
+        these has parts ``[B, …]``. Actions of other than Discrete spaces are arrays.
         ``action_masks``: which actions are legal, ``[actions]`` or ``[B, actions]``; None: all.
         """
         batch, is_single = self._batch(obs, action_masks)
-        actions = self.greedy(batch) + self.spec.first_action
-        return int(actions[0]) if is_single else actions
+        actions = self._own(self.greedy(batch))
+        if self._actions is None and is_single:
+            return int(actions[0])
+        return actions[0] if is_single else actions
+
+    def _own(self, actions: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the environment's own actions."""
+        if self._actions is None:
+            return actions + self.spec.first_action
+        return self._actions.table[actions]
 
     def predict(
         self,
@@ -98,7 +110,7 @@ class Policy:
         episode_start: Any = None,  # noqa: ARG002
         deterministic: bool = True,
         action_masks: Any = None,
-    ) -> tuple[NDArray[np.int64], None]:
+    ) -> tuple[NDArray[Any], None]:
         """Return ``act`` as Stable-Baselines3 does: an array, also of one action, and no state.
 
         ``deterministic`` False explores with ``exploration_final_eps``, or draws actions from the
@@ -116,8 +128,8 @@ class Policy:
                 others = legal_actions(self.spec, batch, drawn)
                 explores = chance < self.config.exploration_final_eps
                 actions = np.where(explores, others, actions)
-        actions = actions + self.spec.first_action
-        return (actions.squeeze(axis=0) if is_single else actions), None
+        own = self._own(actions)
+        return (own.squeeze(axis=0) if is_single else own), None
 
     def q_values(self, obs: Any) -> NDArray[np.float32]:
         """Return the expected return of every action: ``[actions]``, or ``[B, actions]``."""
@@ -134,6 +146,14 @@ class Policy:
     def _batch(self, obs: Any, action_masks: Any = None) -> tuple[NDArray[Any], bool]:
         """Return the network's input, and whether ``obs`` was a single observation."""
         shape = self.spec.unmasked.obs_shape
+        if self._observations is not None and self.spec.frame_stack == 1:
+            try:
+                converted, is_single = self._observations.batch(obs)
+            except (ValueError, TypeError, LookupError) as error:
+                raise ConfigError(
+                    f"observation must be one of the environment's own: {one_line(error)}"
+                ) from None
+            obs = converted[0] if is_single else converted
         if self.spec.obs_dtype == "uint8" and np.asarray(obs).dtype == np.bool_:
             raise ConfigError("observation must hold pixels of 0 to 255, got booleans; use × 255")
         array = np.asarray(obs, dtype=self.spec.obs_dtype)
@@ -228,9 +248,11 @@ class Policy:
         config, count = self.env_config, min(episodes, MOST_ENVS)
         if env is None:
             self.check_trust()
+            config = evaluation_config(config)
         else:
-            imports = config.imports if self.trust else ()
-            given = {"env_kwargs": "{}", "imports": imports, **env_fields(env)}
+            imports, wrappers = (config.imports, config.wrappers) if self.trust else ((), ())
+            given = {"env_kwargs": "{}", "imports": imports, "wrappers": wrappers}
+            given |= env_fields(env)
             config = validate(config.replace(**given))
         envs = make_envs(config, count, seed, training=False, on_fault=FaultLog())
         with contextlib.closing(envs):

@@ -82,7 +82,20 @@ def spell(argv: list[str]) -> list[str]:
                 raise UserError(f"{spellings[own]} and {name} are the same option; give one")
             word = f"--{own}{equals}{value}"
         words.append(word)
-    return words
+    return _gather(_gather(words, "--imports"), "--wrappers")
+
+
+def _gather(argv: list[str], option: str) -> list[str]:
+    """Return the words with all values of a repeatable option behind its only occurrence."""
+    values, others, takes_values = list[str](), list[str](), False
+    for word in argv:
+        if word.startswith("-"):
+            takes_values = word.partition("=")[0] == option
+        if takes_values:
+            values += word.split("=", 1)[1:] if word.startswith("-") else [word]
+        else:
+            others.append(word)
+    return [*others, option, *values] if len(others) < len(argv) else argv
 
 
 def _one_line(text: str, verb: str) -> str:

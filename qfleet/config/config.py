@@ -34,11 +34,12 @@ Group = Literal[
 
 SERVERS: tuple[Engine, ...] = ("parameter-server",)
 PROCESSES: tuple[Engine, ...] = ("parameter-server", "actors")
+HOST_EVALUATED: tuple[Engine, ...] = ("auto", "serial", "pipeline", "parameter-server", "actors")
 # easgd has no admission policy and no compression.
 ALL_BUT_EASGD: tuple[Update, ...] = ("sync", "async", "ssp", "hybrid", "local-sgd", "admm")
 
 
-JSON_FIELDS = ("env_kwargs", "vary")
+JSON_FIELDS = ("env_kwargs", "eval_env_kwargs", "vary")
 """Fields that hold a JSON object as text; they also take a dict."""
 SPARE_ROWS = 8
 """Rows of a replay memory beyond those of a run: the newest row never has its return yet, and a
@@ -98,6 +99,13 @@ class Config:
     """Modules to import before the environment is made, e.g. to register environments."""
     env_kwargs: str = field("{}", "environment", common=True)
     """Keyword arguments of the environment, as JSON."""
+    wrappers: tuple[str, ...] = field((), "environment")
+    """Wrappers of the environment, package.module:Class, the first innermost; each is called with
+    the environment alone."""
+    discretize_actions: int = field(0, "environment", low=0, high=1024)
+    """Values per dimension of Box actions, evenly spaced from bound to bound; 0: none."""
+    image_max: int = field(255, "environment", low=1, high=255)
+    """Largest value in images, which networks see as 1; 10 where they hold codes (MiniGrid)."""
     envs: int = field(1, "environment", common=True, low=0)
     """Number of environments stepped together; 0: chosen by engine and machine."""
     vectorize: Literal["auto", "native", "sync", "async", "envpool"] = field("auto", "environment")
@@ -122,6 +130,12 @@ class Config:
     info["action_mask"] or action_masks()."""
     clip_rewards: bool = field(False, "environment")
     """Learn from the sign of rewards; reported returns stay unclipped."""
+    reward_scale: float = field(1.0, "environment", above=0)
+    """Factor of the rewards that are learnt from; reported returns stay unscaled."""
+    normalize_observations: bool = field(
+        False, "environment", engines=("auto", "serial", "pipeline")
+    )
+    """Scale float observations by their running mean and deviation, clipped to ±10."""
 
     algo: str = field("dqn", "algorithm", common=True)
     """Row of the algorithm table (docs/algorithms); it sets fields such as head and n_steps, which
@@ -259,6 +273,11 @@ class Config:
     """Episodes per evaluation."""
     eval_eps: float = field(0.0, "evaluation", low=0, high=1)
     """ε during evaluation."""
+    eval_env: str = field("", "evaluation", engines=HOST_EVALUATED)
+    """Environment of evaluations, with the same spaces; empty: that of training."""
+    eval_env_kwargs: str = field("{}", "evaluation", engines=HOST_EVALUATED)
+    """Keyword arguments of evaluations' environments, as JSON; without eval_env, they are merged
+    over env_kwargs."""
     eval_max_steps: int = field(125_000, "evaluation", low=1)
     """Env steps, over all envs, after which an evaluation ends; unfinished episodes then count with
     their returns so far. The default is the length of Dopamine's evaluations."""
@@ -380,6 +399,7 @@ class Config:
         named = {
             "env": env,
             "imports": tuple(dict.fromkeys((*module, *self.imports))),
+            "wrappers": tuple(self.wrappers),
             "net_arch": tuple(self.net_arch),
         }
         for name in JSON_FIELDS:
@@ -409,7 +429,7 @@ class Config:
 
     def plugins(self) -> tuple[str, ...]:
         """Return the names of code outside qfleet that this configuration imports."""
-        named = (*self.imports, self.env, self.network)
+        named = (*self.imports, self.env, self.eval_env, self.network, *self.wrappers)
         return tuple(n for n in named if ":" in n or n in self.imports)
 
     def json_object(self, name: str) -> dict[str, Any]:

@@ -34,6 +34,7 @@ _SUITS = (
     (r"MinAtar/\S+ pqn .*", "minatar-pqn"),
     (r"MinAtar/\S+ .*", "minatar-dqn"),
     (r"(FrozenLake|Taxi|CliffWalking)\S* .*", "toy-text"),
+    (r"(MiniGrid|BabyAI)-\S+ .*", "minigrid"),
     (r"(highway|highway-fast|merge|roundabout|intersection|exit)-v\d .*", "highway"),
     (r".*", "general"),
 )

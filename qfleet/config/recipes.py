@@ -105,6 +105,12 @@ PRESETS = {
         lr_schedule="linear", target_update_interval=200, exploration_fraction=0.3,
         n_eval_episodes=50,
     ),
+    "minigrid": _preset(
+        "qfleet's own, for the packages minigrid and BabyAI; 3-step returns (docs/first-steps.md).",
+        base="general", env="MiniGrid-Empty-5x5-v0", steps=30_000, image_max=10,
+        network="mlp", n_steps=3,
+        lr_schedule="linear", exploration_fraction=0.2, eval_freq=3000,
+    ),
     "highway": _preset(
         "highway-env, scripts/sb3_highway_dqn.py; four envs in processes, because a step is slow.",
         env="highway-fast-v0", steps=20_000, envs=4, vectorize="async", net_arch=(256, 256),

@@ -64,6 +64,10 @@ def _rules(c: Config) -> Rules:
     """Yield all rules about several fields; the ranges of single fields hold already."""
     default = Config()
     c.json_object("env_kwargs")
+    c.json_object("eval_env_kwargs")
+    yield c.discretize_actions != 1, "discretize_actions", "must be 0 (off) or ≥ 2"
+    for path in c.wrappers:
+        yield ":" in path, "wrappers", f"must be package.module:Class; correct {path!r}"
     yield not c.json_object("vary") or c.population > 1, "vary", (
         "is for --population above 1; set that or leave it out")
     yield c.straggler == 1 or c.step_latency_s > 0, "straggler", (

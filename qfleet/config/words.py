@@ -28,6 +28,7 @@ ALIASES = {
     "end_e": "exploration_final_eps",
     "n_step": "n_steps",
     "import": "imports",
+    "wrapper": "wrappers",
 }
 """Names of Stable-Baselines3, CleanRL and other libraries → fields of Config."""
 

@@ -56,6 +56,9 @@ class EnvSpec:
     """The environment's own number for discrete observation 0."""
     first_action: int = 0
     """The environment's own number for action 0."""
+    raw_obs: str = ""
+    raw_actions: str = ""
+    """The environment's own spaces, as JSON, where observations or actions are converted."""
     unmasked_shape: tuple[int, ...] | None = None
     """Shape of the observation itself if masks of legal actions come with it, else None.
 

@@ -55,6 +55,7 @@ _NO_MATTER = {
     "checkpoint_freq", "keep_checkpoints", "tensorboard", "track", "max_fault_rate",
     "max_env_restarts", "env_timeout_s", "max_abs_q", "learning_rate", "lr_schedule",
     "lr_plateau_patience", "lr_plateau_factor", "gamma", "td_lambda",
+    "eval_env", "eval_env_kwargs", "reward_scale",
     "exploration_fraction", "exploration_initial_eps", "value_weight", "entropy_weight",
 }
 # fmt: on
@@ -101,7 +102,8 @@ def _choose_engine(config: Config) -> tuple[str, str]:
 def _leaves_all_to_the_device(config: Config) -> bool:
     """Return whether the device engine has every option that was set."""
     on_host = config.replay_dir or config.replay_compression != "none" or config.lockstep
-    on_host = on_host or config.step_latency_s > 0
+    on_host = on_host or config.step_latency_s > 0 or config.normalize_observations
+    on_host = on_host or bool(config.eval_env or config.json_object("eval_env_kwargs"))
     elsewhere = config.inference_device != "auto" or config.replay_device != "auto"
     other = config.device != "auto" and not has_streams(_learner_device(config))
     return not (on_host or elsewhere or other or config.env_groups > 1)

@@ -164,6 +164,7 @@ def make_learner(
     online = make_networks(config, spec, device, members)
     has_target = config.replay or config.target_network
     target = make_network(config, spec, device, seeds.network) if has_target else online
+    target.share_statistics(online)
     objective = make_objective(config, device, seeds.objective)
     local = functools.partial(make_updater, config, capturable=place.capturable)
     factory = updater_factory or local

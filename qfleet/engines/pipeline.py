@@ -65,7 +65,7 @@ def build(setup: Setup) -> LoopParts:
         else:
             choice = apply_precision(config, learner.networks)
         inference: Inference
-        if place.ahead or config.lockstep:
+        if place.ahead or (config.lockstep and not config.normalize_observations):
             sizes = [group.num_envs for group in envs]
             acting = place_inference(config, spec, sizes, place, learner.weights, choice)
             timers.append(setup.make_timers("collector"))

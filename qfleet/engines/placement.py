@@ -82,12 +82,16 @@ class Placement:
         replay, why = _place_replay(config, spec, device if on_pipeline else torch.device("cpu"))
         ahead = on_pipeline and not config.lockstep and (in_background or device.type != "cpu")
         notes = [why] if why else []
-        if on_pipeline and not config.lockstep and not ahead:
+        if ahead and config.normalize_observations:
+            ahead = False
+            notes.append("collecting in turn with learning: normalize_observations needs that")
+        elif on_pipeline and not config.lockstep and not ahead:
             notes.append("collecting in turn with learning: these envs need the same interpreter")
         capturable = on_pipeline and has_streams(device)
         if on_pipeline and device.type != "cpu" and not capturable:
             notes.append(f"updates are not recorded: torch queues nothing on {device.type}")
-        in_a_thread = ahead or (on_pipeline and config.lockstep)
+        has_lockstep = config.lockstep and not config.normalize_observations
+        in_a_thread = ahead or (on_pipeline and has_lockstep)
         if not in_a_thread and config.inference_device != "auto":
             raise ConfigError(
                 f"inference_device '{config.inference_device}' is for a pipeline that collects "

@@ -6,8 +6,10 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
+from qfleet.agent.evaluation import check_evaluation_env
 from qfleet.config.config import Config
 from qfleet.engines.parts import Parts, Setup
+from qfleet.envs.adapters import describe_conversions
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import Trace
 
@@ -46,7 +48,14 @@ def build(
     members: Sequence[int] | None = None,
 ) -> Parts:
     """Create all parts of a run with the engine of its configuration; see ``Setup``."""
-    return engine(config.engine).build(Setup(config, faults, restarted_at, trace, members))
+    parts = engine(config.engine).build(Setup(config, faults, restarted_at, trace, members))
+    try:
+        check_evaluation_env(config, parts.spec)
+    except BaseException:
+        parts.close()
+        raise
+    parts.notes[:0] = describe_conversions(parts.spec)
+    return parts
 
 
 def run(parts: Parts, keep_going: Callable[[], bool]) -> None:

@@ -3,6 +3,7 @@
 base       the parts that all vector environments share
 registry   from a name to an Atari game, a Gymnasium environment or a user's class
 spaces     the supported spaces, and their canonical form
+adapters   conversion of other spaces to supported ones
 guard      one environment with fault handling
 sync       N guarded environments, stepped one after another
 processes  N guarded environments in worker processes, which are replaced when they die or hang
@@ -59,6 +60,7 @@ def _make_quick(
     if game is None:
         _refuse_atari_fields(config)
     else:
+        _refuse_single_fields(config)
         if config.vectorize in ("sync", "async"):
             raise ConfigError(
                 f"vectorize {config.vectorize!r} does not work with Atari game '{config.env}', "
@@ -80,6 +82,7 @@ def _make_quick(
     if mode == "native":
         from qfleet.envs.native import NativeEnvs
 
+        _refuse_single_fields(config)
         return NativeEnvs(config, num_envs, seed)
     if mode == "async":
         from qfleet.envs.processes import ProcessEnvs
@@ -95,6 +98,7 @@ def make_tensors(config: Config) -> TensorEnv:
     import_modules(config)
     env = make_tensor_env(config)
     _refuse_atari_fields(config)
+    _refuse_single_fields(config)
     if config.vectorize != "auto" or config.frame_stack > 1:
         raise ConfigError(
             f"'{config.env}' is vectorised as tensors and does not support frame stacks; leave "
@@ -119,8 +123,20 @@ def _refuse_atari_fields(config: Config) -> None:
             )
 
 
+def _refuse_single_fields(config: Config) -> None:
+    """Raise ConfigError if a field is set that pools of environments do not support."""
+    for name in ("wrappers", "discretize_actions", "image_max"):
+        if getattr(config, name) != getattr(Config(), name):
+            raise ConfigError(
+                f"{name} applies to single Gymnasium environments, and '{config.env}' is stepped "
+                "as a pool here; remove it or use --vectorize sync"
+            )
+
+
 def _choose(config: Config, num_envs: int) -> str:
     is_plain = not env_kwargs(config) and config.frame_stack <= 1
+    is_plain = is_plain and not config.wrappers and not config.discretize_actions
+    is_plain = is_plain and config.image_max == 255
     if num_envs >= _NATIVE_MIN_ENVS and is_plain and has_vector_entry_point(config.env):
         return "native"
     return "sync"

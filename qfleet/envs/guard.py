@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from qfleet.core.errors import EnvironmentFault, UserError, one_line
 from qfleet.core.seeding import mix_seeds
 from qfleet.core.types import EnvSpec, StateDict
+from qfleet.envs.foreign import check_interface
 from qfleet.envs.spaces import AnyEnv, check_array
 from qfleet.envs.state import load_env, save_env
 
@@ -75,7 +76,7 @@ class GuardedEnv:
         """Create a guard. ``env`` is an existing environment, or None to make it on demand."""
         self._make = make
         self._env = env
-        self._name = f"env {index} of '{spec.env_id}'"
+        self._env_id, self._name = spec.env_id, f"env {index} of '{spec.env_id}'"
         self._seed = seed
         self._max_restarts = max_restarts
         self._on_fault = on_fault
@@ -109,6 +110,7 @@ class GuardedEnv:
         except EnvironmentFault:
             raise
         except Exception as error:
+            check_interface(self._env_id, self._env, error)
             self._discard()
             self._fail("env_crash", f"crashed in its step {self._steps}: {one_line(error)}")
             self.reset(row)

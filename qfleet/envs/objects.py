@@ -10,8 +10,10 @@ from typing import Any
 import gymnasium
 from torch.nn import Module
 
-from qfleet.core.errors import ConfigError, one_line
+from qfleet.config.config import Config
+from qfleet.core.errors import ConfigError, UnsupportedEnvError, one_line
 from qfleet.core.plugins import name_object
+from qfleet.envs.foreign import foreign_kind
 from qfleet.envs.spaces import AnyEnv
 
 
@@ -28,6 +30,8 @@ def env_fields(env: Any) -> dict[str, Any]:
         return _spec_fields(env)
     if callable(env):
         return {"env": name_object(env)}
+    if kind := foreign_kind(env):
+        raise UnsupportedEnvError(f"env {type(env).__name__} is {kind}")
     raise ConfigError(
         f"env must be an id, a gymnasium.Env, its class or a function that makes one, got {env!r}"
     )
@@ -41,6 +45,26 @@ def name_network(network: Any) -> str:
             "with the shape of an observation"
         )
     return network if isinstance(network, str) else name_object(network)
+
+
+def named_fields(env: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of Config for ``env`` and ``fields``, which may hold Python objects."""
+    named = {**({} if env is None else env_fields(env)), **fields}
+    if "network" in named:
+        named["network"] = name_network(named["network"])
+    if "wrappers" in named:
+        given = named["wrappers"]
+        given = given if isinstance(given, (list, tuple)) else [given]
+        named["wrappers"] = tuple(w if isinstance(w, str) else name_object(w) for w in given)
+    if not isinstance(named.get("eval_env", ""), str):
+        other = env_fields(named["eval_env"])
+        if "max_episode_steps" in other:
+            raise ConfigError("eval_env has its own time limit; give a function that makes it")
+        more = Config(eval_env_kwargs=named.get("eval_env_kwargs", "{}"))
+        kwargs = json.loads(other.get("env_kwargs", "{}")) | more.json_object("eval_env_kwargs")
+        imports = (*other.get("imports", ()), *named.get("imports", ()))
+        named |= {"eval_env": other["env"], "eval_env_kwargs": kwargs, "imports": imports}
+    return named
 
 
 def _spec_fields(env: AnyEnv) -> dict[str, Any]:

@@ -23,9 +23,18 @@ from gymnasium.spaces import Discrete
 from gymnasium.wrappers import FrameStackObservation, TimeLimit
 
 from qfleet.config.config import Config
-from qfleet.core.errors import ConfigError, EnvironmentFault, UnknownNameError, one_line
+from qfleet.core.errors import (
+    ConfigError,
+    EnvironmentFault,
+    UnknownNameError,
+    UnsupportedEnvError,
+    UserError,
+    one_line,
+)
 from qfleet.core.plugins import add_current_folder, load_object
 from qfleet.core.types import EnvSpec
+from qfleet.envs.adapters import Converted, convert
+from qfleet.envs.foreign import OLD_GYM, check_interface, foreign_kind
 from qfleet.envs.masks import MaskedObservations, gives_masks
 from qfleet.envs.spaces import AnyEnv, Canonical, canonical, describe
 
@@ -142,7 +151,7 @@ def package_of(env_id: str) -> str | None:
 
 
 def check_env(config: Config) -> None:
-    """Raise an error if nothing is known under the name of this environment; make none."""
+    """Raise an error if nothing is known under the name of an environment; make none."""
     import_modules(config)
     if ":" in config.env:
         load_object(config.env, "environment")
@@ -151,6 +160,8 @@ def check_env(config: Config) -> None:
             gymnasium.spec(config.env)
         except gymnasium.error.Error:
             raise unknown_env(config.env) from None
+    if config.eval_env:
+        check_env(config.replace(env=config.eval_env, eval_env=""))
 
 
 def has_vector_entry_point(env_id: str) -> bool:
@@ -165,7 +176,7 @@ def has_vector_entry_point(env_id: str) -> bool:
 def make_single(
     config: Config, render_mode: str | None = None, masked: bool | None = None
 ) -> AnyEnv:
-    """Make one non-Atari environment with time limit, canonical spaces and frame stack.
+    """Make one non-Atari environment with its wrappers, converted spaces and frame stack.
 
     ``masked``: whether its observations shall hold masks; None: if it gives them.
     """
@@ -173,7 +184,7 @@ def make_single(
     if ale_game(config.env) is not None:
         raise ConfigError(f"Atari game '{config.env}' has no single environment; use make_envs")
     masked = _gives_masks(config) if masked is None else masked
-    env = _make_raw(config, render_mode)
+    env = convert(config, _wrapped(config, render_mode))
     spec = describe(config.env, env.observation_space, env.action_space)
     is_stacked = config.frame_stack > 1
     if is_stacked and isinstance(env.observation_space, Discrete):
@@ -191,8 +202,8 @@ def make_single(
     return env
 
 
-_MASKS: dict[tuple[str, str], bool] = {}
-"""Name and arguments of an environment → whether it gives masks."""
+_MASKS: dict[tuple[Any, ...], bool] = {}
+"""Name, arguments and wrappers of an environment → whether it gives masks."""
 
 
 def _gives_masks(config: Config) -> bool:
@@ -200,9 +211,9 @@ def _gives_masks(config: Config) -> bool:
 
     It is looked at once per process, in an environment of its own: others have no reset too many.
     """
-    key = (config.env, config.env_kwargs)
+    key = (config.env, config.env_kwargs, config.wrappers)
     if config.action_masks and key not in _MASKS:
-        with contextlib.closing(_make_raw(config, None)) as env:
+        with contextlib.closing(_wrapped(config, None)) as env:
             try:
                 _MASKS[key] = gives_masks(env)
             except Exception:  # the guard's reset will report it
@@ -222,12 +233,29 @@ def single_spec(config: Config, env: AnyEnv) -> EnvSpec:
     if masked is not None:
         stack = (frame_stack,) if frame_stack > 1 else ()
         spec = dataclasses.replace(spec, obs_shape=(*stack, *spec.obs_shape)).with_masks()
+    found = dict[str, Any]()
     for layer in layers:
         if isinstance(layer, Canonical):
-            return dataclasses.replace(
-                spec, first_action=layer.first_action, first_obs_value=layer.first_value
-            )
-    return spec
+            found |= {"first_action": layer.first_action, "first_obs_value": layer.first_value}
+        elif isinstance(layer, Converted):
+            found |= layer.as_json()
+    return dataclasses.replace(spec, **found)
+
+
+def _wrapped(config: Config, render_mode: str | None) -> AnyEnv:
+    """Make the environment and apply the user's wrappers, the first of them innermost."""
+    env = _make_raw(config, render_mode)
+    check_interface(config.env, env)
+    for path in config.wrappers:
+        wrapper = load_object(path, "wrapper")
+        try:
+            env = wrapper(env)
+            assert isinstance(env, gymnasium.Env), f"it made a {type(env).__name__}"
+        except Exception as error:
+            raise ConfigError(
+                f"wrapper '{path}' must make a gymnasium.Env of '{config.env}': {one_line(error)}"
+            ) from error
+    return env
 
 
 def _make_raw(config: Config, render_mode: str | None) -> AnyEnv:
@@ -253,9 +281,11 @@ def _make_raw(config: Config, render_mode: str | None) -> AnyEnv:
         if "argument" in str(error):
             raise refused_kwargs(config, error) from error
         raise _start_fault(config, error) from error
-    except (ConfigError, UnknownNameError):
+    except UserError:
         raise
     except Exception as error:
+        if "Gym is incompatible" in str(error):
+            raise UnsupportedEnvError(f"environment '{config.env}' is {OLD_GYM}") from error
         raise _start_fault(config, error) from error
 
 
@@ -266,6 +296,8 @@ def _start_fault(config: Config, error: Exception) -> EnvironmentFault:
 def _make_from_class(config: Config, kwargs: dict[str, Any]) -> AnyEnv:
     env = load_object(config.env, "environment")(**kwargs)
     if not isinstance(env, gymnasium.Env):
+        if kind := foreign_kind(env):
+            raise UnsupportedEnvError(f"environment '{config.env}' is {kind}")
         raise ConfigError(
             f"environment '{config.env}' made a {type(env).__name__}; it must be a gymnasium.Env"
         )

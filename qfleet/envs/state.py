@@ -23,6 +23,7 @@ from gymnasium.wrappers import FrameStackObservation, OrderEnforcing, TimeLimit
 
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import StateDict
+from qfleet.envs.adapters import Converted
 from qfleet.envs.spaces import AnyEnv, Canonical
 
 
@@ -53,6 +54,7 @@ _WRAPPER_ATTRIBUTES: Mapping[type, tuple[str, ...]] = {
     TimeLimit: ("_elapsed_steps",),
     OrderEnforcing: ("_has_reset",),
     Canonical: (),
+    Converted: (),
     FrameStackObservation: ("obs_queue",),
 }
 

@@ -10,6 +10,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UnknownNameError, one_line
 from qfleet.core.plugins import load_object
 from qfleet.core.types import EnvSpec
+from qfleet.networks.normalizer import NormalizedTorso
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import MLP, ImpalaResNet, MinAtarCNN, NatureCNN, choose_network
 
@@ -25,6 +26,8 @@ def build_network(spec: EnvSpec, config: Config) -> QNetwork:
     """Build the network that ``config`` names; weights are drawn from torch's global generator."""
     network = _build_unmasked(spec.unmasked, config)
     network.masked = spec if spec.is_masked else None
+    if config.normalize_observations:
+        network.torso = NormalizedTorso(network.torso, spec.unmasked)
     return network
 
 

@@ -10,6 +10,7 @@ from qfleet.core.types import EnvSpec
 from qfleet.networks.fused import Dense
 from qfleet.networks.heads import ActionHead, ImplicitQuantileHead, Style
 from qfleet.networks.noisy import NoisyLinear, draw_noise, store_noise
+from qfleet.networks.normalizer import NormalizedTorso
 from qfleet.networks.torsos import MLP
 
 ILLEGAL = -1e30
@@ -153,6 +154,18 @@ class QNetwork(nn.Module):
             value: Tensor = self(obs)[:, -1]
             return value
         return self.q_values(obs).amax(1)
+
+    def observe(self, obs: Tensor) -> None:
+        """Add observations of training, ``[T, N, …]``, to running statistics, if there are any."""
+        if isinstance(self.torso, NormalizedTorso):
+            shape = self.torso.statistics.mean.shape  # without masks, which are behind the frames
+            frames = obs.flatten(2)[..., : shape.numel()]
+            self.torso.statistics.observe(frames.unflatten(2, shape))
+
+    def share_statistics(self, other: QNetwork) -> None:
+        """Use the running statistics of another network, if there are any."""
+        if isinstance(self.torso, NormalizedTorso) and isinstance(other.torso, NormalizedTorso):
+            self.torso.statistics = other.torso.statistics
 
     def resample_noise(self, generator: torch.Generator) -> None:
         """Draw new noise for noisy layers, if the network has any."""

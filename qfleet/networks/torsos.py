@@ -49,7 +49,7 @@ def image_layout(spec: EnvSpec) -> ImageLayout | None:
     if len(shape) != 3:
         return None
     first, middle, last = shape
-    if first <= last:
+    if first <= last or spec.raw_obs:  # converted images have their channels first
         return ImageLayout(frames * first, middle, last, channels_last=False)
     return ImageLayout(frames * last, first, middle, channels_last=True)
 

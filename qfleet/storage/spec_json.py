@@ -28,7 +28,7 @@ def spec_from_json(values: Any) -> EnvSpec:
     sizes = (*shapes, spec.num_actions, spec.frame_stack, spec.frame_skip)
     numbers = (*sizes, spec.num_obs_values, spec.first_obs_value, spec.first_action)
     if (
-        not isinstance(spec.env_id, str)
+        not all(isinstance(text, str) for text in (spec.env_id, spec.raw_obs, spec.raw_actions))
         or spec.obs_dtype not in ("uint8", "float32", "int64")
         or any(type(number) is not int or abs(number) >= 2**62 for number in numbers)
         or min(*sizes, spec.num_obs_values + 1) < 1

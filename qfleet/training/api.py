@@ -21,7 +21,7 @@ from qfleet.config.validation import validate
 from qfleet.config.words import rename
 from qfleet.core.errors import CheckpointError, ConfigError, RunBusyError
 from qfleet.engines.parameter_server import limits, resize_request
-from qfleet.envs.objects import env_fields, name_network
+from qfleet.envs.objects import named_fields
 from qfleet.envs.registry import check_env
 from qfleet.envs.short_names import full_id
 from qfleet.storage.checkpoint import POLICY_SUFFIX, diff_meta, has_checkpoint, load_checkpoint
@@ -182,8 +182,7 @@ def resume(
         )
     alerts: list[str] = []
     checkpoint = load_checkpoint(folder / "checkpoints", None, on_alert=alerts.append)
-    # Fields that are newer than the checkpoint had their defaults.
-    saved = {**json.loads(Config().to_json()), **checkpoint.meta["config"]}
+    saved = json.loads(Config().to_json()) | checkpoint.meta["config"]  # newer fields: defaults
     differing = diff_meta(saved, json.loads(config.to_json()), FREE_ON_RESUME)
     if differing:
         raise CheckpointError(
@@ -263,9 +262,8 @@ def _configure(
     fields: dict[str, Any],
 ) -> Config:
     if config is None:
-        named = rename({**({} if env is None else env_fields(env)), **fields})
-        if "network" in named:
-            named["network"] = name_network(named["network"])
+        own = rename(({} if env is None else {"env": env}) | fields)
+        named = named_fields(own.pop("env", None), own)
         if isinstance(named.get("env"), str) and not named.get("imports"):
             named["env"] = full_id(named["env"])
         config, _ = resolve(named.pop("env", None), algo, preset, fields=named)

@@ -105,6 +105,8 @@ def listener() -> Iterator[tuple[str, socket.socket]]:
         ({"track": "wandb"}, ["track", "wandb", "--track", "--trust"]),
         ({"imports": ("code",), "track": "mlflow"}, ["code", "track", "mlflow", "--trust"]),
         ({"env": "code:Env", "network": "code:Net"}, ["code:Env", "code:Net", "--trust"]),
+        ({"wrappers": ("code:Wrap",)}, ["code:Wrap", "--trust"]),
+        ({"eval_env": "code:Env-v0"}, ["code:Env-v0", "--trust"]),
     ],
 )
 def test_values_that_need_consent_are_all_named_in_one_line(
@@ -289,6 +291,8 @@ def test_replay_moves_between_ram_and_files_on_resume(
         ("track", "wandb", "none"),
         ("network", "nosuch:Net", "mlp"),
         ("imports", ["nosuch"], "json"),
+        ("wrappers", ["nosuch:Wrap"], "own:Wrap"),
+        ("eval_env", "nosuch:Env-v0", "own:Env-v0"),
     ],
 )
 def test_a_configuration_file_needs_consent_or_the_option(
@@ -308,11 +312,12 @@ def test_a_configuration_file_needs_consent_or_the_option(
     for spelling in ([option, own], [f"{option}={own}"], [f"--{field}={own}"]):
         with pytest.raises(Reached):
             main([*words, *spelling])
-        assert getattr(started[-1], field) == ((own,) if field == "imports" else own)
+        assert "nosuch" not in started[-1].to_json()
+        assert getattr(started[-1], field) == ((own,) if isinstance(value, list) else own)
     with pytest.raises(Reached):
         main([*words, "--trust"])
     stored = getattr(started[-1], field)
-    assert (list(stored) if field == "imports" else stored) == value
+    assert (list(stored) if isinstance(value, list) else stored) == value
 
 
 def test_an_environment_of_a_file_needs_consent_unless_another_is_typed(

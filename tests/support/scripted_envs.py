@@ -140,11 +140,11 @@ class OddEnv(OffsetEnv):
 
     def __init__(self, what: str = "observation") -> None:
         if what == "observation":
-            self.observation_space = gymnasium.spaces.Dict({"a": Discrete(2)})
-        elif what == "scalar":
-            self.observation_space = Box(0, 1, (), np.float32)
+            self.observation_space = gymnasium.spaces.Dict({"a": gymnasium.spaces.Text(3)})
+        elif what == "unbounded":
+            self.action_space = Box(-np.inf, np.inf, (1,), np.float32)
         else:
-            self.action_space = MultiDiscrete([2, 2])
+            self.action_space = MultiDiscrete([32, 33])
 
 
 class MemoryEnv(gymnasium.Env[Any, Any]):

@@ -135,6 +135,15 @@ def test_masks_of_every_kind_of_observation(
     assert crashes(trained) == 0
 
 
+@pytest.mark.parametrize("stack", [0, 2])
+def test_statistics_of_observations_do_not_include_masks(tmp_path: Path, stack: int) -> None:
+    trained = train(tmp_path, normalize_observations=True, engine="serial", frame_stack=stack)
+    mean = trained.policy("last").network.torso.statistics.mean
+    assert crashes(trained) == 0
+    assert mean.shape == (3,)
+    assert 0 < mean.min() <= mean.max() < 1
+
+
 def test_masks_of_stacked_frames(tmp_path: Path) -> None:
     trained = train(tmp_path, env_kwargs={"kind": "image"}, frame_stack=3, engine="serial")
     assert crashes(trained) == 0
