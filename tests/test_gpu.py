@@ -505,3 +505,16 @@ def test_a_block_of_the_device_engine_is_not_waited_for() -> None:
         torch.cuda.set_sync_debug_mode("default")
         parts.close()
     assert parts.clock.updates > 500
+
+
+@pytest.mark.parametrize("algo", ["dqn", "pqn"])
+@pytest.mark.parametrize("engine", ["device", "pipeline", "serial"])
+def test_no_illegal_action_is_taken_on_the_device(tmp_path: Path, engine: str, algo: str) -> None:
+    """An illegal action of this environment is a NaN, which raises."""
+    rollout = {"train_freq": 512, "gradient_steps": 8, "batch_size": 64}
+    trained = qfleet.train(
+        "support.masked_envs:TensorLocks", algo=algo, engine=engine, device="cuda", envs=64,
+        steps=20_000, learning_starts=640, buffer_size=10_000, eval_eps=0.2, preset="none",
+        run_dir=tmp_path / "run", **(rollout if algo == "pqn" else {"train_freq": 64}),
+    )  # fmt: skip
+    assert trained.result.updates > 0

@@ -160,7 +160,7 @@ class QNetwork(nn.Module):
         if isinstance(self.torso, NormalizedTorso):
             shape = self.torso.statistics.mean.shape  # without masks, which are behind the frames
             frames = obs.flatten(2)[..., : shape.numel()]
-            self.torso.statistics.observe(frames.unflatten(2, shape))
+            self.torso.statistics.observe(frames.reshape(*obs.shape[:2], *shape))
 
     def share_statistics(self, other: QNetwork) -> None:
         """Use the running statistics of another network, if there are any."""
