@@ -19,6 +19,7 @@ from qfleet.core.seeding import env_seeds
 from qfleet.core.types import StateDict, Step
 from qfleet.envs.base import BaseEnvs
 from qfleet.envs.guard import all_finite
+from qfleet.envs.masks import KEY
 from qfleet.envs.registry import env_kwargs, has_vector_entry_point, unknown_env
 from qfleet.envs.spaces import describe
 from qfleet.envs.state import load_vector_env, save_vector_env
@@ -40,10 +41,16 @@ class NativeEnvs(BaseEnvs):
         observations = self._envs.single_observation_space
         super().__init__(describe(config.env, observations, actions), env_seeds(seed, 1), num_envs)
         self._is_float = self.spec.obs_dtype == "float32"
+        self._uses_masks = config.action_masks
         self._begin_episodes()
 
     def reset(self) -> NDArray[Any]:
-        obs, _ = self._envs.reset(seed=self.seeds[0])
+        obs, info = self._envs.reset(seed=self.seeds[0])
+        if self._uses_masks and KEY in info:
+            raise ConfigError(
+                f"the vector entry point of '{self.spec.env_id}' gives action masks, which only "
+                "--vectorize sync and async can use; use one of them or --no-action-masks"
+            )
         self._begin_episodes()
         return self._canonical(obs)
 

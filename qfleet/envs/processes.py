@@ -14,6 +14,7 @@ deadline, and ``close`` leaves no process behind.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -34,10 +35,21 @@ from qfleet.core.seeding import env_seeds, mix_seeds
 from qfleet.core.types import StateDict, Step
 from qfleet.envs.base import BaseEnvs
 from qfleet.envs.guard import OnFault
-from qfleet.envs.registry import make_single, single_spec
+from qfleet.envs.registry import make_single, single_spec, uses_masks
 from qfleet.envs.state import as_dict
 from qfleet.envs.sync import check_env_count
-from qfleet.envs.worker import CLOSE_S, Command, Share, Slab, pack, serve, unpack
+from qfleet.envs.worker import (
+    CLOSE_S,
+    MASKS,
+    NO_MASKS,
+    Command,
+    Share,
+    Slab,
+    exit_with_masks,
+    pack,
+    serve,
+    unpack,
+)
 
 _BOOT_S = 60.0
 """Timeout of a new process until its first reply; ``env_timeout_s`` is the timeout of commands."""
@@ -146,6 +158,23 @@ class _Worker:
         self._process = None
 
 
+def _look_for_masks(context: Any, config: Config) -> bool | None:
+    """Return whether an environment gives masks, by the exit code of a process; None: it failed."""
+    here, there = context.Pipe()
+    process = context.Process(target=exit_with_masks, args=(config, there), daemon=True)
+    with here, there:
+        try:
+            process.start()
+            here.poll(_BOOT_S)  # until the process is up
+        except (OSError, EOFError):
+            return None
+        process.join(_timeout_s(config))
+    if process.exitcode is None:
+        process.kill()
+        process.join(CLOSE_S)
+    return {NO_MASKS: False, MASKS: True}.get(process.exitcode)
+
+
 class ProcessEnvs(BaseEnvs):
     """A ``core.VectorEnv`` of N environments in worker processes.
 
@@ -155,7 +184,10 @@ class ProcessEnvs(BaseEnvs):
     in_background = True
 
     def __init__(self, config: Config, num_envs: int, seed: int, on_fault: OnFault) -> None:
-        probe = make_single(config)
+        context = _context()
+        # Not in this process: an environment that hangs or crashes must not do so here.
+        masked = uses_masks(config, functools.partial(_look_for_masks, context))
+        probe = make_single(config, masked=masked)
         super().__init__(single_spec(config, probe), env_seeds(seed, num_envs), num_envs)
         probe.close()
         self._on_fault = on_fault
@@ -163,7 +195,6 @@ class ProcessEnvs(BaseEnvs):
         self._timeout_s = _timeout_s(config)
         self._restarts = [0] * num_envs
         self._side = 0
-        context = _context()
         raw = context.RawArray("b", Slab.size_bytes(self.spec, num_envs))
         self._slab = Slab(raw, self.spec, num_envs)
         self._steps = self._slab.steps(slice(None))

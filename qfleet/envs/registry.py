@@ -14,7 +14,7 @@ import importlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,7 @@ def make_single(
     import_modules(config)
     if ale_game(config.env) is not None:
         raise ConfigError(f"Atari game '{config.env}' has no single environment; use make_envs")
-    masked = _gives_masks(config) if masked is None else masked
+    masked = uses_masks(config) if masked is None else masked
     env = convert(config, _wrapped(config, render_mode))
     spec = describe(config.env, env.observation_space, env.action_space)
     is_stacked = config.frame_stack > 1
@@ -206,18 +206,26 @@ _MASKS: dict[tuple[Any, ...], bool] = {}
 """Name, arguments and wrappers of an environment → whether it gives masks."""
 
 
-def _gives_masks(config: Config) -> bool:
-    """Return whether an environment is to be used with masks.
+def look_for_masks(config: Config) -> bool | None:
+    """Return whether an environment gives masks; None if it fails, which a guard will report.
 
-    It is looked at once per process, in an environment of its own: others have no reset too many.
+    This is an environment of its own, so that no other one has a reset too many.
     """
+    with contextlib.closing(_wrapped(config, None)) as env:
+        try:
+            return gives_masks(env)
+        except Exception:
+            return None
+
+
+def uses_masks(config: Config, look: Callable[[Config], bool | None] = look_for_masks) -> bool:
+    """Return whether an environment is to be used with masks; ``look`` for them only once."""
     key = (config.env, config.env_kwargs, config.wrappers)
     if config.action_masks and key not in _MASKS:
-        with contextlib.closing(_wrapped(config, None)) as env:
-            try:
-                _MASKS[key] = gives_masks(env)
-            except Exception:  # the guard's reset will report it
-                return False
+        found = look(config)
+        if found is None:
+            return False
+        _MASKS[key] = found
     return config.action_masks and _MASKS[key]
 
 

@@ -24,6 +24,7 @@ from gymnasium.wrappers import FrameStackObservation, OrderEnforcing, TimeLimit
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import StateDict
 from qfleet.envs.adapters import Converted
+from qfleet.envs.masks import MaskedObservations
 from qfleet.envs.spaces import AnyEnv, Canonical
 
 
@@ -55,6 +56,7 @@ _WRAPPER_ATTRIBUTES: Mapping[type, tuple[str, ...]] = {
     OrderEnforcing: ("_has_reset",),
     Canonical: (),
     Converted: (),
+    MaskedObservations: (),
     FrameStackObservation: ("obs_queue",),
 }
 

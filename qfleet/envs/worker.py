@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, QfleetError, one_line
 from qfleet.core.types import EnvSpec, Step
+from qfleet.envs.registry import look_for_masks
 from qfleet.envs.sync import GuardedEnvs
 
 
@@ -49,6 +50,8 @@ class Command:
 
 
 EMPTY_REPLY = b""
+FAILED, NO_MASKS, MASKS = 1, 20, 21
+"""Exit codes of ``exit_with_masks``."""
 CLOSE_S = 5.0
 """Seconds that environments may take to close before their process is killed."""
 _TENSOR = "tensor of"
@@ -104,6 +107,14 @@ class Share:
     envs: range
     raw: Any
     """The pool's shared memory."""
+
+
+def exit_with_masks(config: Config, pipe: Connection) -> None:
+    """End this process with a code that says whether the environment gives masks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pipe.send_bytes(EMPTY_REPLY)  # the process is up
+    found = look_for_masks(config)
+    os._exit(FAILED if found is None else MASKS if found else NO_MASKS)
 
 
 def serve(share: Share, pipe: Connection) -> None:

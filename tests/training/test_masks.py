@@ -223,3 +223,19 @@ def test_taxi_gives_masks_and_cartpole_does_not() -> None:
             assert envs.spec.is_masked == (is_masked and allowed)
             assert gymnasium.spec(env).id == envs.spec.env_id
             envs.close()
+
+
+def test_a_vector_entry_point_with_masks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(gymnasium.make_vec("CartPole-v1", vectorization_mode="vector_entry_point"))
+    reset = kind.reset
+    monkeypatch.setattr(
+        kind, "reset", lambda *args, **more: (reset(*args, **more)[0], {"action_mask": 1})
+    )
+    for allowed in (True, False):
+        config = Config(env="CartPole-v1", vectorize="native", action_masks=allowed)
+        envs = make_envs(config, 8, 0, training=True, on_fault=FaultLog())
+        if allowed:
+            with pytest.raises(ConfigError, match=says("masks", "--vectorize sync")):
+                envs.reset()
+        else:
+            envs.reset()
