@@ -22,7 +22,7 @@ def spec_from_json(values: Any) -> EnvSpec:
         names = ("obs_shape", "unmasked_shape")
         found = {name: tuple(values[name]) for name in names if values.get(name) is not None}
         spec = EnvSpec(**values | found)
-    except (TypeError, KeyError) as error:
+    except (AttributeError, TypeError, KeyError) as error:
         raise CheckpointError(f"the stored spec is malformed: {one_line(error)}") from None
     shapes = (*spec.obs_shape, *spec.unmasked.obs_shape)
     sizes = (*shapes, spec.num_actions, spec.frame_stack, spec.frame_skip)

@@ -21,6 +21,7 @@ from qfleet.envs.factory import make_envs
 from qfleet.networks.factory import build_network
 from qfleet.networks.qnetwork import ILLEGAL
 from qfleet.telemetry.faults import FaultLog
+from support.clusters import needs_ray
 from support.configs import tiny_fields
 from support.masked_envs import ACTIONS
 from support.messages import says
@@ -170,6 +171,7 @@ def test_a_tensor_environment_without_masks_fails(tmp_path: Path) -> None:
         train(tmp_path, TENSORS, engine="device", action_masks=False, device="cpu")
 
 
+@needs_ray
 @pytest.mark.parametrize("engine", ["actors", "parameter-server"])
 def test_masks_on_ray(tmp_path: Path, engine: str) -> None:
     trained = train(tmp_path, engine=engine, workers=2, envs=2, steps=2000, buffer_size=2000)
