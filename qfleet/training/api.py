@@ -47,6 +47,10 @@ FREE_ON_RESUME = {
 }  # fmt: skip
 
 
+OLDER_RUNS = {"action_masks": False}
+"""Values of fields in runs that are older than them, where they are not the defaults."""
+
+
 @dataclass(frozen=True)
 class Scaled:
     """A run with a new number of workers."""
@@ -162,7 +166,7 @@ def resume(
     folder = _one_run(run)
     # Checked first: a run that has just started in this folder has no checkpoint yet.
     check_idle(folder)
-    stored = read_fields(folder / "config.json")
+    stored = OLDER_RUNS | read_fields(folder / "config.json")
     asked: dict[str, Any] = {
         "steps": steps, "device": device, "workers": workers, "servers": servers,
         "address": address, "replay_dir": replay_dir, "track": track,
@@ -182,7 +186,8 @@ def resume(
         )
     alerts: list[str] = []
     checkpoint = load_checkpoint(folder / "checkpoints", None, on_alert=alerts.append)
-    saved = json.loads(Config().to_json()) | checkpoint.meta["config"]  # newer fields: defaults
+    # Fields that are newer than the checkpoint.
+    saved = json.loads(Config().to_json()) | OLDER_RUNS | checkpoint.meta["config"]
     differing = diff_meta(saved, json.loads(config.to_json()), FREE_ON_RESUME)
     if differing:
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,17 @@ def test_a_run_with_masks_resumes(tmp_path: Path) -> None:
     again = qfleet.resume(half.folder, steps=400, trust=True)
     assert crashes(again) == 0
     assert again.result.env_steps == 400
+
+
+def test_a_run_that_is_older_than_masks_resumes_without_them(tmp_path: Path) -> None:
+    old = train(tmp_path, "Taxi-v4", engine="serial", steps=200, action_masks=False)
+    file = old.folder / "config.json"
+    fields = json.loads(file.read_text())
+    del fields["action_masks"]
+    file.write_text(json.dumps(fields))
+    again = qfleet.resume(old.folder, steps=400)
+    assert again.result.env_steps == 400
+    assert not again.policy("last").spec.is_masked
 
 
 def test_a_wrong_mask_is_an_error_with_a_fix(tmp_path: Path) -> None:
