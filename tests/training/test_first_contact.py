@@ -213,6 +213,7 @@ def test_without_hidden_layers_a_network_of_discrete_observations_is_a_table(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["serial", "pipeline", "device"])
 @pytest.mark.parametrize("algo", ["dqn", "rainbow", "iqn", "pqn"])
 def test_every_head_and_engine_learns_without_hidden_layers(

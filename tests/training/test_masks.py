@@ -107,7 +107,7 @@ def test_only_legal_actions_are_compared_whatever_the_head(head: str) -> None:
 # --- runs -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["serial", "pipeline"])
+@pytest.mark.parametrize("engine", ["serial", pytest.param("pipeline", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "algo", ["dqn", "double-dqn", "munchausen-dqn", "rainbow", "c51", "iqn", "pqn", "a3c"]
 )
@@ -126,6 +126,7 @@ def test_without_masks_illegal_actions_are_taken(tmp_path: Path) -> None:
     assert crashes(train(tmp_path, action_masks=False, max_env_restarts=10**6)) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vector", "image", "discrete"])
 @pytest.mark.parametrize("by", ["info", "method"])
 @pytest.mark.parametrize("vectorize", ["sync", "async"])
@@ -173,6 +174,7 @@ def test_a_tensor_environment_without_masks_fails(tmp_path: Path) -> None:
 
 
 @needs_ray
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["actors", "parameter-server"])
 def test_masks_on_ray(tmp_path: Path, engine: str) -> None:
     trained = train(tmp_path, engine=engine, workers=2, envs=2, steps=2000, buffer_size=2000)
