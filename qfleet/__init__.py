@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from qfleet.agent.policy import Policy
     from qfleet.config.config import Config
     from qfleet.core.counter_rng import draw_below, draw_uniform
+    from qfleet.core.errors import ConfigError, QfleetError
     from qfleet.core.types import EnvSpec
     from qfleet.envs.device.protocol import Outcome, State, TensorEnv
     from qfleet.training.api import Scaled, evaluate, load, resume, scale, train, train_seeds
@@ -24,22 +25,22 @@ if TYPE_CHECKING:
     from qfleet.training.result import Result
     from qfleet.training.run import Run
     from qfleet.training.run_state import RunOptions
-    from qfleet.training.run_state import RunOptions as Sitting
     from qfleet.training.trained import Trained, TrainedSeeds
 
 _HOMES = {
     "DQN": "training.model",
     "Callback": "training.callbacks",
     "Config": "config.config",
+    "ConfigError": "core.errors",
     "EnvSpec": "core.types",
     "Evaluation": "agent.evaluation",
     "Outcome": "envs.device.protocol",
     "Policy": "agent.policy",
+    "QfleetError": "core.errors",
     "Result": "training.result",
     "Run": "training.run",
     "RunOptions": "training.run_state",
     "Scaled": "training.api",
-    "Sitting": "training.run_state",
     "State": "envs.device.protocol",
     "TensorEnv": "envs.device.protocol",
     "Trained": "training.trained",
@@ -55,22 +56,20 @@ _HOMES = {
 }
 """Public name → module."""
 
-_RENAMED = {"Sitting": "RunOptions"}
-"""Old public name → its name today."""
-
 __all__ = [
     "DQN",
     "Callback",
     "Config",
+    "ConfigError",
     "EnvSpec",
     "Evaluation",
     "Outcome",
     "Policy",
+    "QfleetError",
     "Result",
     "Run",
     "RunOptions",
     "Scaled",
-    "Sitting",
     "State",
     "TensorEnv",
     "Trained",
@@ -95,7 +94,7 @@ def __getattr__(name: str) -> Any:
     from qfleet.core.errors import check_platform
 
     check_platform()
-    return getattr(importlib.import_module(f"qfleet.{_HOMES[name]}"), _RENAMED.get(name, name))
+    return getattr(importlib.import_module(f"qfleet.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

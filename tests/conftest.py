@@ -72,6 +72,17 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return axes
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run slow tests first: at the end, the other processes would wait for one that began late.
+
+    Those that start clusters stay as they are: they share fixtures, and begin first anyway.
+    """
+    from support.clusters import starts_clusters
+
+    grouped = {path for path in {item.path for item in items} if starts_clusters(path)}
+    items.sort(key=lambda item: item.path in grouped or not item.get_closest_marker("slow"))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Schedule files that start clusters as the group "ray".

@@ -127,13 +127,14 @@ def test_atari_trains_on_the_device(algo: str, tmp_path: Path) -> None:
 
 
 def learner_pair(
-    algo: str, buffer_size: int = 4000
+    algo: str, buffer_size: int = 4000, precision: str = "auto"
 ) -> tuple[tuple[RecordedLearner, Ring, Clock], tuple[RecordedLearner, Ring, Clock]]:
     config, _ = resolve(
         "ALE/Pong-v5",
         algo,
         fields={"envs": 8, "buffer_size": buffer_size, "batch_size": 16, "steps": 10**6,
-                "engine": "pipeline", "target_update_interval": 400, "device": "cuda"},
+                "engine": "pipeline", "target_update_interval": 400, "device": "cuda",
+                "precision": precision},
     )  # fmt: skip
     place = Placement(CUDA, CUDA, ahead=True, capturable=True)
 
@@ -176,12 +177,19 @@ def fill(memory: Ring, clock: Clock, seed: int) -> None:
     clock.env_steps += 160
 
 
-@pytest.mark.parametrize("algo", ["dqn", "rainbow"])
+@pytest.mark.parametrize(
+    ("algo", "precision"), [("dqn", "auto"), ("rainbow", "auto"), ("dqn", "fp16")]
+)
 def test_recorded_updates_equal_eager_ones_over_a_thousand(
-    algo: str, monkeypatch: pytest.MonkeyPatch
+    algo: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    (eager, eager_memory, eager_clock), (recorded, memory, clock) = learner_pair(algo)
+    pair = learner_pair(algo, precision=precision)
+    (eager, eager_memory, eager_clock), (recorded, memory, clock) = pair
+    if precision == "fp16":
+        for learner in (eager, recorded):
+            for network in learner.networks:
+                network.autocast_dtype = torch.float16
     saved = copy_state({"learner": recorded.state_dict(), "memory": memory.state_dict()})
     recorded.record(10)
     recorded.load_state_dict(saved["learner"])
@@ -199,12 +207,18 @@ def test_recorded_updates_equal_eager_ones_over_a_thousand(
     print(f"{algo}: weights moved {moved:.3f}, apart {apart:.3g}")
     assert apart <= 1e-3 * moved
     assert float(recorded.read_metrics()["skipped"]) == 0
+    if precision == "fp16":
+        scales = [learner.state_dict()["loss_scale"].tolist() for learner in (eager, recorded)]
+        assert scales[0] == scales[1]
+        assert 1 < scales[0][0] < 2.0**24
+        assert recorded.read_metrics()["loss_scale"] > 1
 
 
-@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
 def test_compiled_updates_point_where_plain_ones_do(precision: Any) -> None:
     settings = TorchSettings()
-    (plain, plain_memory, plain_clock), (compiled, memory, clock) = learner_pair("dqn")
+    (plain, plain_memory, plain_clock), _ = learner_pair("dqn")
+    (compiled, memory, clock), _ = learner_pair("dqn", precision=precision)
     try:
         for turn in range(3):
             fill(plain_memory, plain_clock, turn)

@@ -35,6 +35,7 @@ from qfleet.core.types import (
     WeightsChannel,
 )
 from qfleet.envs.state import as_dict
+from qfleet.storage.state_checks import check_episodes, check_like
 from qfleet.telemetry.timers import Timers
 
 
@@ -257,9 +258,10 @@ class Actor:
 
     def load_state_dict(self, state: StateDict) -> bool:
         """Restore everything; return False if the envs had to start new episodes instead."""
+        check_like(state, self.state_dict(), "actor", free=("random", "envs", "episodes"))
         self._random.bit_generator.state = state["random"]
         self._inference.load_noise_state(state["noise"])
-        self._episodes = [Episode(*fields) for fields in state["episodes"]]
+        self._episodes = check_episodes(state["episodes"], len(self._first))
         if state["envs"] is None:
             return False
         for group, saved in zip(self._groups, state["envs"].values(), strict=True):

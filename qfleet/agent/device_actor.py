@@ -43,6 +43,7 @@ from qfleet.envs.device.protocol import (
     hold_episodes,
     step_episodes,
 )
+from qfleet.storage.state_checks import check_episodes, check_like
 from qfleet.telemetry.timers import Timers
 
 CHANCE_LANE, ACTION_LANE = 0, 1
@@ -353,12 +354,13 @@ class TensorActor:
     def load_state_dict(self, state: StateDict) -> bool:
         """Restore the whole state; return True, because tensor environments have a state."""
         envs: dict[str, Any] = state["envs"]
+        check_like(state, self.state_dict(), "actor", finite=False, free=("episodes",))
         restore_generator(self._noise, state["noise"])
         copy_episodes(self._now.episodes, Episodes(**{k: envs[k] for k in Episodes._fields}))
         self._now.obs.copy_(self._env.observe(self._now.episodes.inner))
         self._returns.copy_(state["returns"])
         self._explorers.copy_(state["explorers"])
-        self._waiting = [Episode(*fields) for fields in state["episodes"]]
+        self._waiting = check_episodes(state["episodes"], self.num_envs)
         return True
 
     @staticmethod

@@ -14,7 +14,7 @@ import torch
 from qfleet.agent.actor import draw_actions, legal_actions
 from qfleet.agent.inference import make_greedy
 from qfleet.config.config import Config, parse_json_object
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import ConfigError, EnvironmentFault
 from qfleet.core.types import EnvSpec, VectorEnv
 from qfleet.envs.factory import make_envs
 from qfleet.networks.qnetwork import QNetwork
@@ -76,6 +76,8 @@ def evaluate_policy(
     seed: int,
     max_steps: int,
     give_up: GiveUp = lambda _: False,
+    faults: FaultLog | None = None,
+    max_restarts: int = 0,
 ) -> Evaluation | None:
     """Play ``episodes`` episodes from the envs' own seeds, greedily except with ``epsilon``.
 
@@ -83,12 +85,15 @@ def evaluate_policy(
 
     Each env plays a fixed share, so that short episodes are not counted more often than long ones.
     After ``max_steps`` steps of all envs, episodes that have begun count with their return so far.
+    More than ``max_restarts`` of an env without a finished episode raise EnvironmentFault with the
+    newest of ``faults``: an env that fails in every episode would never finish its share.
     """
     random = np.random.default_rng(seed)
     n, spec = envs.num_envs, envs.spec
     share = np.full(n, episodes // n) + (np.arange(n) < episodes % n)
     returns, lengths = np.zeros(n), np.zeros(n, dtype=np.int64)
-    finished = np.zeros(n, dtype=np.int64)
+    finished, restarts = np.zeros((2, n), dtype=np.int64)
+    ended = np.zeros(n, dtype=np.bool_)
     results: list[list[tuple[float, int]]] = [[] for _ in range(n)]
     was_training = network.training
     network.eval()
@@ -110,7 +115,16 @@ def evaluate_policy(
             lengths += 1
             rows += 1
             endless = lengths >= LONGEST_EPISODE
-            done = step.terminated | step.truncated | endless
+            # Every env starts anew after an episode's end; at another time after a fault.
+            restarts += step.fresh & ~ended & (finished < share)
+            if faults is not None and (count := int(restarts.max())) > max_restarts:
+                raise EnvironmentFault(
+                    f"{faults.newest} (restart {count} in an evaluation without a finished episode,"
+                    f" more than max_env_restarts {max_restarts}); fix it or raise max_env_restarts"
+                )
+            ended = step.terminated | step.truncated
+            done = ended | endless
+            restarts[done] = 0
             for env in done.nonzero()[0]:
                 if finished[env] < share[env]:
                     results[env].append((float(returns[env]), int(lengths[env])))
@@ -167,8 +181,9 @@ class HostEvaluator:
             self._envs = make_envs(own, count, self._seed, training=False, on_fault=self._faults)
         envs, epsilon, max_steps = self._envs, config.eval_eps, config.eval_max_steps
         return evaluate_policy(
-            self._network, envs, episodes, epsilon, self._device, self._seed, max_steps, give_up
-        )
+            self._network, envs, episodes, epsilon, self._device, self._seed, max_steps, give_up,
+            self._faults, config.max_env_restarts,
+        )  # fmt: skip
 
     def close(self) -> None:
         if self._envs is not None:

@@ -1,9 +1,7 @@
-"""Gradients of a batch in the flat vector: by autograd, or by explicit formulas for plain MLPs.
+"""The gradient of a batch in the flat vector, by autograd.
 
-In: a batch and its targets. Out: ``weights.grad`` and the loss. Both ways form the same products in
-the same order and give the same bits (tests/agent/test_gradients.py). The second exists because
-autograd's bookkeeping costs more than a small MLP's arithmetic (256×256, batch 64, two slow cores:
-0.85 ms without autograd, 1.4 ms with it).
+In: a batch and its targets. Out: ``weights.grad`` and the loss. ``dense_gradient.py`` has explicit
+formulas for plain MLPs, ``recorded_gradients.py`` those of accelerators.
 """
 
 from __future__ import annotations
@@ -15,11 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from qfleet.accelerator.compiling import Compilable
 from qfleet.agent.weights import FlatWeights
-from qfleet.algorithms import losses
 from qfleet.algorithms.objective import Objective, Prediction
-from qfleet.core.types import Batch
-from qfleet.networks.fused import dense_backward, dense_forward
+from qfleet.core.types import Batch, StateDict
 from qfleet.networks.qnetwork import QNetwork
 
 
@@ -63,6 +60,9 @@ class UpdateInfo(NamedTuple):
 class Gradient(Protocol):
     """The gradient of a batch, in two calls: targets can be computed during the first one."""
 
+    is_fault: Tensor | float = 1.0
+    """Whether a non-finite gradient would be a fault, 1 or 0; not while a loss scale adapts."""
+
     def predict(self, batch: Batch) -> Any:
         """Run the forward pass; only ``backward`` reads the result."""
         ...
@@ -71,8 +71,17 @@ class Gradient(Protocol):
         """Write the gradient to ``FlatWeights.grad``."""
         ...
 
+    def compilables(self) -> list[Compilable]:
+        return []
 
-class AutogradGradient:
+    def state_dict(self) -> StateDict:
+        return {}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        del state
+
+
+class AutogradGradient(Gradient):
     """The gradient of any network and any objective, by autograd."""
 
     def __init__(
@@ -114,51 +123,3 @@ class AutogradGradient:
         # Every agent of a population has its own mean; no weight is shared.
         mean = per_sample.mean() if self._agents == 1 else per_sample.mean() * self._agents
         return mean, loss.priority, loss.prediction
-
-
-class DenseGradient:
-    """The gradient of a plain MLP with the Huber or squared loss, without autograd."""
-
-    def __init__(self, objective: Objective, weights: FlatWeights, weighted: bool) -> None:
-        self._huber = objective.loss_kind == "huber"
-        self._weighted = weighted
-        # Parameters alternate weight, bias, weight, … in the order of the layers.
-        parameters = [parameter.detach() for parameter in weights.parameters]
-        self._layers, self._biases = parameters[::2], parameters[1::2]
-        grads = weights.grad_views()
-        self._layer_grads, self._bias_grads = grads[::2], grads[1::2]
-
-    def predict(self, batch: Batch) -> list[Tensor]:
-        with torch.no_grad():
-            return dense_forward(batch.obs, self._layers, self._biases, False)
-
-    @torch.no_grad()
-    def backward(self, predicted: list[Tensor], batch: Batch, target: Tensor) -> LossInfo:
-        outputs = predicted
-        action = batch.action.unsqueeze(1)
-        prediction = outputs[-1].gather(1, action)
-        error = prediction - target.unsqueeze(1)
-        slope = error.clamp(-1.0, 1.0) if self._huber else error
-        # In autograd's order of multiplication, so that all bits are equal.
-        share: Tensor | float = 1.0 / len(batch)
-        if self._weighted:
-            share = batch.weight.unsqueeze(1) * share
-        grad = torch.zeros_like(outputs[-1]).scatter_(1, action, slope * share)
-        dense_backward(outputs, self._layers, grad, self._layer_grads, self._bias_grads)
-        td = error.squeeze(1)
-        loss = functools.partial(mean_td_loss, td, batch.weight, self._huber)
-        return LossInfo(loss, td, prediction.squeeze(1))
-
-
-def mean_td_loss(error: Tensor, weight: Tensor, huber: bool) -> Tensor:
-    per_sample = losses.huber(error) if huber else losses.squared(error)
-    return (per_sample * weight).mean()
-
-
-def make_gradient(
-    network: QNetwork, objective: Objective, weights: FlatWeights, weighted: bool
-) -> Gradient:
-    """Return the fastest gradient. ``weighted``: whether samples can have weights other than 1."""
-    if weights.data.device.type == "cpu" and network.is_plain_mlp and objective.head == "q":
-        return DenseGradient(objective, weights, weighted)
-    return AutogradGradient(network, objective, weights, weighted)

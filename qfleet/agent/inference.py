@@ -1,8 +1,9 @@
 """Inference: a batch of observations in; out the best action of each, or one drawn from a policy.
 
 Actors, evaluation and saved policies all use ``make_greedy``, so they compute the same Q-values to
-the last bit. An actor calls an ``Inference``: ``HostInference`` takes whole observations;
-``DeviceInference`` keeps frame stacks on the device and is sent only the newest frames.
+the last bit, if they have the same precision. An actor calls an ``Inference``: ``HostInference``
+takes whole observations; ``DeviceInference`` keeps frame stacks on the device and is sent only the
+newest frames.
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from qfleet.agent import schedules
-from qfleet.agent.gradients import Gradient, UpdateInfo, make_gradient
+from qfleet.agent.dense_gradient import make_gradient
+from qfleet.agent.gradients import Gradient, UpdateInfo
+from qfleet.agent.loss_scale import ScaledGradient
 from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.objective import Objective, TargetTerms
 from qfleet.config.config import Config
@@ -85,6 +87,12 @@ class Learner:
         self._newest: UpdateInfo | None = None
 
     def _make_gradient(self, weighted: bool) -> Gradient:
+        """Return the gradient. ``weighted``: whether samples can have weights other than 1."""
+        if self._config.precision != "fp16":
+            return self._plain_gradient(weighted)
+        return ScaledGradient(self._plain_gradient(weighted=True), self.weights)
+
+    def _plain_gradient(self, weighted: bool) -> Gradient:
         return make_gradient(self.online, self._objective, self.weights, weighted)
 
     def learn(self, updates: int) -> None:
@@ -115,7 +123,7 @@ class Learner:
         if self._config.prioritized_replay:
             self._memory.update_priorities(batch.index, loss_info.priority)
         applied = self._updater.apply(self._learning_rate, loss_info.loss)
-        self._skipped += applied["skipped"]
+        self._skipped += applied["skipped"] * self._gradient.is_fault
         self._newest = UpdateInfo(loss_info, target, applied["grad_norm"])
 
     def _terms(self, samples: Batch, batches: list[Batch]) -> Sequence[TargetTerms | Tensor]:
@@ -177,6 +185,7 @@ class Learner:
             **{f"{prefix}weights": flat.data for prefix, flat in self._flat.items()},
             **{f"{prefix}buffers": flat.buffers() for prefix, flat in self._flat.items()},
             "optimiser": self._updater.state_dict(),
+            **self._gradient.state_dict(),
             "noise": self._noise_generator.get_state(),
             "objective": self._objective.generator.get_state(),
             "target_updates": self._target_updates,
@@ -193,6 +202,7 @@ class Learner:
             for name, buffer in flat.buffers().items():
                 buffer.copy_(state[f"{prefix}buffers"][name])
         self._updater.load_state_dict(state["optimiser"])
+        self._gradient.load_state_dict(state)
         restore_generator(self._noise_generator, state["noise"])
         restore_generator(self._objective.generator, state["objective"])
         self._target_updates = state["target_updates"]

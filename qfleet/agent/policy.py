@@ -31,7 +31,6 @@ from qfleet.envs.adapters import stored_converters
 from qfleet.envs.factory import make_envs
 from qfleet.envs.objects import env_fields
 from qfleet.networks.factory import make_network
-from qfleet.networks.qnetwork import QNetwork
 from qfleet.storage.checkpoint import (
     POLICY_SUFFIX,
     has_checkpoint,
@@ -42,6 +41,7 @@ from qfleet.storage.checkpoint import (
 )
 from qfleet.storage.rundir import agent_folder, population_folder
 from qfleet.storage.spec_json import spec_from_json, spec_to_json
+from qfleet.storage.state_checks import check_like, reading
 from qfleet.telemetry.faults import FaultLog
 
 
@@ -70,9 +70,10 @@ class Policy:
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             # A stored configuration may ask for any size.
             raise CheckpointError(f"the network cannot be built: {one_line(error)}") from None
-        _check_sizes(self.network, state)
         self.network.eval()
         self.weights = FlatWeights(self.network)
+        own = {"weights": self.weights.data, "buffers": self.weights.buffers()}
+        check_like({name: state[name] for name in own}, own, "the saved policy")
         self.weights.data.copy_(state["weights"])
         for name, buffer in self.weights.buffers().items():
             buffer.copy_(state["buffers"][name])
@@ -88,7 +89,8 @@ class Policy:
         """Return the greedy action of one observation (int), or of a batch (int64 ``[B]``).
 
         Observations are the environment's own, also those of Dict and Tuple spaces; a batch of
-        these has parts ``[B, …]``. Actions of other than Discrete spaces are arrays.
+        these has parts ``[B, …]``, a frame stack ``[stack, …]``. Actions of other than Discrete
+        spaces are arrays.
         ``action_masks``: which actions are legal, ``[actions]`` or ``[B, actions]``; None: all.
         """
         batch, is_single = self._batch(obs, action_masks)
@@ -146,17 +148,16 @@ class Policy:
     def _batch(self, obs: Any, action_masks: Any = None) -> tuple[NDArray[Any], bool]:
         """Return the network's input, and whether ``obs`` was a single observation."""
         shape = self.spec.unmasked.obs_shape
-        if self._observations is not None and self.spec.frame_stack == 1:
+        if self._observations is not None:
             try:
-                converted, is_single = self._observations.batch(obs)
+                obs = self._observations.batch(obs)
             except (ValueError, TypeError, LookupError) as error:
                 raise ConfigError(
                     f"observation must be one of the environment's own: {one_line(error)}"
                 ) from None
-            obs = converted[0] if is_single else converted
+        array = _numbers("observation", obs, self.spec.obs_dtype)
         if self.spec.obs_dtype == "uint8" and np.asarray(obs).dtype == np.bool_:
             raise ConfigError("observation must hold pixels of 0 to 255, got booleans; use × 255")
-        array = np.asarray(obs, dtype=self.spec.obs_dtype)
         is_single = array.shape == shape
         if not is_single and array.shape[1:] != shape:
             raise ConfigError(
@@ -179,11 +180,12 @@ class Policy:
     def _masked(self, batch: NDArray[Any], action_masks: Any) -> NDArray[Any]:
         """Return masked observations, as the network takes them."""
         count, stack, actions = len(batch), self.spec.frame_stack, self.spec.num_actions
-        legal = np.asarray(True if action_masks is None else action_masks) != 0
-        if legal.shape not in ((), (actions,), (count, actions)) or not legal.any(-1).all():
+        given = np.ones(actions) if action_masks is None else action_masks
+        legal = _numbers("action_masks", given, "float32") != 0
+        if legal.shape not in ((actions,), (count, actions)) or not legal.any(-1).all():
             raise ConfigError(
                 f"action_masks must have shape ({actions},) or ({count}, {actions}) and a legal "
-                f"action each, got {legal.shape}"
+                f"action each, got shape {legal.shape} with {legal.sum(-1)} legal"
             )
         legal = np.broadcast_to(
             legal if legal.ndim < 2 else legal[:, None], (count, stack, actions)
@@ -254,15 +256,24 @@ class Policy:
             given = {"env_kwargs": "{}", "imports": imports, "wrappers": wrappers}
             given |= env_fields(env)
             config = validate(config.replace(**given))
-        envs = make_envs(config, count, seed, training=False, on_fault=FaultLog())
+        faults = FaultLog(_print_alert)
+        envs = make_envs(config, count, seed, training=False, on_fault=faults)
         with contextlib.closing(envs):
             self.check_spec(envs.spec)
             max_steps, device = self.config.eval_max_steps, self.device
             played = evaluate_policy(
-                self.network, envs, episodes, epsilon, device, seed, max_steps, on_step
-            )
+                self.network, envs, episodes, epsilon, device, seed, max_steps, on_step,
+                faults, config.max_env_restarts,
+            )  # fmt: skip
         assert played is not None, "an evaluation without a limit ends"
         return played
+
+
+def _numbers(name: str, value: Any, dtype: str) -> NDArray[Any]:
+    try:
+        return np.asarray(value, dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{name} must be an array of {dtype}: {one_line(error)}") from None
 
 
 def _usable_device(config: Config, spec: EnvSpec, name: str | None) -> torch.device:
@@ -293,17 +304,19 @@ def load_run_policy(
     """Return the policy in a run's folder, without its environment."""
     config = validate(Config(**read_fields(folder / "config.json")))
     which = which or best_or_last(folder)
-    if which == "best":
-        best = load_policy(folder / "best")
-        state, meta = best.parts["policy"], best.meta
-    else:
-        state, meta = _newest_policy(folder, config)
-    if "spec" in meta:
-        return _make_policy(config, meta["spec"], state, trust, device)
-    # qfleet 0.1.0 stored no spec: ask the environment.
-    check_trust(config, trust, training=False)
-    with contextlib.closing(make_envs(config, 1, 0, training=False, on_fault=FaultLog())) as envs:
-        return Policy(config, envs.spec, state, device, trust)
+    with reading(f"the {which} policy of '{folder}' cannot be loaded"):
+        if which == "best":
+            best = load_policy(folder / "best")
+            state, meta = best.parts["policy"], best.meta
+        else:
+            state, meta = _newest_policy(folder, config)
+        if "spec" in meta:
+            return _make_policy(config, meta["spec"], state, trust, device)
+        # qfleet 0.1.0 stored no spec: ask the environment.
+        check_trust(config, trust, training=False)
+        envs = make_envs(config, 1, 0, training=False, on_fault=FaultLog())
+        with contextlib.closing(envs):
+            return Policy(config, envs.spec, state, device, trust)
 
 
 def load_saved_policy(path: Path, trust: bool, device: str | None = None) -> Policy:
@@ -314,7 +327,8 @@ def load_saved_policy(path: Path, trust: bool, device: str | None = None) -> Pol
         config = validate(Config(**check_fields(dict(fields))))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"'{path}' has a malformed config: {one_line(error)}") from None
-    return _make_policy(config, stored.meta["spec"], stored.parts["policy"], trust, device)
+    with reading(f"policy '{path}' cannot be loaded"):
+        return _make_policy(config, stored.meta["spec"], stored.parts["policy"], trust, device)
 
 
 def _make_policy(
@@ -324,19 +338,6 @@ def _make_policy(
     if ":" in config.network:
         check_trust(config, trust, training=False)
     return Policy(config, spec_from_json(spec), state, device, trust)
-
-
-def _check_sizes(network: QNetwork, state: StateDict) -> None:
-    """Raise CheckpointError unless the stored tensors fit the network's."""
-    count = sum(parameter.numel() for parameter in network.parameters())
-    buffers = {name.replace("/", "."): buffer.shape for name, buffer in network.named_buffers()}
-    stored = {name: buffer.shape for name, buffer in state["buffers"].items()}
-    if state["weights"].shape != (count,) or stored != buffers:
-        raise CheckpointError(
-            f"the saved policy has {state['weights'].numel()} weights and buffers {list(stored)}, "
-            f"the network of its configuration {count} and {list(buffers)}; they are of different "
-            "runs"
-        )
 
 
 def _newest_policy(folder: Path, config: Config) -> tuple[StateDict, dict[str, Any]]:

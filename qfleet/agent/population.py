@@ -22,6 +22,7 @@ from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, UnknownNameError
 from qfleet.core.types import StateDict
 from qfleet.memory.rollout import Rollout
+from qfleet.storage.state_checks import check_like
 
 VARIED = ("learning_rate", "gamma", "td_lambda", "exploration_final_eps")
 """Fields that may differ between agents."""
@@ -135,6 +136,7 @@ class Agents:
         return {"members": self.members, "values": self.values}
 
     def load_state_dict(self, state: StateDict) -> None:
+        check_like(state, self.state_dict(), "agents")
         if state["members"] != self.members:
             raise CheckpointError(
                 f"the checkpoint has agents {state['members']}, this run {self.members}"

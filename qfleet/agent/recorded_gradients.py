@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
-from qfleet.agent.gradients import AutogradGradient, LossInfo, mean_td_loss
+from qfleet.agent.dense_gradient import mean_td_loss
+from qfleet.agent.gradients import AutogradGradient, Gradient, LossInfo
 from qfleet.agent.weights import FlatWeights, join
 from qfleet.algorithms.objective import Objective, Prediction
 from qfleet.core.types import Batch
@@ -48,7 +49,7 @@ class CompilableGradient(AutogradGradient):
         return [*predict, self._loss, self._join]
 
 
-class FusedGradient:
+class FusedGradient(Gradient):
     """The gradient of MinAtar's small network by kernels of ``qfleet/networks/fused_cnn.py``."""
 
     def __init__(self, fused: FusedCNN, objective: Objective, weights: FlatWeights) -> None:
@@ -66,6 +67,3 @@ class FusedGradient:
         )
         loss = functools.partial(mean_td_loss, error, batch.weight, self._huber)
         return LossInfo(loss, error, prediction)
-
-    def compilables(self) -> list[Compilable]:
-        return []

@@ -20,7 +20,8 @@ from qfleet.accelerator.compiling import Compilable, switch
 from qfleet.accelerator.graphs import record
 from qfleet.accelerator.streams import SideStream
 from qfleet.agent import schedules
-from qfleet.agent.gradients import DenseGradient, Gradient, LossInfo, UpdateInfo
+from qfleet.agent.dense_gradient import DenseGradient
+from qfleet.agent.gradients import Gradient, LossInfo, UpdateInfo
 from qfleet.agent.learner import Learner
 from qfleet.agent.recorded_gradients import CompilableGradient, FusedGradient
 from qfleet.agent.weights import FlatWeights
@@ -94,10 +95,10 @@ class RecordedLearner(Learner):
         """Launch of a burst, by its number of updates."""
         self._newest_of: dict[int, UpdateInfo | None] = {}
 
-    def _make_gradient(self, weighted: bool) -> Gradient:
+    def _plain_gradient(self, weighted: bool) -> Gradient:
         if self._fused is not None:
             return FusedGradient(self._fused, self._objective, self.weights)
-        gradient = super()._make_gradient(weighted)
+        gradient = super()._plain_gradient(weighted)
         if isinstance(gradient, DenseGradient):
             return gradient
         return CompilableGradient(self.online, self._objective, self.weights, weighted)
@@ -213,7 +214,7 @@ class RecordedLearner(Learner):
         # A memory on the host makes the host wait for the gradient: launch the optimiser before.
         wait = None if on_host else self._beside.start(set_priorities)
         applied = self._updater.apply(self._learning_rate, loss_info.loss)
-        self._skipped += applied["skipped"]
+        self._skipped += applied["skipped"] * self._gradient.is_fault
         self._newest = UpdateInfo(loss_info, target, applied["grad_norm"])
         return self._beside.start(set_priorities) if wait is None else wait
 
@@ -264,9 +265,7 @@ class RecordedLearner(Learner):
         """Return the functions that torch.compile may be switched on for."""
         has_terms = self._config.replay and self._objective.head != "iqn"
         own = [self._target_terms, self._find_target] if has_terms else []
-        if isinstance(self._gradient, (CompilableGradient, FusedGradient)):
-            own += self._gradient.compilables()
-        own += self._updater.compilables()
+        own += [*self._gradient.compilables(), *self._updater.compilables()]
         own += [self._store_noise, self._store_target_noise] if self._config.noisy else []
         return [*own, *(self._memory.compilables() if self._draws_recorded else [])]
 

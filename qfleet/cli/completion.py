@@ -44,7 +44,9 @@ VALUES
   [ -n "$words" ] || case "${COMP_WORDS[1]}:$cur" in
 OPTIONS
     RUNS)  # not by -W, which would run $(...) in the name of a folder
-      COMPREPLY=($(compgen -d -- "runs/$cur")); COMPREPLY=("${COMPREPLY[@]#runs/}")
+      # -G and not -d, for which zsh ignores the folder
+      COMPREPLY=($(compgen -G "runs/$cur*/")); COMPREPLY=("${COMPREPLY[@]#runs/}")
+      COMPREPLY=("${COMPREPLY[@]%/}")
       return ;;
   esac
   [ "$COMP_CWORD" -ne 1 ] || words='VERBS'

@@ -1,4 +1,4 @@
-"""``qfleet lab``: small experiments, each of which draws a plot."""
+"""``qfleet lab``: small experiments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import tyro
 from qfleet.cli.parsing import parse
 from qfleet.core.errors import ConfigError, UnknownNameError
 
-HELP = "run a small experiment and draw its result: maze, mapreduce, speedup"
+HELP = "run a small experiment: maze, mapreduce, speedup, compare"
 
 EXPERIMENTS = {
     "maze": "Q-learning with a table in a maze: values, greedy path, learning curve",
     "mapreduce": "gradient descent on several workers: what broadcast, map and reduce cost",
     "speedup": "training with 1, 2, 4 … workers: speed-up and efficiency",
+    "compare": "two configurations on the same batches: where their weights first differ",
 }
 
 _MAZE_DESCRIPTION = """Train a table of Q-values in a maze and draw the values and the greedy path.

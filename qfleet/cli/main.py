@@ -11,6 +11,7 @@ import re
 import sys
 from importlib.metadata import version
 
+from qfleet.cli.program import run_to_end
 from qfleet.core.errors import QfleetError, UnknownNameError, check_platform, one_line
 
 VERBS = (
@@ -58,8 +59,9 @@ def main(argv: list[str] | None = None) -> int:
     except QfleetError as error:
         if debug:
             raise
-        # One line, also if the error quotes a value that has several.
-        print("qfleet:", " ".join(str(error).splitlines()), file=sys.stderr)
+        # One line, also if the error quotes a value that has several; in one write, because other
+        # ranks of an all-reduce may print at the same moment.
+        sys.stderr.write(f"qfleet: {' '.join(str(error).splitlines())}\n")
         return error.exit_code
     except (MemoryError, RuntimeError) as error:
         if debug or not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
@@ -81,5 +83,10 @@ def main(argv: list[str] | None = None) -> int:
         return 141
 
 
+def program() -> int:
+    """Run the program ``qfleet``."""
+    return run_to_end(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

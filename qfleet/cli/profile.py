@@ -18,6 +18,7 @@ from qfleet.cli.run_options import quiet_stdout, timeline_path, trace_path
 from qfleet.cli.start import ExperimentOptions, read_start
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
+from qfleet.core.files import short
 from qfleet.telemetry.formatting import format_duration
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _profile(config: Config, options: ProfileOptions) -> int:
             self.ended = run
 
     folder = options.run_dir
-    api.check_config(config)
+    config = api.check_config(config)
     if folder is None:
         name = f"profile-{default_name(config.env, config.algo, config.seed)}"
         folder = new_run_dir(api.RUNS, name, explicit=False)
@@ -114,11 +115,11 @@ def _profile(config: Config, options: ProfileOptions) -> int:
         result, trained.config, recorder.rate or 0.0, run.parts.device.type
     )
     if options.json:
-        print(json_module.dumps(_as_dict(result, stages, trained.folder, from_timers)))
+        print(json_module.dumps(_as_dict(result, stages, short(trained.folder), from_timers)))
     else:
         for note in run.parts.notes:
             print(note)
-        _show(result, stages, trained.folder, from_timers)
+        _show(result, stages, short(trained.folder), from_timers)
     return 128 + trained.interrupted_by if trained.interrupted_by else 0
 
 

@@ -21,21 +21,21 @@ Examples:
   qfleet resume runs/NAME
   qfleet resume NAME --max-wall 30m
   qfleet resume NAME --steps 1000000      (a new total; schedules stretch to it)
-  qfleet resume NAME --workers 8          (parameter server: another number of workers)
+  qfleet resume NAME --workers 8          (another number of workers or ranks)
 """
 
 
 @dataclass(frozen=True)
 class ResumeOptions:
     run: tyro.conf.Positional[str]
-    """Name or folder of the run."""
+    """Name or folder of the run; of several seeds, all that have not ended are continued."""
     run_arguments: Annotated[RunArguments, tyro.conf.arg(name="")]
     steps: int | None = None
     """New total of env steps."""
     device: str | None = None
     """Device to use instead of the run's own: cpu, cuda …"""
     workers: int | None = None
-    """Parameter server: new number of workers."""
+    """Parameter server, all-reduce: new number of workers."""
     servers: int | None = None
     """New number of servers (parameter server) or replay shards (actors)."""
     address: str | None = None

@@ -15,10 +15,11 @@ import tyro
 from qfleet.cli.parsing import parse_duration
 from qfleet.config.trust import needs_trust
 from qfleet.core.errors import UserError
+from qfleet.core.files import short
 
 if TYPE_CHECKING:
     from qfleet.training.run_state import RunOptions
-    from qfleet.training.trained import Trained
+    from qfleet.training.trained import Trained, TrainedSeeds
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,11 @@ def show(trained: Trained) -> None:
 
     # soft_wrap: a path that is cut in two cannot be copied.
     Console(soft_wrap=True).print(
-        final_report(asdict(trained.result), trained.folder, trained.curve)
+        final_report(
+            asdict(trained.result),
+            short(trained.folder),
+            trained.curve and short(trained.curve),
+        )
     )
 
 
@@ -115,20 +120,46 @@ def _advice(trained: Trained) -> str | None:
     )
 
 
-def finish(trained: Trained, options: RunArguments) -> int:
+def finish(trained: Trained | TrainedSeeds, options: RunArguments) -> int:
     """Print the result; return the exit code: 130 or 143 if a signal stopped the run, else 0."""
     from qfleet.training.api import result_dict
+    from qfleet.training.trained import Trained
 
+    if not isinstance(trained, Trained):
+        return _finish_seeds(trained, options)
     if options.json:
         print(json_module.dumps(result_dict(trained)))
     else:
         show(trained)
         if options.trace:
-            print(f"  trace      {trace_path(trained.folder)}")
-            print(f"  timeline   {timeline_path(trained.folder)}")
+            print(f"  trace      {short(trace_path(trained.folder))}")
+            print(f"  timeline   {short(timeline_path(trained.folder))}")
         if advice := _advice(trained):
             print(f"  advice     {advice}")
-        if trained.result.env_steps < trained.config.steps:
+        cut = trained.result.stopped_by in ("SIGINT", "SIGTERM", "max_wall")
+        if cut or trained.result.env_steps < trained.config.steps:
             trust = " --trust" if needs_trust(trained.config) else ""
-            print(f"  go on with: qfleet resume {trained.folder}{trust}")
+            print(f"  go on with: qfleet resume {short(trained.folder)}{trust}")
     return 128 + trained.interrupted_by if trained.interrupted_by else 0
+
+
+def _finish_seeds(trained: TrainedSeeds, arguments: RunArguments) -> int:
+    """Print what several seeds gave together; return the exit code."""
+    if arguments.json:
+        curve = trained.curve and str(short(trained.curve))
+        extra = {"run_dir": str(short(trained.folder)), "curve": curve}
+        print(json_module.dumps({**trained.aggregate, **extra}))
+    else:
+        for run_of_seed in trained.runs:
+            show(run_of_seed)
+        low, high = trained.aggregate["eval_return_iqm_ci95"]
+        score = trained.aggregate["eval_return_iqm"]
+        if score is not None:
+            print(
+                f"\n{len(trained.runs)} seeds: IQM of the final evaluations {score:.1f}, "
+                f"95 % confidence {low:.1f} to {high:.1f}"
+            )
+        print(f"  folder     {short(trained.folder)}")
+        print(f"  curve      {trained.curve and short(trained.curve)}")
+    interrupted = trained.runs[-1].interrupted_by
+    return 128 + interrupted if interrupted else 0

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
-import json as json_module
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
-from qfleet.cli.run_options import RunArguments, finish, quiet_stdout, show
+from qfleet.cli.run_options import RunArguments, finish, quiet_stdout
 from qfleet.cli.start import ExperimentOptions, peek, read_start
 from qfleet.config.recipes import PRESETS
 from qfleet.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from qfleet.training.trained import TrainedSeeds
 
 HELP = "train an agent: qfleet train CartPole-v1"
 
@@ -61,7 +57,6 @@ def run(argv: list[str]) -> int:
     if not 1 <= options.seeds <= MOST_SEEDS:
         raise ConfigError(f"seeds must be ≥ 1 and ≤ {MOST_SEEDS}, got {options.seeds}")
     from qfleet.training import api
-    from qfleet.training.trained import Trained
 
     arguments, note = options.run_arguments, None
     if start.preset:
@@ -78,26 +73,4 @@ def run(argv: list[str]) -> int:
             options=arguments.resolve(note),
             trust=options.trust,
         )
-    if isinstance(trained, Trained):
-        return finish(trained, arguments)
-    return _finish_seeds(trained, arguments)
-
-
-def _finish_seeds(trained: TrainedSeeds, arguments: RunArguments) -> int:
-    """Print what several seeds gave together; return the exit code."""
-    if arguments.json:
-        extra = {"run_dir": str(trained.folder), "curve": trained.curve and str(trained.curve)}
-        print(json_module.dumps({**trained.aggregate, **extra}))
-    else:
-        for run_of_seed in trained.runs:
-            show(run_of_seed)
-        low, high = trained.aggregate["eval_return_iqm_ci95"]
-        score = trained.aggregate["eval_return_iqm"]
-        if score is not None:
-            print(
-                f"\n{len(trained.runs)} seeds: IQM of the final evaluations {score:.1f}, "
-                f"95 % confidence {low:.1f} to {high:.1f}"
-            )
-        print(f"  folder     {trained.folder}\n  curve      {trained.curve}")
-    interrupted = trained.runs[-1].interrupted_by
-    return 128 + interrupted if interrupted else 0
+    return finish(trained, arguments)

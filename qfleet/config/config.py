@@ -24,7 +24,7 @@ from qfleet.core.errors import ConfigError, UnknownNameError, one_line
 
 T = TypeVar("T")
 Head = Literal["q", "c51", "qr", "iqn", "actor-critic"]
-Engine = Literal["auto", "serial", "pipeline", "device", "parameter-server", "actors"]
+Engine = Literal["auto", "serial", "pipeline", "device", "parameter-server", "actors", "all-reduce"]
 Update = Literal["sync", "async", "ssp", "hybrid", "easgd", "local-sgd", "admm"]
 Group = Literal[
     "environment", "algorithm", "exploration", "replay", "optimisation", "evaluation", "engine",
@@ -33,8 +33,11 @@ Group = Literal[
 """Groups of fields, in the order in which ``--help`` and docs/options.md show them."""
 
 SERVERS: tuple[Engine, ...] = ("parameter-server",)
-PROCESSES: tuple[Engine, ...] = ("parameter-server", "actors")
-HOST_EVALUATED: tuple[Engine, ...] = ("auto", "serial", "pipeline", "parameter-server", "actors")
+RANKS: tuple[Engine, ...] = ("all-reduce",)
+EXCHANGING: tuple[Engine, ...] = (*SERVERS, *RANKS)
+ON_RAY: tuple[Engine, ...] = ("parameter-server", "actors")
+PROCESSES: tuple[Engine, ...] = (*ON_RAY, "all-reduce")
+HOST_EVALUATED: tuple[Engine, ...] = ("auto", "serial", "pipeline", *PROCESSES)
 # easgd has no admission policy and no compression.
 ALL_BUT_EASGD: tuple[Update, ...] = ("sync", "async", "ssp", "hybrid", "local-sgd", "admm")
 
@@ -85,7 +88,7 @@ def field(
     """Declare a field of Config: low ≤ value ≤ high, above < value < below."""
     given = {"≥": low, ">": above, "≤": high, "<": below}
     bounds = {sign: bound for sign, bound in given.items() if bound is not None}
-    option = Option(group, common, bounds, SERVERS if updates else engines, updates)
+    option = Option(group, common, bounds, engines or (SERVERS if updates else ()), updates)
     return dataclasses.field(default=default, metadata={"option": option})
 
 
@@ -212,9 +215,11 @@ class Config:
     optimiser, replay and schedules start anew."""
     compile: Literal["auto", "on", "off"] = field("auto", "engine")
     """torch.compile: auto measures it on accelerators and uses it where it is faster."""
-    precision: Literal["auto", "fp32", "tf32", "bf16"] = field("auto", "engine")
+    precision: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = field("auto", "engine")
     """Precision of matrix products and convolutions; auto is fp32 on a CPU, tf32 for qfleet's own
-    kernels, and measured otherwise."""
+    kernels, and measured otherwise. tf32 and fp16 (with a loss scale) are for accelerators; bf16 is
+    slower than fp32 on a CPU without units for it (AMX, AVX512-BF16); fp64, for comparisons on a
+    CPU, is also that of weights."""
 
     learning_rate: float = field(1e-4, "optimisation", common=True, above=0)
     """Learning rate at the start."""
@@ -333,10 +338,11 @@ class Config:
     """Experiment tracker to report to; it must be installed."""
 
     workers: int = field(4, "cluster", common=True, low=1, engines=PROCESSES)
-    """Parameter server, actors: number of processes that step environments, --envs each."""
-    servers: int = field(1, "cluster", low=1, engines=PROCESSES)
+    """Parameter server, actors, all-reduce: number of processes that step environments, --envs
+    each; with torchrun or mpirun, as many as those started."""
+    servers: int = field(1, "cluster", low=1, engines=ON_RAY)
     """Processes that hold the weights (parameter server) or the replay memory (actors)."""
-    address: str = field("", "cluster", common=True, engines=PROCESSES)
+    address: str = field("", "cluster", common=True, engines=ON_RAY)
     """Ray cluster to join, as host:port; empty: start one on this machine for this run."""
     update: Update = field("async", "cluster", common=True, engines=SERVERS)
     """Parameter server: how workers' gradients become weights (docs/parameter-server.md)."""
@@ -364,13 +370,15 @@ class Config:
     """Servers drop gradients computed with weights older than this many updates; 0: none."""
     outlier_sigmas: float = field(0.0, "cluster", low=0, updates=ALL_BUT_EASGD)
     """Servers drop gradients whose loss or norm is this many σ above recent ones; 0: none."""
-    gradient_compression: Literal["none", "fp16", "bf16", "top-k"] = field(
-        "none", "cluster", updates=ALL_BUT_EASGD
+    gradient_compression: Literal["none", "fp16", "bf16", "top-k", "powersgd"] = field(
+        "none", "cluster", engines=EXCHANGING, updates=ALL_BUT_EASGD
     )
-    """Compression of gradients sent to servers; top-k sends the largest entries and adds the rest
-    to later gradients."""
-    top_k_share: float = field(0.01, "cluster", above=0, high=1, engines=SERVERS)
+    """Compression of gradients sent to servers or other ranks. top-k sends the largest entries,
+    powersgd (all-reduce) thin factors of matrices; both add the rest to later gradients."""
+    top_k_share: float = field(0.01, "cluster", above=0, high=1, engines=EXCHANGING)
     """Top-k: fraction of a gradient's entries that is sent."""
+    powersgd_rank: int = field(2, "cluster", low=1, engines=RANKS)
+    """Powersgd: columns of the factors."""
     weight_compression: Literal["none", "fp16", "bf16"] = field(
         "none", "cluster", updates=ALL_BUT_EASGD
     )
@@ -378,14 +386,19 @@ class Config:
     snapshot_s: float = field(10.0, "cluster", above=0, high=1e6, engines=SERVERS)
     """Seconds between snapshots of the servers; a server that dies is restored from its last."""
     worker_timeout_s: float = field(60.0, "cluster", above=0, high=1e6, engines=PROCESSES)
-    """Seconds without a report after which a worker is replaced."""
+    """Seconds without a report after which a worker is replaced (all-reduce: ends the run)."""
     step_latency_s: float = field(0.0, "cluster", low=0, high=1e6)
     """Seconds added to every step of the environments, for measurements and teaching."""
     straggler: float = field(1.0, "cluster", low=1, engines=PROCESSES)
-    """Parameter server, actors: factor on step_latency_s of worker 0."""
+    """Parameter server, actors, all-reduce: factor on step_latency_s of worker 0."""
+    batch_per_rank: int = field(0, "cluster", low=0, engines=RANKS)
+    """All-reduce: samples of each rank per update; 0: batch_size / workers, so that the number of
+    ranks does not change the algorithm."""
+    lr_scaling: Literal["none", "sqrt", "linear"] = field("none", "cluster", engines=RANKS)
+    """All-reduce: how the learning rate grows with batch_per_rank × workers over batch_size."""
 
     max_fault_rate: float = field(0.01, "optimisation", low=0, high=1)
-    """Stop when more than this fraction of all transitions or updates was NaN or Inf."""
+    """Stop when more than this fraction of all env steps or updates failed, or was NaN or Inf."""
     max_env_restarts: int = field(10, "environment", low=1)
     """Number of consecutive failures of one environment that a run survives."""
     env_timeout_s: float = field(60.0, "environment", above=0, high=1e6)

@@ -14,6 +14,7 @@ from typing import Any
 
 from qfleet.config.config import check_fields
 from qfleet.core.errors import ConfigError, one_line
+from qfleet.core.files import read_text
 
 SUFFIXES = {".json": "JSON", ".toml": "TOML", ".yaml": "YAML", ".yml": "YAML"}
 
@@ -22,7 +23,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     """Read fields from a file such as a run's ``config.json``; it need not hold all fields."""
     kind = SUFFIXES.get(path.suffix.lower(), "JSON")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         values: Any = _parse(text, kind)
     except OSError as error:
         raise ConfigError(f"cannot read configuration '{path}': {error.strerror}") from None

@@ -107,16 +107,34 @@ def _rules(c: Config) -> Rules:
             f"{no}, whose replay shards are in RAM; leave it out")
         yield c.servers <= c.workers, "servers", (
             f"must be ≤ workers ({c.workers}); every replay shard needs an actor")
+    kind = c.gradient_compression
+    for name, word in {"top_k_share": "top-k", "powersgd_rank": "powersgd"}.items():
+        yield kind == word or getattr(c, name) == getattr(default, name), name, (
+            f"is for --gradient-compression {word}, not {kind}; leave it out")
     if c.engine == "parameter-server":
         yield c.backup_workers < c.workers, "backup_workers", f"must be < workers ({c.workers})"
         yield c.hybrid_workers <= c.workers, "hybrid_workers", f"must be ≤ workers ({c.workers})"
-        kind = c.gradient_compression
-        yield kind == "top-k" or c.top_k_share == default.top_k_share, "top_k_share", (
-            f"is for --gradient-compression top-k, not {kind}; leave it out")
+        yield kind != "powersgd", "gradient_compression", (
+            "is for --engine all-reduce; use fp16, bf16 or top-k")
         yield kind != "top-k" or c.update in _GRADIENT_UPDATES, "gradient_compression", (
             f"is for gradients, but --update {c.update} sends weights; use fp16 or bf16")
         yield c.replay or not c.balance, "balance", (
             "needs replay, because a rollout is always used as a whole; leave it out")
+    if c.engine == "all-reduce":
+        batch_size = c.batch_per_rank * c.workers or c.batch_size
+        yield batch_size >= c.workers, "workers", (
+            f"must be ≤ batch_size ({batch_size}), because ranks share every batch; raise it or "
+            "set batch_per_rank")
+        yield c.replay or (batch_size % c.workers == 0 and c.batch_per_rank == 0), "workers", (
+            f"must divide batch_size {batch_size} without replay, and batch_per_rank be 0, "
+            "because every step of a rollout is used equally often")
+        yield not c.prioritized_replay or batch_size % c.workers == 0, "workers", (
+            f"must divide batch_size {batch_size} with prioritized_replay, where all ranks draw "
+            "their samples together; change one of them")
+        yield c.device in ("auto", "cpu"), "device", (
+            "does not go with --engine all-reduce, which was tried on CPUs only; use cpu")
+        yield c.lr_scaling == "none" or c.batch_per_rank > 0, "lr_scaling", (
+            "is for a batch that grows with the ranks; set batch_per_rank or use none")
     if c.population > 1:
         no = "does not go with a population"
         yield not c.replay, "replay", f"{no}, which learns from rollouts; use --algo pqn"
@@ -173,10 +191,11 @@ def _rollout_rules(c: Config, default: Config) -> Rules:
         f"to {steps} times the number of epochs")
     if c.envs == 0:
         return  # the number of envs is chosen when the run is planned
-    yield steps % c.envs == 0 and steps >= 2 * c.envs, "train_freq", (
-        f"must be a multiple of envs ({c.envs}), at least {2 * c.envs}; all envs make the same "
+    envs = c.envs * (c.workers if c.engine == "all-reduce" else 1)
+    yield steps % envs == 0 and steps >= 2 * envs, "train_freq", (
+        f"must be a multiple of envs ({envs}), at least {2 * envs}; all envs make the same "
         "number of steps")
-    rows = steps // c.envs
+    rows = steps // envs
     yield c.block_rows == 0 or rows % c.block_rows == 0, "block_rows", (
         f"must divide a rollout of {rows} rows; use 0 to choose automatically")
     # All envs step together, so the last step may exceed ``steps`` a little. A worker of a

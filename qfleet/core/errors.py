@@ -106,6 +106,14 @@ class ClusterError(QfleetError):
     """A cluster that cannot be started, reached or used, or that lost a process."""
 
 
+class ClusterLost(ClusterError):
+    """A process of Ray's own died, without which no process of the cluster can be reached."""
+
+
+class RankLost(ClusterError):
+    """A rank of an all-reduce run ended or does not answer; the others cannot go on without it."""
+
+
 class StoreFullError(ClusterError):
     """The cluster's object store is full, and so is the disk that it spills to."""
 

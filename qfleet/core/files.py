@@ -6,16 +6,38 @@ A new or renamed file survives a crash once its folder was synced (``sync_folder
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from qfleet.core.errors import ConfigError
+
+MOST_JSON_BYTES = 256 * 2**20  # far above the files that qfleet writes
 
 
 def write_point(name: str) -> None:
     """Do nothing. Called before every step that a crash could interrupt; tests replace it to crash
     there."""
+
+
+def read_text(path: Path, most_bytes: int | None = MOST_JSON_BYTES, errors: str = "strict") -> str:
+    """Return the text of a regular file; raise OSError if it is a pipe, a device, or too large."""
+    # Without O_NONBLOCK, opening a pipe that nobody writes to would block.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if most_bytes is not None and status.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
+        with open(descriptor, encoding="utf-8", errors=errors, closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -63,6 +85,35 @@ def atomic_write_text(path: Path, text: str) -> None:
         write_text(tmp, text)
 
 
+def _open_to_write(path: str, flags: int) -> int:
+    # Not through a link to a file elsewhere; a pipe that nobody reads must not block.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+
+
+@contextlib.contextmanager
+def writing(what: str, folder: Path) -> Iterator[None]:
+    """Turn a failure to write into a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {what} into '{folder}': {error.strerror}; free space there or choose "
+            "another --run-dir"
+        ) from None
+
+
+def append_bytes(path: Path, data: bytes) -> None:
+    """Append all of ``data`` to a file; if the disk is full, append nothing and raise OSError."""
+    with open(path, "ab", buffering=0, opener=_open_to_write) as file:
+        size = file.tell()
+        try:
+            if (file.write(data) or 0) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(size)
+            raise
+
+
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield the path of a new file, to be written and synced; then let it replace ``path``."""
@@ -74,3 +125,16 @@ def atomic_file(path: Path) -> Iterator[Path]:
         sync_folder(path.parent)
     finally:
         tmp.unlink(missing_ok=True)
+
+
+def change_folder(folder: Path) -> None:
+    """Return to a working directory that an environment may have left; it may be gone."""
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
+
+
+def short(path: Path) -> Path:
+    """Return a path as it is written from the working directory."""
+    with contextlib.suppress(OSError, ValueError):  # not below it, or it is gone
+        return path.relative_to(Path.cwd())
+    return path

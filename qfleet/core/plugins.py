@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from qfleet.core.errors import ConfigError, one_line
+from qfleet.core.signals import FOREIGN_ERRORS, raise_if_signal
 
 _LOCAL = "object"
 _LOCAL_OBJECTS: dict[str, Any] = {}
@@ -58,7 +59,8 @@ def load_object(path: str, kind: str) -> Any:
             else "install what it imports"
         )
         raise ConfigError(f"cannot import {kind} '{path}': {one_line(error)}; {fix}") from error
-    except Exception as error:
+    except FOREIGN_ERRORS as error:
+        raise_if_signal(error)
         raise ConfigError(
             f"cannot import {kind} '{path}': {one_line(error)}; fix the module '{module_name}'"
         ) from error

@@ -9,19 +9,93 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 AT_ONCE_S = 0.5
 """Signals within this time count as one: ``timeout`` signals both the program and its group."""
+FOREIGN_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
+"""What an environment may raise: its sys.exit() is a crash of it, and must not end the program."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A KeyboardInterrupt that a signal has raised, not the code that was running."""
+
+
+class Terminated(SystemExit):
+    """A SystemExit that SIGTERM has raised."""
+
+
+class DeadlinePassed(BaseException):
+    """Raised by ``deadline``. No Exception, because the code that hangs may catch those."""
+
+
+def raise_if_signal(error: BaseException) -> None:
+    """Raise an error again if a signal has raised it, not the environment that was called.
+
+    Python's own handler of Ctrl-C raises a plain KeyboardInterrupt, and that of a user's program
+    for SIGTERM a plain SystemExit. While they are in place, and not blocked as in Ray's processes,
+    every one of these counts as the user's.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    is_pythons = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    by_ctrl_c = KeyboardInterrupt if is_pythons and signal.SIGINT not in blocked else Interrupted
+    handler = signal.getsignal(signal.SIGTERM)
+    is_foreign = callable(handler) and getattr(handler, "__module__", "") != __name__
+    by_term = SystemExit if is_foreign and signal.SIGTERM not in blocked else Terminated
+    users = (by_ctrl_c, by_term)
+    # The context: an environment may catch KeyboardInterrupt and call sys.exit().
+    for one in (error, error.__context__):
+        if isinstance(one, users):
+            raise one
+
+
+def mark_interrupts() -> None:
+    """Let Ctrl-C raise Interrupted from now on, unless it is ignored, as in a background job."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raise DeadlinePassed in a block that takes longer; only the main thread has this limit.
+
+    By SIGALRM, not by running the block in another thread: some environments (OpenGL, browsers,
+    databases) can only be closed by the thread that made them.
+    """
+
+    def expire(*_: object) -> None:
+        raise DeadlinePassed
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    began_s, left_s, every_s = time.monotonic(), 0.0, 0.0
+    try:
+        with handling({signal.SIGALRM: expire}):
+            # Again every second: the block may catch the first one.
+            left_s, every_s = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+            try:
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        if left_s:  # a timer of the caller
+            left_s = max(0.001, left_s - (time.monotonic() - began_s))
+            signal.setitimer(signal.ITIMER_REAL, left_s, every_s)
 
 
 @contextlib.contextmanager
 def signals_request_stop(
     on_signal: Callable[[int], None], clock: Callable[[], float] = time.monotonic
 ) -> Iterator[None]:
-    """Call ``on_signal`` at the first SIGINT or SIGTERM; a later one raises KeyboardInterrupt."""
+    """Call ``on_signal`` at the first SIGINT or SIGTERM; a later one raises Interrupted."""
     first_s: float | None = None
 
     def handle(number: int, _frame: object) -> None:
@@ -31,7 +105,7 @@ def signals_request_stop(
             first_s = now_s
             on_signal(number)
         elif now_s - first_s > AT_ONCE_S:
-            raise KeyboardInterrupt
+            raise Interrupted
 
     with handling({signal.SIGINT: handle, signal.SIGTERM: handle}):
         yield
@@ -72,7 +146,7 @@ def sigterm_unwinds(previous: Any) -> Iterator[None]:
 
     def leave(number: int, _frame: object) -> None:
         received.append(number)
-        raise SystemExit
+        raise Terminated
 
     with handling({signal.SIGTERM: leave}):
         try:

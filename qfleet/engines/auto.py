@@ -18,6 +18,7 @@ from qfleet.config.config import FIELDS, Config
 from qfleet.config.validation import validate
 from qfleet.core.types import EnvSpec
 from qfleet.engines import registry
+from qfleet.engines.all_reduce.world import with_launched_workers
 from qfleet.engines.measured_cache import recall, remember
 from qfleet.engines.placement import learner_device
 from qfleet.engines.torch_settings import TorchSettings
@@ -68,6 +69,7 @@ def settle(config: Config) -> tuple[Config, str | None]:
     """Return the configuration with every choice made, and a sentence about a chosen engine."""
     engine, why = (config.engine, "") if config.engine != "auto" else _choose_engine(config)
     config = config.replace(engine=engine)
+    config = with_launched_workers(config)
     config = _with_shape(config.replace(env_groups=0) if engine == "serial" else config)
     if not why:
         return config, None
@@ -164,7 +166,7 @@ def _that_share_evenly(config: Config, most: int) -> int:
     """Return at most ``most`` envs: a rollout has an equal number of steps of each, at least 2."""
     if config.replay:
         return most
-    steps = config.train_freq
+    steps = config.train_freq // (config.workers if config.engine == "all-reduce" else 1)
     return max(n for n in range(1, most + 1) if n == 1 or (steps % n == 0 and steps >= 2 * n))
 
 

@@ -21,6 +21,7 @@ from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, EnvSpec, Memory, Updater
 from qfleet.engines.placement import Placement, free_device_bytes
+from qfleet.engines.tuning import AUTOCAST
 from qfleet.memory.ring import Ring
 from qfleet.memory.rollout import Rollout
 from qfleet.memory.samplers import PrioritizedSampler, UniformSampler
@@ -66,12 +67,18 @@ def make_memory(
     )
 
 
-def make_ring(config: Config, spec: EnvSpec, place: Placement, seed: int) -> Ring:
+def make_ring(
+    config: Config,
+    spec: EnvSpec,
+    place: Placement,
+    seed: int,
+    ring_factory: Callable[..., Ring] = Ring,
+) -> Ring:
     device = place.replay
     capacity = config.replay_capacity
     check_replay_fits(config, spec, capacity, device)
     capturable = place.capturable and device.type == place.device.type
-    return Ring(
+    return ring_factory(
         spec,
         config.envs,
         capacity,
@@ -165,6 +172,8 @@ def make_learner(
     has_target = config.replay or config.target_network
     target = make_network(config, spec, device, seeds.network) if has_target else online
     target.share_statistics(online)
+    for network in (online, target):  # first: the learner chooses a gradient that fits
+        network.autocast_dtype = AUTOCAST.get(config.precision)
     objective = make_objective(config, device, seeds.objective)
     local = functools.partial(make_updater, config, capturable=place.capturable)
     factory = updater_factory or local

@@ -14,6 +14,7 @@ from qfleet.agent.evaluation import Evaluation, GiveUp, HostEvaluator
 from qfleet.agent.learner import Learner
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
+from qfleet.core.errors import CheckpointError
 from qfleet.core.seeding import Seeds, mix_seeds
 from qfleet.core.types import (
     Clock,
@@ -28,7 +29,9 @@ from qfleet.core.types import (
 from qfleet.engines.loop import RateLimiter
 from qfleet.engines.stage_rates import Stages
 from qfleet.envs.factory import make_envs
+from qfleet.memory.columns import check_transitions
 from qfleet.networks.qnetwork import QNetwork
+from qfleet.storage.state_checks import check_like
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timeline import draw_timeline
 from qfleet.telemetry.timers import Timers
@@ -220,7 +223,15 @@ class LoopParts(Parts):
         return {**super().state_dict(), "memory": self.memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, StateDict]) -> bool:
-        self.memory.load_state_dict(state["memory"])
+        most = 1 + 2 * self.clock.env_steps * self.config.gradient_steps
+        check_like(state["learner"], self.model.state_dict(), "learner", most=most)
+        stored = state["memory"]
+        for one in stored.get("rings", {"": stored}).values():
+            check_transitions(one, self.spec)
+        self.memory.load_state_dict(stored)
+        rows = stored.get("total_rows", stored.get("written"))  # None: several rings, of actors
+        if rows is not None and rows * self.limiter.envs != self.clock.env_steps:
+            raise CheckpointError(f"memory: {rows} rows are not {self.clock.env_steps} env steps")
         restored = super().load_state_dict(state)
         if not restored:
             self.memory.end_open_episodes()

@@ -71,9 +71,15 @@ class Placement:
     def of(cls, config: Config, spec: EnvSpec, in_background: bool) -> Placement:
         """``in_background``: the envs step outside this process's interpreter."""
         device = learner_device(config, spec)
-        if device.type == "cpu" and config.precision not in ("auto", "fp32"):
+        if device.type == "cpu" and config.precision in ("tf32", "fp16"):
             raise ConfigError(
-                f"precision '{config.precision}' is for accelerators; drop it on a CPU"
+                f"precision '{config.precision}' is for accelerators; use bf16 or fp32 on a CPU"
+            )
+        if config.precision == "fp16" and config.population > 1:
+            raise ConfigError("precision 'fp16' is for one agent; use bf16 for a population")
+        if config.precision == "fp64" and (device.type != "cpu" or config.population > 1):
+            raise ConfigError(
+                "precision 'fp64' is for one agent on a CPU; use --device cpu or leave it out"
             )
         if config.engine == "device":
             _refuse_other_replay(config, spec, device)
@@ -200,7 +206,7 @@ def _acting_on(
 ) -> Acting:
     seeds = Seeds.of(config.seed)
     network = make_network(config, spec, device, seeds.network)
-    if device.type != "cpu":
+    if device.type == place.device.type:
         apply_choice(choice, [network], [])
     reader = FlatWeights(network)
     if not has_streams(device):

@@ -19,6 +19,7 @@ ENGINES = {
     "device": "qfleet.engines.device",
     "parameter-server": "qfleet.engines.parameter_server.engine",
     "actors": "qfleet.engines.actors.engine",
+    "all-reduce": "qfleet.engines.all_reduce.engine",
 }
 """Name → module."""
 

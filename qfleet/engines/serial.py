@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from qfleet.agent.actor import Actor, Inline
 from qfleet.agent.inference import HostInference
+from qfleet.agent.learner import Learner
 from qfleet.agent.schedules import rows_per_block
-from qfleet.core.types import Clock, Updater
+from qfleet.core.types import Clock, Memory, Updater
 from qfleet.engines.factories import make_learner, make_memory
 from qfleet.engines.loop import SameWeights, collect, learn
 from qfleet.engines.parts import LoopParts, Setup
@@ -29,13 +30,15 @@ def build(
     setup: Setup,
     *,
     updater_factory: Callable[..., Updater] | None = None,
+    memory_factory: Callable[..., Memory] = make_memory,
+    parts_factory: Callable[..., LoopParts] = LoopParts,
     ladder: NDArray[np.float32] | None = None,
 ) -> LoopParts:
     """Create the parts.
 
-    The last two arguments are for the workers of a parameter server, which reuse this function:
-    ``updater_factory(weights, timers=…)`` returns the updater that calls the servers, and
-    ``ladder`` is one constant ε per env.
+    The other arguments are for the workers of a parameter server and the ranks of an all-reduce,
+    which reuse this function. ``updater_factory(weights, timers=…)`` returns the updater that
+    exchanges gradients, and ``ladder`` is one constant ε per env.
     """
     config, seed = setup.config, setup.seeds.actor
     with contextlib.ExitStack() as made:
@@ -47,16 +50,18 @@ def build(
         clock = Clock(frame_skip=spec.frame_skip)
         timers = setup.make_timers("learner")
         # A lambda, because the learner does not exist yet: a rollout calls it for its returns.
-        memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs))
+        memory = memory_factory(config, spec, place, lambda obs: learner.state_values(obs))
         made.callback(memory.close)
         factory = updater_factory and functools.partial(updater_factory, timers=timers)
-        learner = make_learner(config, spec, place, memory, clock, timers, updater_factory=factory)
+        learner: Learner = make_learner(
+            config, spec, place, memory, clock, timers, updater_factory=factory
+        )
         apply_precision(config, learner.networks)
         channel = SameWeights()
         inference = HostInference(learner.online, place.device, spec.obs_dtype, seed)
         rows = rows_per_block(config)
         actor = Actor(envs, inference, config, timers, rows, seed, ladder=ladder)
-        return LoopParts(
+        return parts_factory(
             setup=setup,
             spec=spec,
             device=place.device,

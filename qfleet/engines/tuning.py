@@ -20,7 +20,8 @@ from qfleet.config.config import Config
 from qfleet.engines.measured_cache import recall, remember
 from qfleet.networks.qnetwork import QNetwork
 
-Precision = Literal["fp32", "tf32", "bf16"]
+Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TIMED_CALLS = 10
 
 
@@ -63,11 +64,15 @@ def may_compile(config: Config, device: torch.device) -> bool:
 
 def apply_choice(choice: Choice, networks: list[QNetwork], compilables: list[Compilable]) -> None:
     """Apply a choice to these networks, and to the settings that torch has per process."""
-    torch.set_float32_matmul_precision("highest" if choice.precision == "fp32" else "high")
-    torch.backends.cudnn.allow_tf32 = choice.precision != "fp32"
+    is_exact = choice.precision in ("fp64", "fp32")
+    torch.set_float32_matmul_precision("highest" if is_exact else "high")
+    torch.backends.cudnn.allow_tf32 = not is_exact
     torch.backends.cudnn.benchmark = True
+    if choice.precision == "bf16" and all(p.is_cpu for n in networks for p in n.parameters()):
+        # Only oneDNN uses a CPU's units for it.
+        torch.backends.mkldnn.set_flags(True)  # type: ignore[no-untyped-call]
     for network in networks:
-        network.autocast_dtype = torch.bfloat16 if choice.precision == "bf16" else None
+        network.autocast_dtype = AUTOCAST.get(choice.precision)
     switch(compilables, choice.compiled)
 
 

@@ -139,13 +139,16 @@ class ObservationConverter:
     def __call__(self, obs: Any) -> NDArray[Any]:
         return self._join([part.read(obs) for part in self.parts])
 
-    def batch(self, obs: Any) -> tuple[NDArray[Any], bool]:
-        """Convert one observation, or one whose parts are ``[B, …]``; return whether it was one."""
+    def batch(self, obs: Any) -> NDArray[Any]:
+        """Convert an observation whose parts have equal leading axes: none, a batch, a stack."""
         values = [part.read(obs) for part in self.parts]
-        if list(values[0].shape) == self.parts[0].shape:
-            return self._join(values)[None], True
-        rows = [self._join(list(row)) for row in zip(*values, strict=True)]
-        return np.array(rows, self.dtype).reshape(-1, *self.shape), False
+        lead = values[0].shape[: values[0].ndim - len(self.parts[0].shape)]
+        for part, value in zip(self.parts, values, strict=True):
+            if value.shape != (*lead, *part.shape):
+                wanted = [*lead, *part.shape]
+                raise ValueError(f"{part.name} must have shape {wanted}, got {list(value.shape)}")
+        rows = [self._join([value[at] for value in values]) for at in np.ndindex(*lead)]
+        return np.array(rows, self.dtype).reshape(*lead, *self.shape)
 
     def _join(self, values: list[NDArray[Any]]) -> NDArray[Any]:
         pairs = zip(self.parts, map(np.asarray, values), strict=True)

@@ -28,7 +28,7 @@ def foreign_kind(env: Any) -> str | None:
     return OLD_GYM if "gym" in packages else None
 
 
-def check_interface(env_id: str, env: Any, error: Exception | None = None) -> None:
+def check_interface(env_id: str, env: Any, error: BaseException | None = None) -> None:
     """Raise UnsupportedEnvError if ``reset`` takes no seed or ``error`` is of a four-value step."""
     parameters = inspect.signature(type(env.unwrapped).reset).parameters
     takes_seed = "seed" in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())

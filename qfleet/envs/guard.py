@@ -4,19 +4,21 @@ A step takes an action, writes the observation into a given row (always finite a
 shape) and returns an ``Outcome``. Faults are detected, reported and handled here:
 
 =====================================  =========================================================
-reward NaN or infinite                 row invalid, reward 0, the episode continues
+reward NaN or infinite, as float32     row invalid, reward 0, the episode continues
 observation NaN or infinite            row invalid, reset at once
 ``step`` raises                        row invalid, environment rebuilt and reset
 ``reset`` or the constructor raises    environment rebuilt, retry
+``close`` raises or hangs              it is abandoned
 another shape or dtype of observation  EnvironmentFault
+reward that is text                    EnvironmentFault
 =====================================  =========================================================
 
 More than ``max_restarts`` failures without a completed step in between raise EnvironmentFault.
+SystemExit and KeyboardInterrupt are errors like others, unless they are a signal's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 from collections.abc import Callable
@@ -27,14 +29,20 @@ from numpy.typing import NDArray
 
 from qfleet.core.errors import EnvironmentFault, UserError, one_line
 from qfleet.core.seeding import mix_seeds
+from qfleet.core.signals import FOREIGN_ERRORS, raise_if_signal
 from qfleet.core.types import EnvSpec, StateDict
+from qfleet.envs.closing import CLOSE_S, close_env
 from qfleet.envs.foreign import check_interface
 from qfleet.envs.spaces import AnyEnv, check_array
 from qfleet.envs.state import load_env, save_env
+from qfleet.storage.state_checks import check_like
 
 OnFault: TypeAlias = Callable[[str, str], None]
-"""Called for every fault with its kind (env_reward, env_observation, env_crash, env_reset) and a
-message."""
+"""Called for every fault with its kind (env_reward, env_observation, env_crash, env_reset,
+env_close) and a message."""
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+"""Rewards are stored as float32, in which a larger one is infinite."""
 
 
 class Outcome(NamedTuple):
@@ -105,11 +113,14 @@ class GuardedEnv:
         assert self._env is not None
         try:
             obs, raw_reward, terminated, truncated, _ = self._env.step(action)
+            if isinstance(raw_reward, (str, bytes, np.ndarray)):
+                raw_reward = self._number(raw_reward)
             reward = float(raw_reward)
             is_terminated, is_truncated = bool(terminated), bool(truncated)
         except EnvironmentFault:
             raise
-        except Exception as error:
+        except FOREIGN_ERRORS as error:
+            raise_if_signal(error)
             check_interface(self._env_id, self._env, error)
             self._discard()
             self._fail("env_crash", f"crashed in its step {self._steps}: {one_line(error)}")
@@ -121,7 +132,7 @@ class GuardedEnv:
             return _RESTARTED
         self._failures = 0
         self._is_over = is_terminated or is_truncated
-        if math.isfinite(reward):
+        if -FLOAT32_MAX <= reward <= FLOAT32_MAX:  # False for NaN
             return Outcome(reward, is_terminated, is_truncated, False, False)
         self._report("env_reward", f"gave reward {reward} in its step {self._steps}")
         return Outcome(0.0, is_terminated, is_truncated, True, False)
@@ -135,7 +146,8 @@ class GuardedEnv:
                 obs, _ = env.reset(seed=self._next_seed)
             except (EnvironmentFault, UserError):
                 raise
-            except Exception as error:
+            except FOREIGN_ERRORS as error:
+                raise_if_signal(error)
                 self._discard()
                 self._fail("env_reset", f"failed to reset: {one_line(error)}")
                 continue
@@ -160,6 +172,17 @@ class GuardedEnv:
         self._rebuilds += 1
         # The old seed would replay the same failure.
         self._next_seed = mix_seeds(self._seed, self._rebuilds)
+
+    def _number(self, reward: Any) -> float:
+        """Return a reward as a float, or raise EnvironmentFault if it is text."""
+        if isinstance(reward, np.ndarray):  # NumPy 2.4 itself converts none that has axes
+            reward = reward.item()
+        if isinstance(reward, (str, bytes)):  # float() would accept them
+            raise EnvironmentFault(
+                f"{self._name} gave reward {reward!r} of type {type(reward).__name__} in its step "
+                f"{self._steps}; return a number"
+            )
+        return float(reward)
 
     def _store(self, obs: Any, row: NDArray[Any]) -> bool:
         """Write the observation into the row and return whether it is finite."""
@@ -214,14 +237,12 @@ class GuardedEnv:
     def load_state_dict(self, state: StateDict) -> None:
         load_env(self._built(), state["env"])
         self._next_seed = None
-        self._is_over = state["is_over"]
-        self._steps = state["steps"]
-        self._failures = state["failures"]
-        self._rebuilds = state["rebuilds"]
+        counts = {name: state[name] for name in ("is_over", "steps", "failures", "rebuilds")}
+        check_like(counts, {"is_over": False, "steps": 0, "failures": 0, "rebuilds": 0}, self._name)
+        self._is_over, self._steps, self._failures, self._rebuilds = counts.values()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         env, self._env = self._env, None
-        if env is not None:
-            # An environment that has crashed may crash again in close(); it is discarded anyway.
-            with contextlib.suppress(Exception):
-                env.close()
+        # An environment that has crashed may crash again in close(); it is discarded anyway.
+        if env is not None and (problem := close_env(env, timeout_s)):
+            self._report("env_close", problem)

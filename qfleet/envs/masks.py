@@ -7,6 +7,7 @@ result of a method ``action_masks()`` (as for sb3-contrib); a tensor environment
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any, SupportsFloat
 
 import gymnasium
@@ -57,12 +58,15 @@ class MaskedObservations(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _masked(self, obs: Any, info: dict[str, Any], is_needed: bool) -> NDArray[Any]:
         given = info.get(KEY) if self._method is None else self._method()
-        legal = np.ones(self._num_actions) if given is None else np.asarray(given) != 0
+        try:
+            legal = np.ones(self._num_actions) if given is None else np.asarray(given, float) != 0
+        except (TypeError, ValueError):  # e.g. a part per entry of a MultiDiscrete action
+            legal = np.ones(0)
         if legal.shape != (self._num_actions,) or (given is None and is_needed):
-            got = "none" if given is None else f"one of shape {legal.shape}"
+            got = " ".join(reprlib.repr(given).split())
             raise EnvironmentFault(
-                f"{self._name} must give a mask with {self._num_actions} entries, got {got}; fix "
-                "that or use --no-action-masks"
+                f"{self._name} must give a mask with {self._num_actions} entries, one per action, "
+                f"got {got}; fix that or use --no-action-masks"
             )
         if not legal.any():
             if is_needed:

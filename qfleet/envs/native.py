@@ -18,7 +18,7 @@ from qfleet.core.errors import ConfigError, EnvironmentFault, one_line
 from qfleet.core.seeding import env_seeds
 from qfleet.core.types import StateDict, Step
 from qfleet.envs.base import BaseEnvs
-from qfleet.envs.guard import all_finite
+from qfleet.envs.guard import FLOAT32_MAX, all_finite
 from qfleet.envs.masks import KEY
 from qfleet.envs.registry import env_kwargs, has_vector_entry_point, unknown_env
 from qfleet.envs.spaces import describe
@@ -58,7 +58,7 @@ class NativeEnvs(BaseEnvs):
         actions = self._actions + self.spec.first_action
         raw_obs, reward, terminated, truncated, _ = self._envs.step(actions)
         obs = self._canonical(raw_obs)
-        if not all_finite(reward):
+        if not all_finite(reward) or np.abs(reward).max() > FLOAT32_MAX:
             raise self._fault("reward", reward)
         return self._autoreset_step(obs, reward, terminated, truncated)
 
@@ -71,7 +71,7 @@ class NativeEnvs(BaseEnvs):
         return obs
 
     def _fault(self, what: str, values: NDArray[Any]) -> EnvironmentFault:
-        good = np.isfinite(values).reshape(self.num_envs, -1).all(axis=1)
+        good = (np.abs(values) <= FLOAT32_MAX).reshape(self.num_envs, -1).all(axis=1)
         return EnvironmentFault(
             f"env {int(np.argmin(good))} of '{self.spec.env_id}' gave a NaN or Inf {what}, and its "
             "vector entry point cannot reset it alone; use --vectorize sync, which can"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -13,6 +14,7 @@ from torch.nn import Module
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UnsupportedEnvError, one_line
 from qfleet.core.plugins import name_object
+from qfleet.envs.closing import close_env
 from qfleet.envs.foreign import foreign_kind
 from qfleet.envs.spaces import AnyEnv
 
@@ -50,6 +52,8 @@ def name_network(network: Any) -> str:
 def named_fields(env: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of Config for ``env`` and ``fields``, which may hold Python objects."""
     named = {**({} if env is None else env_fields(env)), **fields}
+    if isinstance(named.get("init_from"), Path):
+        named["init_from"] = str(named["init_from"])
     if "network" in named:
         named["network"] = name_network(named["network"])
     if "wrappers" in named:
@@ -93,7 +97,7 @@ def _spec_fields(env: AnyEnv) -> dict[str, Any]:
             pass  # arguments that JSON cannot express: rebuilt in this process only
     rebuild = functools.partial(gymnasium.make, spec, disable_env_checker=True)
     try:
-        rebuild().close()
+        close_env(rebuild())
     except Exception as error:
         raise ConfigError(
             f"env cannot be rebuilt from its spec: {one_line(error)}; give a function that makes it"

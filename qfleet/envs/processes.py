@@ -34,12 +34,13 @@ from qfleet.core.errors import CheckpointError, EnvironmentFault, one_line
 from qfleet.core.seeding import env_seeds, mix_seeds
 from qfleet.core.types import StateDict, Step
 from qfleet.envs.base import BaseEnvs
+from qfleet.envs.closing import CLOSE_S, close_env
 from qfleet.envs.guard import OnFault
 from qfleet.envs.registry import make_single, single_spec, uses_masks
 from qfleet.envs.state import as_dict
 from qfleet.envs.sync import check_env_count
+from qfleet.envs.threads import cores_for
 from qfleet.envs.worker import (
-    CLOSE_S,
     MASKS,
     NO_MASKS,
     Command,
@@ -143,11 +144,23 @@ class _Worker:
             fix += ", put a script's own code under if __name__ == '__main__'"
         return _Loss("env_process", text, fix)
 
-    def end(self, grace_s: float) -> None:
-        """Wait for the process to end, and kill it if it does not; kill a lost one at once."""
+    def end(self, grace_s: float) -> list[tuple[str, str]]:
+        """Wait for the process to end, and kill it if it does not; kill a lost one at once.
+
+        Return faults of environments that were closed.
+        """
         if self._process is None or self._process.pid is None:
-            return
-        self._process.join(grace_s if self.loss is None else 0.0)
+            return []
+        until_s = time.monotonic() + grace_s
+        faults, is_closed = list[tuple[str, str]](), self.loss is not None
+        while self.loss is None and not is_closed:  # also replies to earlier commands
+            reply = unpack(self.receive(until_s) or b"{}")
+            faults += [(kind, message) for kind, message in reply.get("faults", ())]
+            is_closed = "closed" in reply
+        if self.loss is None:
+            self._process.join(max(0.0, until_s - time.monotonic()))
+        if not is_closed and self._process.is_alive():
+            faults.append(("env_close", f"{self.name} did not close within {CLOSE_S:g} s, killed"))
         # The worker leads a process group: processes that its environments started end with it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -156,6 +169,7 @@ class _Worker:
         self._process.join(CLOSE_S)
         self._pipe.close()
         self._process = None
+        return faults
 
 
 def _look_for_masks(context: Any, config: Config) -> bool | None:
@@ -189,8 +203,9 @@ class ProcessEnvs(BaseEnvs):
         masked = uses_masks(config, functools.partial(_look_for_masks, context))
         probe = make_single(config, masked=masked)
         super().__init__(single_spec(config, probe), env_seeds(seed, num_envs), num_envs)
-        probe.close()
         self._on_fault = on_fault
+        if problem := close_env(probe):
+            on_fault("env_close", f"environment '{config.env}' {problem}")
         self._max_restarts = config.max_env_restarts
         self._timeout_s = _timeout_s(config)
         self._restarts = [0] * num_envs
@@ -198,7 +213,7 @@ class ProcessEnvs(BaseEnvs):
         raw = context.RawArray("b", Slab.size_bytes(self.spec, num_envs))
         self._slab = Slab(raw, self.spec, num_envs)
         self._steps = self._slab.steps(slice(None))
-        count = min(num_envs, os.cpu_count() or 1)
+        count = min(num_envs, cores_for(config))
         cuts = [num_envs * i // count for i in range(count + 1)]
         self._workers = [
             _Worker(context, Share(config, self.spec, num_envs, range(start, stop), raw))
@@ -339,7 +354,8 @@ class ProcessEnvs(BaseEnvs):
                 worker.send(Command.CLOSE)
         deadline_s = time.monotonic() + CLOSE_S
         for worker in self._workers:
-            worker.end(max(0.0, deadline_s - time.monotonic()))
+            for fault in worker.end(max(0.0, deadline_s - time.monotonic())):
+                self._on_fault(*fault)
 
 
 def _context() -> Any:

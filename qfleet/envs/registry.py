@@ -6,7 +6,6 @@ wrong arguments raise a typed error here.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -32,8 +31,10 @@ from qfleet.core.errors import (
     one_line,
 )
 from qfleet.core.plugins import add_current_folder, load_object
+from qfleet.core.signals import FOREIGN_ERRORS, raise_if_signal
 from qfleet.core.types import EnvSpec
 from qfleet.envs.adapters import Converted, convert
+from qfleet.envs.closing import close_env
 from qfleet.envs.foreign import OLD_GYM, check_interface, foreign_kind
 from qfleet.envs.masks import MaskedObservations, gives_masks
 from qfleet.envs.spaces import AnyEnv, Canonical, canonical, describe
@@ -48,7 +49,8 @@ def import_modules(config: Config) -> None:
     for name in config.imports:
         try:
             importlib.import_module(name)
-        except Exception as error:
+        except FOREIGN_ERRORS as error:
+            raise_if_signal(error)
             raise ConfigError(
                 f"imports: cannot import '{name}': {one_line(error)}; install it or correct it"
             ) from error
@@ -211,11 +213,14 @@ def look_for_masks(config: Config) -> bool | None:
 
     This is an environment of its own, so that no other one has a reset too many.
     """
-    with contextlib.closing(_wrapped(config, None)) as env:
-        try:
-            return gives_masks(env)
-        except Exception:
-            return None
+    env = _wrapped(config, None)
+    try:
+        return gives_masks(env)
+    except FOREIGN_ERRORS as error:
+        raise_if_signal(error)
+        return None
+    finally:
+        close_env(env)
 
 
 def uses_masks(config: Config, look: Callable[[Config], bool | None] = look_for_masks) -> bool:
@@ -259,7 +264,8 @@ def _wrapped(config: Config, render_mode: str | None) -> AnyEnv:
         try:
             env = wrapper(env)
             assert isinstance(env, gymnasium.Env), f"it made a {type(env).__name__}"
-        except Exception as error:
+        except FOREIGN_ERRORS as error:
+            raise_if_signal(error)
             raise ConfigError(
                 f"wrapper '{path}' must make a gymnasium.Env of '{config.env}': {one_line(error)}"
             ) from error
@@ -291,13 +297,14 @@ def _make_raw(config: Config, render_mode: str | None) -> AnyEnv:
         raise _start_fault(config, error) from error
     except UserError:
         raise
-    except Exception as error:
+    except FOREIGN_ERRORS as error:
+        raise_if_signal(error)
         if "Gym is incompatible" in str(error):
             raise UnsupportedEnvError(f"environment '{config.env}' is {OLD_GYM}") from error
         raise _start_fault(config, error) from error
 
 
-def _start_fault(config: Config, error: Exception) -> EnvironmentFault:
+def _start_fault(config: Config, error: BaseException) -> EnvironmentFault:
     return EnvironmentFault(f"environment '{config.env}' failed to start: {one_line(error)}")
 
 

@@ -1,4 +1,4 @@
-"""The time limit and the number of threads of a C++ pool of Atari games."""
+"""Cores for environments; time limit and number of threads of a C++ pool of Atari games."""
 
 from __future__ import annotations
 
@@ -15,9 +15,19 @@ one thread per core for each group (4 threads per core in all) made 24.0k steps/
 26.5k; the envs alone made 29.0k and 30.4k."""
 
 
+def cores_for(config: Config) -> int:
+    """Return the cores for the environments of this process; ranks of a machine share them."""
+    cores = os.cpu_count() or 1
+    if config.engine != "all-reduce":
+        return cores
+    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    ranks = next((os.environ[name] for name in names if name in os.environ), config.workers)
+    return max(1, cores // int(ranks))
+
+
 def pool_threads(config: Config, num_envs: int, *, training: bool) -> int:
     """Return the number of threads for one group of envs; evaluation has a single group."""
-    cores = os.cpu_count() or 1
+    cores = cores_for(config) if training else os.cpu_count() or 1
     groups = config.env_groups if training else 1
     threads = cores if groups <= 1 else -(-int(SHARE * cores) // groups)
     return max(1, min(num_envs, threads))

@@ -11,7 +11,7 @@ START    JSON: ``side``, ``seeds``               the first observations are on t
 STEP     the side, one byte                      the step is on that side
 SAVE     –                                       ``state``: of each env, or None
 LOAD     JSON: ``seeds``, ``states``             the envs continue from these states
-CLOSE    –                                       none: the process ends
+CLOSE    –                                       ``closed``; then the process ends
 =======  ======================================  =================================================
 
 A reply is empty, or JSON with ``faults`` (handled ones, for ``on_fault``) and ``error`` (the
@@ -22,6 +22,7 @@ that the process is up.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import multiprocessing
 import os
@@ -38,7 +39,9 @@ from numpy.typing import NDArray
 
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, QfleetError, one_line
+from qfleet.core.signals import FOREIGN_ERRORS
 from qfleet.core.types import EnvSpec, Step
+from qfleet.envs.closing import CLOSE_S
 from qfleet.envs.registry import look_for_masks
 from qfleet.envs.sync import GuardedEnvs
 
@@ -52,8 +55,6 @@ class Command:
 EMPTY_REPLY = b""
 FAILED, NO_MASKS, MASKS = 1, 20, 21
 """Exit codes of ``exit_with_masks``."""
-CLOSE_S = 5.0
-"""Seconds that environments may take to close before their process is killed."""
 _TENSOR = "tensor of"
 """Key of a dict that represents a tensor."""
 
@@ -113,7 +114,9 @@ def exit_with_masks(config: Config, pipe: Connection) -> None:
     """End this process with a code that says whether the environment gives masks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe.send_bytes(EMPTY_REPLY)  # the process is up
-    found = look_for_masks(config)
+    found = None
+    with contextlib.suppress(*FOREIGN_ERRORS):  # the parent makes an environment too, and reports
+        found = look_for_masks(config)
     os._exit(FAILED if found is None else MASKS if found else NO_MASKS)
 
 
@@ -136,6 +139,8 @@ def serve(share: Share, pipe: Connection) -> None:
             break
         reply = worker.answer(command)
     worker.close()
+    with contextlib.suppress(OSError):  # the parent has died
+        pipe.send_bytes(pack({"closed": True, "faults": worker.take_faults()}))
 
 
 def _end_with_parent() -> None:
@@ -179,12 +184,12 @@ class Worker:
                     envs.load_states(payload["states"])
             if not reply and not self._faults:
                 return EMPTY_REPLY
-            return pack({**reply, "faults": self._take_faults()})
+            return pack({**reply, "faults": self.take_faults()})
         except QfleetError as error:
             text = str(error)
-        except Exception as error:
+        except FOREIGN_ERRORS as error:
             text = f"environment '{self._share.spec.env_id}' failed: {one_line(error)}"
-        return pack({"error": text, "faults": self._take_faults()})
+        return pack({"error": text, "faults": self.take_faults()})
 
     def _build(self, env_seeds: list[int]) -> GuardedEnvs:
         """Create environments with these seeds; keep existing ones if the seeds are equal.
@@ -204,7 +209,7 @@ class Worker:
             )
         return self._envs
 
-    def _take_faults(self) -> list[tuple[str, str]]:
+    def take_faults(self) -> list[tuple[str, str]]:
         faults, self._faults = self._faults, []
         return faults
 

@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qfleet.core.errors import ConfigError, MemoryRefusedError
-from qfleet.core.types import EnvSpec
+from qfleet.core.errors import CheckpointError, ConfigError, MemoryRefusedError
+from qfleet.core.types import FIRST, SKIP, TERMINATED, EnvSpec, StateDict
 from qfleet.memory.compression import CompressedFrames, Compression, compressed_bytes
 from qfleet.storage.rundir import RunLock
+from qfleet.storage.segments import Segments
 
 
 def column_layout(spec: EnvSpec, slots: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -30,6 +31,24 @@ def column_layout(spec: EnvSpec, slots: int) -> Mapping[str, tuple[tuple[int, ..
         "reward": ((slots,), torch.float32),
         "flags": ((slots,), torch.uint8),
     }
+
+
+def check_transitions(stored: StateDict, spec: EnvSpec) -> None:
+    """Raise CheckpointError if a stored memory holds what no environment of ``spec`` gives."""
+    frames, action, flags = stored["frames"], stored["action"], stored["flags"]
+    pieces = frames.tensors if isinstance(frames, Segments) else [frames]
+    row = (stored["shape"]["num_envs"], *spec.frame_shape)
+    low, high = (-1, max(spec.num_obs_values, 2)) if spec.num_obs_values else (-math.inf, math.inf)
+    in_range = [spec.obs_dtype == "uint8" or ((low < p) & (p < high)).all() for p in pieces]
+    for name, ok in {
+        "frames": all((p.shape[1:], p.dtype) == (row, spec.torch_dtype) for p in pieces),
+        "observation": all(in_range) and sum(map(len, pieces)) * row[0] == flags.numel(),
+        "action": ((action >= 0) & (action < spec.num_actions)).all(),
+        "reward": stored["reward"][flags & SKIP == 0].isfinite().all(),  # others are never read
+        "flags": (flags <= TERMINATED | SKIP | FIRST).all(),
+    }.items():
+        if not ok:
+            raise CheckpointError(f"memory/{name} cannot be of environment '{spec.env_id}'")
 
 
 def column_bytes(spec: EnvSpec, slots: int, compression: Compression) -> int:

@@ -26,6 +26,7 @@ from qfleet.memory.columns import allocate, lock_directory
 from qfleet.memory.compression import CompressedFrames, Compression, check_compressible
 from qfleet.memory.samplers import Sampler, Window, ring_segments
 from qfleet.storage.segments import Segments
+from qfleet.storage.state_checks import check_like
 
 SEGMENT_BYTES = 64 * 2**20
 """Size of the segments in which frames are checkpointed."""
@@ -101,7 +102,7 @@ class Ring:
             check_compressible(spec, device, directory)
         self._slots = self.rows * num_envs
         self._row_bytes = num_envs * math.prod(spec.frame_shape) * spec.torch_dtype.itemsize
-        self._sampler = sampler
+        self.sampler = sampler
         self._lock = None if directory is None else lock_directory(directory)
         try:
             frames, self._action, self._reward, self._flags = allocate(
@@ -165,7 +166,7 @@ class Ring:
             # No row precedes the first one, whatever its flags say.
             self._flag_rows[0].bitwise_or_(FIRST)
         self._total_rows += count
-        self._sampler.move(self._window(), self._flag_rows)
+        self.sampler.move(self._window(), self._flag_rows)
 
     def _write(self, row: int, block: Block, start: int, stop: int) -> None:
         into, source = slice(row, row + stop - start), slice(start, stop)
@@ -228,7 +229,7 @@ class Ring:
     def sample(self, count: int, beta: float | Tensor) -> Batch:
         if not self._capturable and not self.can_sample():
             raise ValueError(f"nothing to sample among {len(self)} transitions; check can_sample()")
-        index, weight = self._sampler.draw(count, beta)
+        index, weight = self.sampler.draw(count, beta)
         return self._gather(index, weight)
 
     def gather(self, row: Tensor, env: Tensor) -> Batch:
@@ -255,7 +256,7 @@ class Ring:
         return row.unsqueeze(1) * self.num_envs + env
 
     def update_priorities(self, index: Tensor, priority: Tensor) -> None:
-        self._sampler.update(index, priority)
+        self.sampler.update(index, priority)
 
     def _gather(self, index: Tensor, weight: Tensor) -> Batch:
         obs, action, reward, discount, next_obs = self._gather_columns(index)
@@ -269,12 +270,12 @@ class Ring:
 
     def generators(self) -> list[torch.Generator]:
         """Return the random generators that samples are drawn from."""
-        return self._sampler.generators()
+        return self.sampler.generators()
 
     def compilables(self) -> list[Compilable]:
         """Return the functions that may be compiled with torch.compile."""
         ours = [self._gather_columns] if isinstance(self._gather_columns, Compilable) else []
-        return [*ours, *self._sampler.compilables()]
+        return [*ours, *self.sampler.compilables()]
 
     def _one_step_return(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``_n_step_return`` for n = 1: no row between start and bootstrap row can be SKIP."""
@@ -336,7 +337,7 @@ class Ring:
             "action": self._action[:filled],
             "reward": self._reward[:filled],
             "flags": self._flags[:filled],
-            "sampler": self._sampler.state_dict(),
+            "sampler": self.sampler.state_dict(),
         }
 
     def _frame_segments(self) -> Segments:
@@ -370,18 +371,23 @@ class Ring:
             # No row was overwritten yet: every row has the same place in a ring of another size.
             stored["rows"] = self.rows
         check_equal(stored, self._shape(), "replay memory")
+        check_like(state, self.state_dict(), "memory", free=state)
+        check_like(state["total_rows"], 0, "total_rows")
         self._total_rows = state["total_rows"]
         filled = len(self)
         start = 0
         for piece in state["frames"].tensors:
             self._frames.write(start, piece)
             start += piece.shape[0]
-        self._action[:filled].copy_(state["action"])
-        self._reward[:filled].copy_(state["reward"])
-        self._flags[:filled].copy_(state["flags"])
+        for name in ("action", "reward", "flags"):
+            column = getattr(self, f"_{name}")[:filled]
+            check_like(state[name], column, name, finite=False)
+            column.copy_(state[name])
         self._eligible_row = -1
-        self._sampler.load_state_dict(state["sampler"])
-        self._sampler.move(self._window(), self._flag_rows)
+        self.sampler.load_state_dict(state["sampler"])
+        if state["sampler"].get("window", window := list(self._window())) != window:
+            raise CheckpointError(f"sampler/window must be {window}")
+        self.sampler.move(self._window(), self._flag_rows)
 
 
 def check_block(
@@ -420,7 +426,7 @@ def blank_earlier_episodes(stacks: Tensor, flags: Tensor, blank: int) -> None:
 
 def check_equal(stored: Mapping[str, int], ours: Mapping[str, int], what: str) -> None:
     """Raise CheckpointError if a stored memory has other properties than this one."""
-    differing = [name for name in ours if ours[name] != stored.get(name)]
+    differing = [name for name in {**ours, **stored} if ours.get(name) != stored.get(name)]
     if differing:
-        named = ", ".join(f"{name} {stored.get(name)} (now {ours[name]})" for name in differing)
+        named = ", ".join(f"{name} {stored.get(name)} (now {ours.get(name)})" for name in differing)
         raise CheckpointError(f"the stored {what} has {named}; resume with equal values")

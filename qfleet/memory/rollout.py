@@ -19,8 +19,10 @@ from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
 from qfleet.core.counter_rng import draw_bits, first_counters, next_counters
+from qfleet.core.errors import CheckpointError
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Batch, Block, EnvSpec, StateDict
 from qfleet.memory.ring import blank_earlier_episodes, check_block, check_equal, end_episodes
+from qfleet.storage.state_checks import check_like
 
 VALUED_BYTES = 64 * 2**20
 """Bytes of observations, as float32, in one forward pass of the value network on the CPU; the
@@ -263,6 +265,11 @@ class Rollout:
 
     def load_state_dict(self, state: StateDict) -> None:
         check_equal(state["shape"], self._shape(), "rollout")
+        check_like(state, self.state_dict(), "rollout", finite=False)
+        order, left = state["order"], len(self._order) - state["drawn"]
+        is_whole = left > 0 and left % (self._agents * self._batch_size) == 0
+        if not is_whole or not 0 <= order.min() <= order.max() < self.rows * self.num_envs:
+            raise CheckpointError("rollout/drawn or rollout/order is outside the rollout")
         self._written, self._drawn = state["written"], state["drawn"]
         self._frame_rows.copy_(state["frames"])
         for name in ("action", "reward", "flags", "returns", "order", "shuffles"):
@@ -285,7 +292,7 @@ class Rollout:
             **rows,
             "shape": shape,
             "returns": state["returns"][:starts],
-            "order": state["order"][: shape["epochs"] * starts],
+            "order": torch.zeros_like(state["order"][: shape["epochs"] * starts]),
             "shuffles": state["shuffles"][agents],
         }
 

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
+from qfleet.core.errors import CheckpointError
 from qfleet.core.seeding import restore_generator
 from qfleet.core.types import SKIP, StateDict
+from qfleet.storage.state_checks import check_like
 
 
 class Window(NamedTuple):
@@ -344,23 +346,23 @@ class PrioritizedSampler(Sampler):
         filled = min(self._settled.stop, self._rows) * self._num_envs
         return {
             "leaves": self.leaves[:filled],
-            "block_sums": self.block_sums,
-            "block_minima": self.block_minima,
             "max_leaf": self._max_leaf,
             "window": list(self._settled),
             **super().state_dict(),
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        filled = state["leaves"].shape[0]
+        check_like(state["window"], [0, 0], "window")
+        self._settled = self._window = Window(*state["window"])
+        filled = min(self._window.stop, self._rows) * self._num_envs
+        check_like(state["leaves"], self.leaves[:filled], "leaves")
+        check_like(state["max_leaf"], self._max_leaf, "max_leaf")
         self.leaves[:filled] = state["leaves"]
         self.leaves[filled:] = 0
-        # The ring may have another number of rows; blocks beyond the filled ones are empty.
-        blocks = num_blocks(filled)
-        self.block_sums.zero_()[:blocks] = state["block_sums"][:blocks]
-        self.block_minima.fill_(torch.inf)[:blocks] = state["block_minima"][:blocks]
         self._max_leaf.copy_(state["max_leaf"])
-        self._settled = self._window = Window(*state["window"])
+        if min(self.leaves.min(), self._max_leaf) < 0:
+            raise CheckpointError("leaves must be ≥ 0")
+        self._refresh(0, len(self.leaves))
         super().load_state_dict(state)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -133,7 +135,24 @@ def make_network(config: Config, spec: EnvSpec, device: torch.device, seed: int)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = build_network(spec, config)
+    if config.precision == "fp64":
+        _double(network)
     return model_transform(network.to(device), config, device)
+
+
+def _double(network: QNetwork) -> None:
+    """Compute in float64: all weights, and what enters a layer that has some."""
+
+    def cast(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        del layer
+        floats = [isinstance(x, Tensor) and x.is_floating_point() for x in inputs]
+        return tuple(x.double() if f else x for x, f in zip(inputs, floats, strict=True))
+
+    network.double()
+    network.allows_shortcuts = False
+    for layer in network.modules():
+        if next(layer.parameters(recurse=False), None) is not None:
+            layer.register_forward_pre_hook(cast)
 
 
 def model_transform(network: QNetwork, config: Config, device: torch.device) -> QNetwork:

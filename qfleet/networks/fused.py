@@ -33,8 +33,8 @@ def fused_mlp(
     if not torch.is_grad_enabled():
         return dense_forward(x, weights, biases, relu_last)[-1]
     if not x.is_cpu or is_plain():
-        # Plain operations: autocast, the compiler and vmap can handle them, and autograd's overhead
-        # does not matter there.
+        # Plain operations: the compiler and vmap can handle them, and autograd's overhead does not
+        # matter there.
         last = len(weights) - 1
         for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
             x = torch.addmm(bias, x, weight)
@@ -42,6 +42,23 @@ def fused_mlp(
         return x
     result: Tensor = _FusedMLP.apply(relu_last, x, *weights, *biases)  # type: ignore[no-untyped-call]
     return result
+
+
+def _mixed_mlp(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], relu_last: bool
+) -> Tensor:
+    """Do the same in autocast's precision, except for a last layer without ReLU.
+
+    That one, whose outputs are values, has the precision of its weights: bf16 has three digits, and
+    the values of two actions often differ in the fourth.
+    """
+    *hidden, (weight, bias) = zip(weights, biases, strict=True)
+    for weight_i, bias_i in hidden:
+        x = torch.addmm(bias_i, x, weight_i).relu()
+    if relu_last:
+        return torch.addmm(bias, x, weight).relu()
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.addmm(bias, x.to(weight.dtype), weight)
 
 
 def dense_forward(
@@ -124,4 +141,7 @@ class Dense(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parameters: list[Any] = list(self._parameters.values())
-        return fused_mlp(x, parameters[::2], parameters[1::2], self.relu_last)
+        weights, biases = parameters[::2], parameters[1::2]
+        if torch.is_autocast_enabled(x.device.type):
+            return _mixed_mlp(x, weights, biases, self.relu_last)
+        return fused_mlp(x, weights, biases, self.relu_last)

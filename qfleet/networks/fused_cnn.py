@@ -37,7 +37,7 @@ def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device)
     torso = one.torso
     fits = (
         why_no_kernels(device) is None
-        and config.precision != "bf16"
+        and config.precision not in ("bf16", "fp16")
         and config.graphs
         and isinstance(torso, MinAtarCNN)
         and torso.by_position

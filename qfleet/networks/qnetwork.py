@@ -46,9 +46,8 @@ class QNetwork(nn.Module):
         self.allows_shortcuts = True
         """False once ``forward`` was replaced (torch.compile), which shortcuts would bypass."""
         self.autocast_dtype: torch.dtype | None = None
-        """Autocast precision of the torso; None: that of the weights. The head always uses that of
-        the weights: bf16 has three digits, and the values of two actions often differ in the
-        fourth."""
+        """Autocast precision; None: that of the weights. Noisy heads, that of IQN, and the last
+        layer of all others always have that of the weights."""
         self.torso = torso
         style = Style(config.dueling, config.noisy, hidden, config.noisy_sigma)
         self.head: nn.Module
@@ -81,6 +80,7 @@ class QNetwork(nn.Module):
         """
         return (
             self.allows_shortcuts
+            and self.autocast_dtype is None
             and self.masked is None
             and isinstance(self.head, ActionHead)
             and self.head.width is None
@@ -103,15 +103,17 @@ class QNetwork(nn.Module):
             values: Tensor = self.head.get_submodule("advantage")(obs)
             return values
         bare = obs if self.masked is None else self.masked.unmask(obs)
+        given = () if fractions is None else (fractions,)
+        output: Tensor
         if self.autocast_dtype is None:
-            features = self.torso(bare)
+            output = self.head(self.torso(bare), *given)
         else:
-            with torch.autocast(obs.device.type, self.autocast_dtype):
+            device, dtype = obs.device.type, self.autocast_dtype
+            casts_head = isinstance(self.head, ActionHead) and not self._noisy_layers
+            with torch.autocast(device, dtype):
                 features = self.torso(bare)
-            features = features.float()
-        output: Tensor = (
-            self.head(features) if fractions is None else self.head(features, fractions)
-        )
+            with torch.autocast(device, dtype, enabled=casts_head):
+                output = self.head(features if casts_head else features.float(), *given)
         if self.head_kind != "actor-critic" or self.masked is None:
             return output
         # The loss needs the policy over legal actions.

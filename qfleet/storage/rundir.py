@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 from qfleet.core.errors import ConfigError, RunBusyError
-from qfleet.storage.vacancy import check_vacant, is_run
+from qfleet.core.files import read_text
+from qfleet.storage.vacancy import EXPERIMENT, check_vacant, is_run
 
 MAX_NAME_CHARS = 100
 _MAX_NAME_BYTES = 200  # file systems allow 255; leave room for suffixes
@@ -76,10 +77,13 @@ def new_run_dir(root: Path, name: str, *, explicit: bool = True, overwrite: bool
         raise ConfigError(f"cannot create run folder '{path}': {error.strerror}") from None
 
 
+RESERVE = ".reserve"
+"""Name of the file whose space is for the result of a run."""
+
 _ENTRIES = (
-    "config.json", "metrics.jsonl", "result.json", "seeds.json", "aggregate.json", "trace.json",
-    "tracker.json", "population.jsonl", "tensorboard", "checkpoints", "best", ".old-best", "agents",
-    "last.safetensors", "plots", "videos", "wandb",
+    RESERVE, EXPERIMENT, "config.json", "metrics.jsonl", "result.json", "seeds.json",
+    "aggregate.json", "trace.json", "tracker.json", "population.jsonl", "tensorboard",
+    "checkpoints", "best", ".old-best", "agents", "last.safetensors", "plots", "videos", "wandb",
 )  # fmt: skip
 """What qfleet and the trackers write into the folder of a run."""
 
@@ -115,7 +119,7 @@ class RunLock:
 
     def __enter__(self) -> RunLock:
         try:
-            descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         except OSError as error:
             raise ConfigError(f"cannot lock run folder '{self.path}': {error.strerror}") from None
         try:
@@ -141,6 +145,20 @@ class RunLock:
         # The file is not removed: otherwise two processes could lock two files of the same name.
         self.close()
 
+    def is_in_place(self) -> bool:
+        """Return whether the folder still has the file that this lock holds."""
+        try:
+            ours = os.fstat(-1 if self._descriptor is None else self._descriptor)
+            there = os.stat(self.path / ".lock")
+        except OSError:
+            return False
+        return os.path.samestat(there, ours)
+
+    def renew(self) -> None:
+        """Lock the folder again after it was deleted and made anew, perhaps by another run."""
+        self.close()
+        self.__enter__()
+
     def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -165,7 +183,7 @@ def _lock(descriptor: int) -> None:
 def is_locked(path: Path) -> bool:
     """Return whether a process holds the lock of this run's folder."""
     try:
-        descriptor = os.open(path / ".lock", os.O_RDONLY)
+        descriptor = os.open(path / ".lock", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:
@@ -187,7 +205,7 @@ def check_idle(path: Path) -> None:
 
 def _busy(path: Path) -> RunBusyError:
     try:
-        pid = (path / ".lock").read_text(errors="replace")[:20]
+        pid = read_text(path / ".lock", errors="replace")[:20]
     except OSError:
         pid = ""
     return RunBusyError(

@@ -118,7 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest, or raise CheckpointError if it is missing, damaged or malformed."""
     path = folder / MANIFEST
     try:
-        body = json.loads(path.read_bytes())
+        body = json.loads(files.read_text(path))
         claimed = body.pop("sha256", None) if isinstance(body, dict) else None
         digest = _digest(body)
     except OSError as error:

@@ -10,13 +10,17 @@ request.
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import ConfigError, RunBusyError
+from qfleet.core.files import read_text
 from qfleet.storage.checkpoint import has_checkpoint
 
 CONFIG, METRICS, RESULT = "config.json", "metrics.jsonl", "result.json"
+EXPERIMENT = "experiment.json"  # the seeds and their configuration, in the folder above theirs
 _POLICIES = ("best", ".old-best", "agents")
 
 
@@ -34,10 +38,17 @@ def check_vacant(path: Path) -> None:
     )
 
 
+def check_regular_files(path: Path) -> None:
+    """Raise ConfigError if something else is in the place of a file that a run writes."""
+    for file in (path / name for name in (CONFIG, METRICS, RESULT, "seeds.json")):
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"'{file}' is not a regular file; remove it")
+
+
 def is_run(path: Path) -> bool:
     """Return whether the folder holds the files with which every run of qfleet begins."""
     try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads(read_text(path / CONFIG))
     except (OSError, ValueError, RecursionError):
         return False
     has_fields = isinstance(config, dict) and {"env", "algo", "engine", "steps"} <= config.keys()
@@ -51,10 +62,10 @@ def has_no_progress(path: Path) -> bool:
         if (path / METRICS).stat().st_size > 0:
             return False
         if (path / RESULT).exists():
-            steps = json.loads((path / RESULT).read_text(encoding="utf-8"))["env_steps"]
+            steps = json.loads(read_text(path / RESULT))["env_steps"]
             if steps != 0:
                 return False
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
     has_policy = any((path / name).exists() for name in _POLICIES)
     return not has_policy and not has_checkpoint(path / "checkpoints")
@@ -67,3 +78,20 @@ def how_to_start_anew(path: Path) -> str:
     """
     where = f" --run-dir {path}" if has_no_progress(path) else ""
     return f"qfleet train --config {path / CONFIG}{where}"
+
+
+@contextlib.contextmanager
+def removed_if_refused(folder: Path) -> Iterator[None]:
+    """Remove the empty folder of a run that was refused before it began."""
+    try:
+        yield
+    except RunBusyError:
+        raise  # another run is training in this folder
+    except BaseException:
+        with contextlib.suppress(OSError):  # a folder with other files stays
+            for child in [*folder.glob("seed-*"), folder]:
+                names = {path.name for path in child.iterdir()}
+                for name in names if names <= {".lock", EXPERIMENT} else ():
+                    (child / name).unlink()
+                child.rmdir()
+        raise

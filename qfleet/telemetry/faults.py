@@ -39,16 +39,14 @@ class FaultLog:
         self._clock = clock
         self._kinds: dict[str, _Kind] = {}
         self._lock = threading.Lock()  # environments report from other threads
-        self._closed = False
-
-    def close(self) -> None:
-        """Ignore all further faults: the run is over."""
-        self._closed = True
+        self.ignores = False  # for a time that is not part of the run
+        self.newest = ""  # message
 
     def __call__(self, kind: str, message: str) -> None:
-        if self._closed:
+        if self.ignores:
             return
         now_s = self._clock()
+        self.newest = message
         with self._lock:
             entry = self._kinds.setdefault(kind, _Kind())
             entry.count += 1

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qfleet.core.errors import ConfigError, UnknownNameError
+from qfleet.core.files import read_text
 from qfleet.telemetry.formatting import finite
 
 ROLLOUT_RETURN = "rollout/ep_rew_mean"
@@ -162,8 +163,8 @@ def _folders(path: Path) -> Iterable[Path]:
 
 def _read_object(path: Path) -> dict[str, Any] | None:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -171,13 +172,13 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of ``metrics.jsonl``, without lines that are incomplete."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(path, most_bytes=None, errors="replace")
     except OSError:
         return
     for line in text.splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # cut off by a crash, or being written right now
         if isinstance(row, dict) and isinstance(row.get("env_steps"), int):
             yield row

@@ -5,15 +5,17 @@ Plots and reports read ``metrics.jsonl``; the other writers receive the same num
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qfleet.core.errors import ConfigError, one_line
-from qfleet.core.files import atomic_write_text
+from qfleet.core.files import append_bytes, atomic_write_text, read_text
+from qfleet.telemetry.event_file import EventFile
 from qfleet.telemetry.formatting import finite
 from qfleet.telemetry.runs import read_metrics, run_name
 
@@ -23,7 +25,10 @@ TRACKER_FILE = "tracker.json"
 
 
 class Writers:
-    """All writers that a configuration selects; each receives the same scalars."""
+    """All writers that a configuration selects; each receives the same scalars.
+
+    What cannot be written, for example to a full disk, is a fault: the run goes on.
+    """
 
     def __init__(
         self,
@@ -32,27 +37,27 @@ class Writers:
         track: str,
         config: dict[str, Any],
         resume_env_steps: int | None,
+        on_fault: Callable[[str, str], None],
     ) -> None:
         # All imports come before the first side effect, so that a missing package leaves no files.
-        board = module = None
+        module = None
         if tensorboard:
-            board = _import("torch.utils.tensorboard", "tensorboard True", "tensorboard")
+            _import("tensorboard", "tensorboard True", "tensorboard")
         if track != "none":
             module = _import(track, f"track {track!r}", track)
         run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / METRICS_FILE
+        self._path = run_dir / METRICS_FILE
         if resume_env_steps is None:
-            path.write_text("", encoding="utf-8")
+            self._path.write_text("", encoding="utf-8")
         else:
-            drop_metrics_beyond(path, resume_env_steps)
-        self._config = config
-        self._file = path.open("a", encoding="utf-8", newline="\n")
-        self._tensorboard: Any = None
-        if board is not None:
-            # TensorBoard hides what an earlier process wrote at or after the purge step.
-            purge_step = 0 if resume_env_steps is None else resume_env_steps + 1
-            folder = str(run_dir / "tensorboard")
-            self._tensorboard = board.SummaryWriter(folder, purge_step=purge_step)
+            drop_metrics_beyond(self._path, resume_env_steps)
+            self._path.touch()
+        self._config, self._on_fault = config, on_fault
+        self._events: EventFile | None = None
+        if tensorboard:
+            # TensorBoard hides what an earlier process wrote at or after this step.
+            first_step = 0 if resume_env_steps is None else resume_env_steps + 1
+            self._events = EventFile(run_dir / "tensorboard", first_step)
         self._tracker: _Wandb | _Mlflow | None = None
         if module is not None:
             tracker = _Wandb if track == "wandb" else _Mlflow
@@ -60,18 +65,19 @@ class Writers:
 
     def write(self, env_steps: int, scalars: Mapping[str, float | None]) -> None:
         numbers = {name: finite(value) for name, value in scalars.items()}
-        self._file.write(json.dumps({"env_steps": env_steps, **numbers}, allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps({"env_steps": env_steps, **numbers}, allow_nan=False) + "\n"
         present = {name: number for name, number in numbers.items() if number is not None}
-        if self._tensorboard is not None:
-            for name, number in present.items():
-                self._tensorboard.add_scalar(name, number, env_steps)
-        if self._tracker is not None:
-            try:
-                self._tracker.log(env_steps, present)
-            except Exception as error:  # a failing tracker must never stop a run
-                self._tracker = None
-                warnings.warn(f"tracking stopped at env step {env_steps}: {error}", stacklevel=2)
+        with self._reporting("metrics", f"metrics of env step {env_steps} were not written"):
+            append_bytes(self._path, line.encode())
+        if self._events is not None:
+            lost = f"TensorBoard lacks the metrics of env step {env_steps}"
+            with self._reporting("tensorboard", lost):
+                self._events.write(env_steps, present)
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            with self._reporting("tracker", f"tracking stopped at env step {env_steps}"):
+                tracker.log(env_steps, present)
+                self._tracker = tracker
 
     @property
     def is_tracking(self) -> bool:
@@ -82,41 +88,36 @@ class Writers:
         env_steps: int,
         metrics: Mapping[str, float | None],
         artefacts: Sequence[Path],
-        on_fault: Callable[[str, str], None],
     ) -> None:
-        """Write hyper-parameters beside the final metrics, and upload files and folders of the run.
-
-        A failure is a fault, not an error: the run is complete.
-        """
+        """Write hyper-parameters beside final metrics, and upload files and folders of the run."""
         numbers = {f"hparam/{name}": finite(value) for name, value in metrics.items()}
         final = {name: number for name, number in numbers.items() if number is not None}
         plain = {
             name: value if isinstance(value, (bool, int, float, str)) else str(value)
             for name, value in self._config.items()
         }
-        try:
-            if self._tensorboard is not None:
-                # In the folder of the scalars, not in one of its own.
-                self._tensorboard.add_hparams(plain, final, run_name=".", global_step=env_steps)
-        except Exception as error:
-            on_fault("tensorboard", f"hyper-parameters were not written: {one_line(error)}")
-        try:
+        with self._reporting("tensorboard", "hyper-parameters were not written"):
+            if self._events is not None:
+                self._events.write_hyperparameters(env_steps, plain, final)
+        with self._reporting("tracker", "policy and configuration were not uploaded"):
             if self._tracker is not None:
                 self._tracker.upload(artefacts)
-        except Exception as error:
-            on_fault("tracker", f"policy and configuration were not uploaded: {one_line(error)}")
 
     def close(self) -> None:
-        self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
-        if self._tracker is not None:
-            tracker, self._tracker = self._tracker, None
-            try:
+        tracker, self._tracker = self._tracker, None
+        try:
+            if tracker is not None:
                 tracker.close()
-            except Exception as error:
-                warnings.warn(f"the tracker did not close: {error}", stacklevel=2)
+        except Exception as error:  # not a fault: the result of the run is written already
+            warnings.warn(f"the tracker did not close: {error}", stacklevel=2)
+
+    @contextlib.contextmanager
+    def _reporting(self, kind: str, what: str) -> Iterator[None]:
+        """Turn any error into a fault: a failing writer must never stop a run."""
+        try:
+            yield
+        except Exception as error:
+            self._on_fault(kind, f"{what}: {one_line(error)}")
 
 
 def drop_metrics_beyond(path: Path, env_steps: int) -> None:
@@ -139,7 +140,7 @@ def _import(module: str, option: str, package: str) -> Any:
 
 def _saved_id(run_dir: Path, track: str) -> str | None:
     try:
-        saved = json.loads((run_dir / TRACKER_FILE).read_text(encoding="utf-8"))
+        saved = json.loads(read_text(run_dir / TRACKER_FILE))
         return str(saved[track])
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not tracked, or by another tracker: start a new tracker run

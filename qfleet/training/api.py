@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.policy import Policy, load_run_policy, load_saved_policy
-from qfleet.config.config import Config
+from qfleet.config.config import OPTIONS, Config
 from qfleet.config.files import read_fields
 from qfleet.config.presets import resolve
 from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
 from qfleet.config.words import rename
-from qfleet.core.errors import CheckpointError, ConfigError, RunBusyError
+from qfleet.core.errors import CheckpointError, ConfigError
+from qfleet.core.files import atomic_write_text, short
+from qfleet.engines.all_reduce.world import with_launched_workers
 from qfleet.engines.parameter_server import limits, resize_request
 from qfleet.envs.objects import named_fields
 from qfleet.envs.registry import check_env
 from qfleet.envs.short_names import full_id
 from qfleet.storage.checkpoint import POLICY_SUFFIX, diff_meta, has_checkpoint, load_checkpoint
-from qfleet.storage.rundir import check_idle, check_name, default_name, new_run_dir
-from qfleet.storage.vacancy import check_vacant, how_to_start_anew
+from qfleet.storage.rundir import RunLock, check_idle, check_name, default_name, new_run_dir
+from qfleet.storage.state_checks import reading
+from qfleet.storage.vacancy import (
+    CONFIG,
+    EXPERIMENT,
+    check_vacant,
+    how_to_start_anew,
+    removed_if_refused,
+)
 from qfleet.telemetry.progress import choose_mode
 from qfleet.telemetry.runs import resolve_run, seed_folders
 from qfleet.training.callbacks import Callbacks
+from qfleet.training.restarts import follow_if_told, stored_engine, was_lost
 from qfleet.training.result import Result
 from qfleet.training.run import Run
 from qfleet.training.run_state import RunOptions
+from qfleet.training.seeds import finished, resume_seeds
 from qfleet.training.trained import Trained, TrainedSeeds, aggregate_seeds, draw_learning_curve
 
 RUNS = Path("runs")
@@ -71,7 +82,6 @@ def train(
     name: str | None = None,
     overwrite: bool = False,
     options: RunOptions | None = None,
-    sitting: RunOptions | None = None,
     progress: bool = False,
     callbacks: Callbacks = (),
     trust: bool = False,
@@ -86,14 +96,19 @@ def train(
     ``callbacks``: a ``Callback``, a function that is called with the run between turns of
     collecting and learning, or a list of these. ``progress`` shows the progress; ``options`` has
     more. ``trust`` accepts the code that the policy of ``init_from`` imports. ``overwrite``
-    removes a run that ``run_dir`` or ``name`` holds already. ``sitting`` is the former name of
-    ``options``.
+    removes a run that ``run_dir`` or ``name`` holds already.
     """
     config = _configure(env, algo, preset, config, fields)
-    initial = _initial(config, trust)
+    follow_if_told(config.engine)
+    initial, place = _initial(config, trust), Path(run_dir or RUNS / (name or "-"))
+    if was_lost(place, config, FREE_ON_RESUME):
+        if has_checkpoint(place / "checkpoints"):
+            how: dict[str, Any] = {"options": options, "progress": progress, "callbacks": callbacks}
+            return cast(Trained, resume(place, trust=True, **how))
+        overwrite = True  # before the first checkpoint
     folder = _folder(config, run_dir, name, overwrite)
-    with _removed_if_refused(folder):
-        run = Run(config, folder, _options(options or sitting, progress), callbacks, None, initial)
+    with removed_if_refused(folder):
+        run = Run(config, folder, _options(options, progress), callbacks, None, initial)
     return _trained(run, run.go())
 
 
@@ -108,7 +123,6 @@ def train_seeds(
     name: str | None = None,
     overwrite: bool = False,
     options: RunOptions | None = None,
-    sitting: RunOptions | None = None,
     progress: bool = False,
     callbacks: Callbacks = (),
     trust: bool = False,
@@ -116,6 +130,7 @@ def train_seeds(
 ) -> TrainedSeeds:
     """Train the same experiment with several seeds, one after another; return their aggregate."""
     config = _configure(env, algo, preset, config, fields)
+    follow_if_told(config.engine)
     if isinstance(seeds, int):
         seeds = range(config.seed, config.seed + seeds)
     if not seeds or len(set(seeds)) < len(seeds):
@@ -127,19 +142,22 @@ def train_seeds(
         )
     initial = _initial(config, trust)
     folder = _folder(config, run_dir, name, overwrite)
-    options = _options(options or sitting, progress)
+    options = _options(options, progress)
     for seed in seeds:
         # Check all before the first run: the last must not be refused after the others are done.
         check_vacant(folder / f"seed-{seed}")
     runs: list[Trained] = []
-    for seed in seeds:
-        one = config.replace(seed=seed)
-        with _removed_if_refused(folder):
-            run = Run(one, folder / f"seed-{seed}", options, callbacks, None, initial)
-        runs.append(_trained(run, run.go()))
-        if runs[-1].interrupted_by is not None:
-            break
-    return aggregate_seeds(folder, runs)
+    with RunLock(folder):
+        stored = {"seeds": list(seeds), "config": json.loads(config.to_json())}
+        atomic_write_text(folder / EXPERIMENT, json.dumps(stored, indent=2))
+        for seed in seeds:
+            one = config.replace(seed=seed)
+            with removed_if_refused(folder):
+                run = Run(one, folder / f"seed-{seed}", options, callbacks, None, initial)
+            runs.append(_trained(run, run.go()))
+            if runs[-1].interrupted_by is not None:
+                break
+        return aggregate_seeds(folder, runs)
 
 
 def resume(
@@ -153,31 +171,39 @@ def resume(
     replay_dir: str | None = None,
     track: Literal["none", "wandb", "mlflow"] | None = None,
     options: RunOptions | None = None,
-    sitting: RunOptions | None = None,
     progress: bool = False,
     callbacks: Callbacks = (),
     trust: bool = False,
-) -> Trained:
+) -> Trained | TrainedSeeds:
     """Continue a run from its newest complete checkpoint, bit for bit if it is a single process.
 
-    ``trust`` accepts values of the stored configuration that import code or reach outside the run's
-    folder: ``address``, ``replay_dir`` and ``track``, unless they are given here.
+    Of several seeds, all are finished. ``trust`` accepts stored values that import code or reach
+    outside the run's folder (``address``, ``replay_dir``, ``track``), unless they are given here.
     """
-    folder = _one_run(run)
-    # Checked first: a run that has just started in this folder has no checkpoint yet.
-    check_idle(folder)
-    stored = OLDER_RUNS | read_fields(folder / "config.json")
+    follow_if_told(stored_engine(run, RUNS))
     asked: dict[str, Any] = {
         "steps": steps, "device": device, "workers": workers, "servers": servers,
         "address": address, "replay_dir": replay_dir, "track": track,
     }  # fmt: skip
     asked = {name: value for name, value in asked.items() if value is not None}
+    how: dict[str, Any] = {"options": _options(options, progress)}
+    how |= {"callbacks": callbacks, "trust": trust}
+    for parent in (Path(run), RUNS / run):
+        if os.path.lexists(parent / EXPERIMENT) and not os.path.lexists(parent / CONFIG):
+            return resume_seeds(
+                parent, asked, trust, lambda child: resume(child, **asked, **how),
+                lambda child, config: train(config=config, run_dir=child, overwrite=True, **how),
+            )  # fmt: skip
+    folder = _one_run(run)
+    # Checked first: a run that has just started in this folder has no checkpoint yet.
+    check_idle(folder)
+    stored = OLDER_RUNS | read_fields(folder / "config.json")
     kept = {name: value for name, value in stored.items() if name not in asked}
     check_trust(Config(**kept), trust)
     config = Config(**stored).replace(**asked)
     # An empty address is the default of every engine, so every run accepts it.
     fleet = [name for name in ("workers", "servers", "address") if asked.get(name, "") != ""]
-    if fleet and config.engine not in ("parameter-server", "actors"):
+    if any(config.engine not in OPTIONS[name].engines for name in fleet):
         raise ConfigError(f"{', '.join(fleet)} cannot be set: '{folder}' runs on {config.engine}")
     if not has_checkpoint(folder / "checkpoints"):
         raise CheckpointError(
@@ -187,18 +213,20 @@ def resume(
     alerts: list[str] = []
     checkpoint = load_checkpoint(folder / "checkpoints", None, on_alert=alerts.append)
     # Fields that are newer than the checkpoint.
-    saved = json.loads(Config().to_json()) | OLDER_RUNS | checkpoint.meta["config"]
-    differing = diff_meta(saved, json.loads(config.to_json()), FREE_ON_RESUME)
+    with reading(f"checkpoint '{checkpoint.path}' cannot be loaded"):
+        saved = json.loads(Config().to_json()) | OLDER_RUNS | checkpoint.meta["config"]
+        differing = diff_meta(saved, json.loads(config.to_json()), FREE_ON_RESUME)
     if differing:
         raise CheckpointError(
             f"config.json of '{folder}' differs from the configuration of its checkpoint: "
             + "; ".join(differing)
         )
-    if checkpoint.env_steps >= config.steps:
+    # A run that was killed between its last checkpoint and its result gets its result.
+    if checkpoint.env_steps >= config.steps and finished(folder, config.steps):
         raise ConfigError(
             f"'{folder}' is complete ({checkpoint.env_steps} steps); --steps N sets a new total"
         )
-    runner = Run(config, folder, _options(options or sitting, progress), callbacks, checkpoint)
+    runner = Run(config, folder, how["options"], callbacks, checkpoint)
     for alert in alerts:
         runner.alert(alert)
     return _trained(runner, runner.go())
@@ -274,7 +302,7 @@ def _configure(
         config, _ = resolve(named.pop("env", None), algo, preset, fields=named)
     elif env is not None or algo or preset or fields:
         raise ConfigError("config= sets every field; use config.replace(…) to change some of them")
-    return check_config(config)
+    return check_config(with_launched_workers(config))
 
 
 def _options(given: RunOptions | None, progress: bool) -> RunOptions:
@@ -289,6 +317,8 @@ def _initial(config: Config, trust: bool) -> Policy | None:
 
 def check_config(config: Config) -> Config:
     """Raise if a run with this configuration would be refused: first by its environment's id."""
+    if not config.imports:
+        config = config.replace(eval_env=full_id(config.eval_env))
     check_env(config)
     return validate(config)
 
@@ -302,22 +332,6 @@ def _folder(config: Config, run_dir: Path | str | None, name: str | None, overwr
     if name is not None:
         return new_run_dir(RUNS, check_name(name), explicit=True, overwrite=overwrite)
     return new_run_dir(RUNS, default_name(config.env, config.algo, config.seed), explicit=False)
-
-
-@contextlib.contextmanager
-def _removed_if_refused(folder: Path) -> Iterator[None]:
-    """Remove the empty folder of a run that was refused before it began."""
-    try:
-        yield
-    except RunBusyError:
-        raise  # another run is training in this folder
-    except BaseException:
-        with contextlib.suppress(OSError):  # a folder with other files stays
-            for child in [*folder.glob("seed-*"), folder]:
-                if [path.name for path in child.iterdir()] == [".lock"]:
-                    (child / ".lock").unlink()
-                child.rmdir()
-        raise
 
 
 def _one_run(run: Path | str) -> Path:
@@ -339,6 +353,6 @@ def result_dict(trained: Trained) -> dict[str, Any]:
     """Return the result with the run's folder and learning curve, for ``--json``."""
     return {
         **dataclasses.asdict(trained.result),
-        "run_dir": str(trained.folder),
-        "curve": str(trained.curve) if trained.curve else None,
+        "run_dir": str(short(trained.folder)),
+        "curve": str(short(trained.curve)) if trained.curve else None,
     }

@@ -3,6 +3,7 @@
 # ruff: noqa: ARG002 (the arguments are for subclasses)
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -51,10 +52,15 @@ def as_callbacks(given: Callbacks) -> list[Callback]:
 
 class _StepCallback(Callback):
     def __init__(self, function: StepFunction) -> None:
-        if not callable(function):
+        try:
+            inspect.signature(function).bind("run")
+        except ValueError:
+            pass  # a builtin without a signature
+        except TypeError as error:  # Stable-Baselines3's functions take locals and globals
             raise ConfigError(
-                f"callback must be a qfleet.Callback or a function of the run, got {function!r}"
-            )
+                f"callback must be a qfleet.Callback or a function of the run, got {function!r}: "
+                f"{error}"
+            ) from None
         self.on_step = function  # type: ignore[assignment]
 
 

@@ -17,6 +17,8 @@ from qfleet.engines.parts import Parts
 from qfleet.storage.checkpoint import list_checkpoints
 from qfleet.telemetry.faults import MIN_FAULTS_TO_STOP, FaultLog
 
+BOUNDED = ("env_reward", "env_observation", "env_crash", "env_reset", "env_process", "env_timeout")
+"""Kinds of faults that ``max_fault_rate`` limits, as a fraction of env steps."""
 EXPLODING_LOGS = 3
 """Consecutive log intervals of exploding Q-values after which a run or an agent has diverged."""
 
@@ -32,7 +34,7 @@ class DivergenceGuard:
     def check(self, parts: Parts, metrics: dict[str, float]) -> None:
         """Count new faults; raise if all agents have diverged."""
         clock, limit = parts.clock, self._config.max_fault_rate
-        for kind in ("env_reward", "env_observation"):
+        for kind in BOUNDED:
             self._faults.check_rate(kind, clock.env_steps, limit)
         health = self._health(parts, metrics)
         if not health:

@@ -11,10 +11,11 @@ from dataclasses import asdict
 
 from qfleet.agent.evaluation import Evaluation
 from qfleet.config.config import Config
-from qfleet.core.errors import CheckpointError
+from qfleet.core.errors import CheckpointError, EnvironmentFault
 from qfleet.core.types import StateDict
 from qfleet.storage.checkpoint import save_checkpoint
 from qfleet.storage.spec_json import spec_to_json
+from qfleet.storage.state_checks import check_like
 from qfleet.telemetry.timers import Timers
 from qfleet.training import tournament
 from qfleet.training.best_policy import save_best
@@ -59,6 +60,7 @@ class Log(Hook):
 
     def _log(self, run: RunState) -> None:
         parts, standings, clock = run.parts, run.standings, run.parts.clock
+        run.keep_folder()
         run.take_episodes()
         now_s, wall_s = time.monotonic(), run.wall_s()
         then_s, steps_then = self._logged
@@ -101,14 +103,20 @@ class Evaluate(Hook):
 
     def on_step(self, run: RunState) -> None:
         if run.config.eval_freq and run.due("eval", run.config.eval_freq):
+            run.postpone("eval")  # a resume repeats an evaluation that was cut short
             with run.not_training():
                 self.evaluate(run)
+            if run.evaluated_at == run.parts.clock.env_steps:
+                run.due("eval", run.config.eval_freq)
 
     def on_finish(self, run: RunState) -> None:
         if run.evaluated_at != run.parts.clock.env_steps and not run.is_out_of_time():
             # An interrupted run only reports: resumed, it evaluates when an uninterrupted one does.
             complete = run.stopped_by not in ("stop_after", "max_wall", "SIGINT", "SIGTERM")
             self.evaluate(run, counts=complete)
+        if run.evaluated_at != run.parts.clock.env_steps and run.stopped_by == "steps":
+            # Not finished: a resume evaluates.
+            run.stopped_by = run.reason_to_stop() if run.interrupted_by else "max_wall"
         if run.best_return is None and run.evaluation is not None:
             save_best(run.folder, run.parts, run.standings, run.parts.members, run.faults)
 
@@ -116,8 +124,12 @@ class Evaluate(Hook):
         """Play the greedy policy. ``counts`` False: only report, stop nothing and keep nothing."""
         config, parts, standings = run.config, run.parts, run.standings
         episodes = config.n_eval_episodes * len(parts.members)
-        with run.progress.evaluating(episodes) as show:
-            evaluation = parts.evaluator.play(lambda done: show(done) or run.is_out_of_time())
+        try:
+            with run.progress.evaluating(episodes) as show:
+                evaluation = parts.evaluator.play(lambda done: show(done) or run.is_out_of_time())
+        except EnvironmentFault:
+            Save().on_finish(run)
+            raise
         if evaluation is None:
             return
         if line := evaluation.why_ended(episodes, config.eval_max_steps):
@@ -161,6 +173,8 @@ class Evaluate(Hook):
         self._early_stopping.load_state_dict(state["judge"])
         run.best_return = self._early_stopping.best_return
         if state["evaluation"] is not None:
+            like = {"returns": (0.0,), "lengths": (0,), "unfinished": 0}
+            check_like({"unfinished": 0} | state["evaluation"], like, "evaluation")
             run.evaluation = Evaluation(**state["evaluation"])
         run.evaluated_at = state["evaluated_at"]
 
@@ -183,7 +197,7 @@ class Compete(Hook):
             if config.pbt_interval:
                 bad = run.divergence.bad(parts)
                 lines = tournament.exploit(parts, run.standings, bad)
-                tournament.append_lines(run.folder, lines)
+                tournament.append_lines(run.folder, lines, run.faults)
             else:
                 self._halve(run)
 
@@ -197,7 +211,7 @@ class Compete(Hook):
         bad = run.divergence.bad(run.parts)
         run.survivors = tournament.better_half(run.parts, run.standings, bad)
         line = tournament.stop_others(run.parts, run.standings, run.survivors)
-        tournament.append_lines(run.folder, [line])
+        tournament.append_lines(run.folder, [line], run.faults)
 
 
 class Stop(Hook):
@@ -220,6 +234,7 @@ class Save(Hook):
     def on_finish(self, run: RunState) -> None:
         if run.divergence.bad(run.parts) == set(run.parts.members):
             return  # a diverged checkpoint must not replace a good one
+        run.keep_folder()
         try:
             save_checkpoint(
                 run.folder / "checkpoints",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from numpy.typing import NDArray
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from qfleet.agent.policy import Policy
 from qfleet.config.config import Config, check_fields
 from qfleet.config.trust import check_trust
-from qfleet.core.errors import ConfigError, UserError
+from qfleet.core.errors import ConfigError, UserError, require
 from qfleet.networks.torsos import ACTIVATIONS
 from qfleet.storage.checkpoint import POLICY_SUFFIX
 from qfleet.training import api
 from qfleet.training.callbacks import Callbacks
 from qfleet.training.trained import Trained
 
-POLICIES = {"MlpPolicy": "mlp", "CnnPolicy": "nature"}
+POLICIES = {"MlpPolicy": "mlp", "CnnPolicy": "nature", "MultiInputPolicy": "auto"}
 """Policy of Stable-Baselines3 → network."""
 OPTIMISERS: dict[Any, str] = {
     getattr(torch.optim, name): name.lower() for name in ("Adam", "AdamW", "RAdam", "SGD")
@@ -47,7 +47,7 @@ class DQN:
     def __init__(
         self, policy: Any = None, env: Any = None, *, verbose: int = 0, **arguments: Any
     ) -> None:
-        """``policy``: "MlpPolicy" or "CnnPolicy"; or the environment, if ``env`` is not given."""
+        """``policy``: a name as in POLICIES; or the environment, if ``env`` is not given."""
         if env is None:
             policy, env = None, policy
         if env is None or (isinstance(env, str) and env in POLICIES):
@@ -65,7 +65,7 @@ class DQN:
 
     def learn(
         self,
-        total_timesteps: int | None = None,
+        total_timesteps: Any = None,
         callback: Callbacks = None,
         log_interval: int | None = None,  # noqa: ARG002 (counts episodes; our field counts steps)
         tb_log_name: str = "DQN",
@@ -79,12 +79,16 @@ class DQN:
         """
         if reset_num_timesteps:
             raise ConfigError("reset_num_timesteps True has no counterpart; learn() continues")
+        if total_timesteps is not None:
+            total_timesteps = check_fields({"steps": total_timesteps})["steps"]
+            require(total_timesteps > 0, "total_timesteps", total_timesteps, "> 0")
         shown: dict[str, Any] = {"callbacks": callback}
         shown["progress"] = progress_bar or self._verbose > 0
         if self.trained is not None:
             done, planned = self.trained.result.env_steps, self.trained.config.steps
             steps = done + (total_timesteps or max(planned - done, 0) or self._steps)
-            self.trained = api.resume(self.trained.folder, steps=steps, trust=True, **shown)
+            shown["trust"] = True
+            self.trained = cast(Trained, api.resume(self.trained.folder, steps=steps, **shown))
         else:
             given = {**self._arguments, **shown}
             check_trust(self._stored, given.get("trust", False))

@@ -36,4 +36,4 @@ class Publish(Hook):
             "wall_s": run.wall_s(),
         }
         artefacts = [policy, run.folder / "config.json"]
-        run.writers.finish(run.parts.clock.env_steps, metrics, artefacts, run.faults)
+        run.writers.finish(run.parts.clock.env_steps, metrics, artefacts)

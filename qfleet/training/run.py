@@ -15,22 +15,31 @@ from pathlib import Path
 from qfleet.agent.policy import Policy
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
-from qfleet.core.errors import CheckpointError, EnvironmentFault, QfleetError
-from qfleet.core.files import atomic_write_text
+from qfleet.core.errors import (
+    CheckpointError,
+    ClusterLost,
+    ConfigError,
+    EnvironmentFault,
+    QfleetError,
+    RunBusyError,
+)
+from qfleet.core.files import atomic_write_text, change_folder, writing
 from qfleet.core.signals import signals_request_stop
 from qfleet.engines import registry
 from qfleet.engines.auto import settle
+from qfleet.engines.cluster.liveness import RUN_AGAIN
 from qfleet.engines.parameter_server import resize_request
 from qfleet.engines.torch_settings import TorchSettings
 from qfleet.networks.factory import describe_choice
-from qfleet.storage.checkpoint import Checkpoint, load_policy
-from qfleet.storage.rundir import RunLock
-from qfleet.storage.vacancy import check_vacant
+from qfleet.storage.checkpoint import Checkpoint, list_checkpoints, load_policy
+from qfleet.storage.rundir import RESERVE, RunLock
+from qfleet.storage.state_checks import check_like, reading
+from qfleet.storage.vacancy import check_regular_files, check_vacant
 from qfleet.telemetry.trace import Trace, write_chrome_trace
 from qfleet.telemetry.writers import Writers, drop_metrics_beyond
 from qfleet.training import tournament
 from qfleet.training.callbacks import Callbacks
-from qfleet.training.hooks import Evaluate, standard_hooks
+from qfleet.training.hooks import Evaluate, Save, standard_hooks
 from qfleet.training.result import Result, make_result
 from qfleet.training.run_state import RunOptions, RunState
 
@@ -48,7 +57,11 @@ class Run(RunState):
         initial: Policy | None = None,
     ) -> None:
         """``checkpoint``: continue from there. ``initial``: start with the policy's weights."""
+        # Absolute: an environment may change the working directory.
+        folder, began_in = folder.absolute(), Path.cwd()
         config, self._chosen = settle(validate(config))
+        if config.replay_dir:
+            config = config.replace(replay_dir=str(Path(config.replay_dir).absolute()))
         super().__init__(config, folder, options, standard_hooks(config), callbacks)
         self._learning_since: tuple[float, int] | None = None
         """Time and env steps of this invocation's first update."""
@@ -59,10 +72,13 @@ class Run(RunState):
         folder.mkdir(parents=True, exist_ok=True)
         self._trace = Trace() if options.trace else None
         with contextlib.ExitStack() as opened:
-            opened.enter_context(RunLock(folder))
+            opened.callback(change_folder, began_in)
+            self.lock = opened.enter_context(RunLock(folder))
             opened.callback(TorchSettings().restore)
+            opened.callback(self._count_closing_faults)
             if checkpoint is None:
                 check_vacant(folder)  # again: another run may have ended before the lock was ours
+            check_regular_files(folder)
             resize_request.forget(folder)
             self._build(checkpoint)
             opened.callback(lambda: self.parts.close())  # the parts of that moment
@@ -76,26 +92,27 @@ class Run(RunState):
         restarted_at, members = 0, None
         if checkpoint is not None:
             # Envs without a stored state must not repeat their first episodes.
-            restarts = checkpoint.parts["actor"].get("envs") is None
+            restarts = checkpoint.parts.get("actor", {}).get("envs") is None
             restarted_at = checkpoint.env_steps if restarts else 0
             # Without agents that had stopped before the checkpoint.
             members = checkpoint.parts.get("agents", {}).get("members")
+            if members is not None:
+                check_like(members, (0,), "agents/members", most=self.config.population - 1)
         self.parts = registry.build(self.config, self.faults, restarted_at, self._trace, members)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        try:
+        with reading(f"cannot load '{checkpoint.path}' (edited, or of another version of qfleet)"):
+            if checkpoint.parts["run"]["env_steps"] != checkpoint.env_steps:
+                raise CheckpointError(f"run/env_steps is not {checkpoint.env_steps}")
             if self.load_state_dict(checkpoint.parts):
                 return
-        except KeyError as error:
-            raise CheckpointError(
-                f"'{checkpoint.path}' has no {error}: it is of another version of qfleet"
-            ) from None
         self.progress.message(
             "the checkpoint has no state of the envs: open episodes were cut and restarted"
         )
         # Keep a better policy that was saved after the checkpoint: this run may not find it again.
         try:
             best = load_policy(self.folder / "best").meta.get("return")
+            check_like(best, None, "return")
         except CheckpointError:
             return
         for hook in self._hooks:
@@ -115,36 +132,46 @@ class Run(RunState):
                         self._narrow(self.survivors)
                         engine.run(self.parts, self._keep_going)
                     self._finish()
+                except RunBusyError:
+                    raise  # the folder belongs to another run
                 except QfleetError as error:
+                    if isinstance(error, ClusterLost):
+                        loss = str(error).removesuffix(RUN_AGAIN)
+                        error.args = (f"{loss}; {self._keep_rest()}",)
                     self.stopped_by = f"error: {error}"
-                    self._write_result()
+                    with contextlib.suppress(ConfigError):  # the first error counts
+                        self._write_result()
                     raise
                 finally:
                     self.faults.flush()
                     self.writers.close()
-                return self._end()
+                self._end()
         finally:
             self.close()
+        assert self._final is not None
+        return self._final
 
     def _open(self) -> None:
         resumed = self.parts.clock.env_steps
-        self.writers = Writers(
-            self.folder,
-            tensorboard=self.config.tensorboard,
-            track=self.config.track,
-            config=dataclasses.asdict(self.config),
-            resume_env_steps=resumed if resumed else None,
-        )
-        drop_metrics_beyond(self.folder / tournament.POPULATION_FILE, resumed)
+        with writing("the run", self.folder):
+            self.writers = Writers(
+                self.folder,
+                tensorboard=self.config.tensorboard,
+                track=self.config.track,
+                config=dataclasses.asdict(self.config),
+                resume_env_steps=resumed if resumed else None,
+                on_fault=self.faults,
+            )
+            drop_metrics_beyond(self.folder / tournament.POPULATION_FILE, resumed)
 
     def _start(self) -> None:
         resumed = self.parts.clock.env_steps
         # After the writers were made, which may fail: a failed start must not change the folder.
-        if not resumed:
-            # Remove the result of an earlier start that failed.
-            (self.folder / "result.json").unlink(missing_ok=True)
-        atomic_write_text(self.folder / "config.json", self.config.to_json())
-        atomic_write_text(self.folder / "seeds.json", json.dumps(self.seeds(), indent=2))
+        with writing("the run", self.folder):
+            if not resumed:
+                # Remove the result of an earlier start that failed.
+                (self.folder / "result.json").unlink(missing_ok=True)
+            self.write_head()
         self.started_s = time.monotonic()
         for hook in self._hooks:
             hook.on_start(self)
@@ -182,11 +209,20 @@ class Run(RunState):
         self.stop(self.reason_to_stop() or "steps")
         for hook in self._hooks:
             hook.on_finish(self)
-        # The measurements below are not part of the run: their faults and time do not count.
-        self.faults.close()
         self._final = self._result()
         if self.interrupted_by is None:
+            # The measurements are not part of the run: their faults and time do not count.
+            self.faults.ignores = True
             self._measure_stages(end_to_end)
+            self.faults.ignores = False
+
+    def _keep_rest(self) -> str:
+        """Save what this process has of a run whose cluster is lost; return what to do now."""
+        if self.parts.clock.env_steps > self._began_at:
+            Save().on_finish(self)
+        if saved := list_checkpoints(self.folder / "checkpoints"):
+            return f"checkpoint {saved[-1]} is kept; continue with: qfleet resume {self.folder}"
+        return "no step was taken yet; run it again"
 
     def _measure_stages(self, end_to_end: float) -> None:
         """Measure each stage alone, if the engine's stages overlap."""
@@ -199,15 +235,17 @@ class Run(RunState):
             self._final = dataclasses.replace(self._final, rates=self.stages.as_dict())
             self.show([self.stages.table()])
 
-    def _end(self) -> Result:
+    def _end(self) -> None:
         result, plots = self._write_result(), self.folder / "plots"
-        for engine_hook in self.parts.hooks:
-            self.show(engine_hook.on_end(self.folder, self._trace))
-        if self._trace is not None:
-            write_chrome_trace(self._trace, self.folder / "trace.json")
-            self.parts.draw_timeline(self._trace, plots / "timeline.png")
+        try:
+            for engine_hook in self.parts.hooks:
+                self.show(engine_hook.on_end(self.folder, self._trace))
+            if self._trace is not None:
+                write_chrome_trace(self._trace, self.folder / "trace.json")
+                self.parts.draw_timeline(self._trace, plots / "timeline.png")
+        except ConfigError as error:  # the disk is full; the result is there
+            self.progress.message(str(error))
         self.call("on_end", result)
-        return result
 
     def _result(self) -> Result:
         return make_result(
@@ -220,10 +258,19 @@ class Run(RunState):
         )
 
     def _write_result(self) -> Result:
-        result = self._final or self._result()
-        text = json.dumps(dataclasses.asdict(result), indent=2)
-        atomic_write_text(self.folder / "result.json", text)
-        return result
+        self._final = self._final or self._result()
+        text = json.dumps(dataclasses.asdict(self._final), indent=2)
+        with writing("the result", self.folder):
+            (self.folder / RESERVE).unlink(missing_ok=True)
+            atomic_write_text(self.folder / "result.json", text)
+        return self._final
+
+    def _count_closing_faults(self) -> None:
+        """Add faults of environments that were closed to the result."""
+        if self._final is not None and self._final.faults != self.faults.counts:
+            self._final = dataclasses.replace(self._final, faults=self.faults.counts)
+            with contextlib.suppress(ConfigError):  # an earlier error counts
+                self._write_result()
 
     def _interrupt(self, number: int) -> None:
         self.interrupted_by = number

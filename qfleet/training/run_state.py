@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,15 +13,22 @@ from typing import Any, Literal
 
 from qfleet.agent.evaluation import Evaluation
 from qfleet.config.config import Config
+from qfleet.core.errors import ConfigError, one_line
+from qfleet.core.files import atomic_write_text
 from qfleet.core.types import StateDict
 from qfleet.engines.parts import Parts
 from qfleet.engines.stage_rates import Stages
+from qfleet.storage.rundir import RESERVE, RunLock
+from qfleet.storage.state_checks import check_like
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.progress import Progress
 from qfleet.telemetry.writers import Writers
 from qfleet.training.callbacks import Callbacks, Hook, as_callbacks
 from qfleet.training.divergence import DivergenceGuard
 from qfleet.training.standings import Standings
+
+RESERVED_BYTES = 32 * 1024
+"""Size of a file that is removed to make room for the result on a full disk."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ class RunState:
 
     parts: Parts
     writers: Writers
+    lock: RunLock
 
     def __init__(
         self,
@@ -140,6 +149,28 @@ class RunState:
         """Show a message and count it as a fault of kind ``alert``."""
         self.faults("alert", message)
 
+    def keep_folder(self) -> None:
+        """Create the folder of the run again if it was deleted.
+
+        Raise RunBusyError if another run has begun there: this one must not write into it.
+        """
+        if self.lock.is_in_place():
+            return
+        lost = f"'{self.folder}' was deleted: what it held is lost"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock.renew()
+            self.write_head()
+            self.faults("folder", f"{lost}; it was made again")
+        except (OSError, ConfigError) as error:
+            self.faults("folder", f"{lost}, and it cannot be made again: {one_line(error)}")
+
+    def write_head(self) -> None:
+        """Write what ``resume`` needs beside a checkpoint, and what explains the run."""
+        atomic_write_text(self.folder / "config.json", self.config.to_json())
+        atomic_write_text(self.folder / "seeds.json", json.dumps(self.seeds(), indent=2))
+        atomic_write_text(self.folder / RESERVE, "\0" * RESERVED_BYTES)
+
     def seeds(self) -> dict[str, Any]:
         """Return every seed of the run, by consumer, and the seed of each environment."""
         return {
@@ -152,34 +183,38 @@ class RunState:
 
     def state_dict(self) -> dict[str, StateDict]:
         """Return the sections of a checkpoint."""
+        return {**self.parts.state_dict(), "run": self._own_state()}
+
+    def _own_state(self) -> StateDict:
         clock, own = self.parts.clock, dict[str, Any]()
         for hook in self._hooks:
             own |= hook.state_dict(self)
         timers = {str(i): timers.state_dict() for i, timers in enumerate(self.parts.timers)}
         return {
-            **self.parts.state_dict(),
-            "run": {
-                "env_steps": clock.env_steps,
-                "updates": clock.updates,
-                "marks": self._marks,
-                "standings": self.standings.state_dict(),
-                **own,
-                "wall_s": self.wall_s(),
-                "timers": timers,
-                "faults": self.faults.state_dict(),
-            },
+            "env_steps": clock.env_steps,
+            "updates": clock.updates,
+            "marks": self._marks,
+            "standings": self.standings.state_dict(),
+            **own,
+            "wall_s": self.wall_s(),
+            "timers": timers,
+            "faults": self.faults.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, StateDict]) -> bool:
         """Restore; return False if the environments had to start new episodes."""
         own, clock = state["run"], self.parts.clock
+        # Twice: the workers of a parameter server report their env steps after their updates.
+        most = 2 * own["env_steps"] * self.config.gradient_steps
+        free = ("standings", "evaluation", "timers", "faults", "wall_s")  # checked as they load
+        check_like(own, self._own_state(), "run", most=most, free=free)
         clock.env_steps, clock.updates = own["env_steps"], own["updates"]
         restored = self.parts.load_state_dict(state)
         self.standings.load_state_dict(own["standings"])
         for hook in self._hooks:
             hook.load_state_dict(self, own)
         self._marks = dict(own["marks"])
-        self.earlier_wall_s = own["wall_s"]
+        self.earlier_wall_s = float(own["wall_s"])
         for timers, spent in zip(self.parts.timers, own["timers"].values(), strict=False):
             timers.load_state_dict(spent)
         self.faults.load_state_dict(own["faults"])

@@ -15,6 +15,7 @@ import numpy as np
 
 from qfleet.agent.evaluation import Evaluation
 from qfleet.core.types import Episode, StateDict
+from qfleet.storage.state_checks import check_like
 
 EPISODE_WINDOW = 100
 
@@ -154,6 +155,8 @@ class Standings:
 
     def load_state_dict(self, state: StateDict) -> None:
         for own, saved in zip(self.agents, state.values(), strict=True):
+            values = dict.fromkeys(saved["values"], 0.0)
+            check_like(saved, vars(own) | {"recent": ([0.0, 0],), "values": values}, "standings")
             own.recent.extend((reward, length) for reward, length in saved["recent"])
             for name in ("evaluated", "judged", "best", "stopped_at", "values"):
                 setattr(own, name, saved[name])

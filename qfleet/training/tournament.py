@@ -18,10 +18,13 @@ from qfleet.agent.device_actor import TensorActor
 from qfleet.agent.population import Agents
 from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.config.config import Config
+from qfleet.core.errors import one_line
+from qfleet.core.files import append_bytes
 from qfleet.engines.device import PopulationHook
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
 from qfleet.memory.rollout import Rollout
+from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import Trace
 from qfleet.training.standings import Standings
 
@@ -150,6 +153,10 @@ def narrowed(parts: Parts, kept: list[int], trace: Trace | None) -> Parts:
     return smaller
 
 
-def append_lines(folder: Path, lines: Iterable[dict[str, Any]]) -> None:
-    with (folder / POPULATION_FILE).open("a", encoding="utf-8", newline="\n") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+def append_lines(folder: Path, lines: Iterable[dict[str, Any]], faults: FaultLog) -> None:
+    """Add lines to the history of a population; count a failure to write as a fault."""
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    try:
+        append_bytes(folder / POPULATION_FILE, text.encode())
+    except OSError as error:
+        faults("metrics", f"a round of the population was not written: {one_line(error)}")

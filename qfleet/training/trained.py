@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -95,11 +96,15 @@ class TrainedSeeds:
 
 
 def draw_learning_curve(folder: Path) -> Path | None:
-    """Draw the returns of a run or of its seeds; None if none was logged."""
-    runs = [read_run(path) for path in seed_folders(folder)]
-    if not any(run.series(metric)[0] for run in runs for metric in (EVAL_RETURN, ROLLOUT_RETURN)):
+    """Draw the returns of a run or of its seeds; None if none was logged, or the disk is full."""
+    try:
+        runs = [read_run(path) for path in seed_folders(folder)]
+        drawn = (run.series(metric)[0] for run in runs for metric in (EVAL_RETURN, ROLLOUT_RETURN))
+        path = folder / "plots" / "learning_curve.png"
+        return learning_curve(group_runs(runs), EVAL_RETURN, path) if any(drawn) else None
+    except ConfigError as error:
+        print(f"qfleet: {error}", file=sys.stderr)
         return None
-    return learning_curve(group_runs(runs), EVAL_RETURN, folder / "plots" / "learning_curve.png")
 
 
 def aggregate_seeds(folder: Path, runs: list[Trained]) -> TrainedSeeds:

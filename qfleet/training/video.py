@@ -21,6 +21,7 @@ from qfleet.agent.policy import Policy
 from qfleet.core.errors import ConfigError, UserError
 from qfleet.core.types import VectorEnv
 from qfleet.envs.atari import AtariEnvs
+from qfleet.envs.closing import close_env
 from qfleet.envs.device.names import is_tensor_env, make_tensor_env
 from qfleet.envs.device.vector import TensorEnvs
 from qfleet.envs.registry import ale_game, make_single, single_spec
@@ -96,7 +97,7 @@ def _play_single(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
             os.environ[DRIVER] = "dummy"
             stack.callback(os.environ.pop, DRIVER, None)
             env, obs, frame = _begin(policy, seed)
-        stack.callback(env.close)
+        stack.callback(close_env, env)
         yield frame, 0.0
         done = False
         while not done:
@@ -115,7 +116,7 @@ def _begin(policy: Policy, seed: int) -> tuple[AnyEnv, Any, Frame]:
         obs, _ = env.reset(seed=seed)
         return env, obs, _rendered(env.render())
     except BaseException:
-        env.close()
+        close_env(env)
         raise
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, tensor
 
 import qfleet
 from qfleet.agent import schedules
+from qfleet.agent.dense_gradient import make_gradient
 from qfleet.agent.device_actor import TensorActor
-from qfleet.agent.gradients import AutogradGradient, make_gradient
+from qfleet.agent.gradients import AutogradGradient
 from qfleet.agent.inference import HostInference, make_greedy
 from qfleet.agent.learner import Learner
 from qfleet.agent.weights import FlatWeights

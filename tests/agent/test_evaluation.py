@@ -1,4 +1,4 @@
-"""Evaluations on the host: shares of episodes, and the limit of steps."""
+"""Evaluations on the host: shares of episodes; fault 53 of docs/faults.md, the limit of steps."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from qfleet.agent.gradients import AutogradGradient, DenseGradient, make_gradient
+from qfleet.agent.dense_gradient import DenseGradient, make_gradient
+from qfleet.agent.gradients import AutogradGradient
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.types import Batch, EnvSpec

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -79,6 +80,19 @@ def test_zsh_reads_the_script_of_bash(scripts: dict[str, str]) -> None:
     first, _, rest = scripts["zsh"].partition("\n")
     assert "bashcompinit" in first
     assert rest == scripts["bash"]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+def test_zsh_offers_runs(scripts: dict[str, str], tmp_path: Path) -> None:
+    for name in ("first", "fifth", "$(>pwned)"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    # Words as bashcompinit's _bash_complete gives them.
+    ask = "setopt ksharrays; COMP_WORDS=(qfleet resume fi); COMP_CWORD=2; PREFIX=fi; _qfleet"
+    text = f"autoload -U compinit && compinit -D\n{scripts['zsh']}\n{ask}"
+    command = ["zsh", "-f", "-c", f'{text}; print -l "${{COMPREPLY[@]}}"']
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert sorted(ended.stdout.split()) == ["fifth", "first"]
+    assert not (tmp_path / "pwned").exists()
 
 
 def test_fish_gets_one_line_per_option(scripts: dict[str, str]) -> None:

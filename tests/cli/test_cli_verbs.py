@@ -321,7 +321,7 @@ def test_several_seeds_are_aggregated(shell: Shell) -> None:
         assert json.loads(Path(f"two/seed-{seed}/result.json").read_text())["seed"] == seed
     assert Path(said["curve"]).exists()
     assert shell("resume", "two") == 2
-    assert "several seeds" in shell.err
+    assert "complete" in shell.err
 
 
 def test_stop_after_then_resume(shell: Shell) -> None:

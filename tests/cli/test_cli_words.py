@@ -124,6 +124,11 @@ def test_a_short_name_is_the_newest_id_with_the_preset_of_its_family(
     assert preset_for(env, None) == preset
 
 
+def test_evaluations_take_a_short_name_too(settled: Callable[[str], Config]) -> None:
+    for verb in ("train", "profile"):
+        assert settled(f"{verb} CartPole-v0 --eval-env cartpole").eval_env == "CartPole-v1"
+
+
 def test_an_id_is_taken_as_it_is_without_imports() -> None:
     code = (
         "import sys; from qfleet.envs.short_names import full_id\n"

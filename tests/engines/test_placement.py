@@ -194,7 +194,7 @@ def test_a_device_without_streams_learns_and_keeps_nothing_else() -> None:
     [
         ({"engine": "serial", "inference_device": "cpu"}, True, "inference_device cpu"),
         ({"device": "cpu", "inference_device": "cpu"}, False, "inference_device cpu"),
-        ({"device": "cpu", "precision": "bf16"}, True, "precision bf16"),
+        ({"device": "cpu", "precision": "tf32"}, True, "precision tf32"),
     ],
 )
 def test_what_would_do_nothing_is_refused(
@@ -296,7 +296,7 @@ def test_the_device_engine_takes_an_accelerator_for_vectors_too(
         ({"replay_dir": "files"}, "replay_dir replay_compression"),
         ({"replay_compression": "lz4"}, "replay_dir replay_compression"),
         ({"device": "mps"}, "mps --device cpu"),
-        ({"device": "cpu", "precision": "bf16"}, "precision bf16 CPU"),
+        ({"device": "cpu", "precision": "fp16"}, "precision fp16 CPU"),
     ],
 )
 def test_the_device_engine_keeps_everything_together(fields: dict[str, Any], words: str) -> None:

@@ -181,11 +181,14 @@ def test_a_choice_is_put_in_force_and_torchs_settings_given_back(
     torch.set_float32_matmul_precision("medium")
     torch.backends.cudnn.allow_tf32 = not allow_tf32
     torch.backends.cudnn.benchmark = False
+    mkldnn = False
+    torch.backends.mkldnn.set_flags(mkldnn)  # type: ignore[no-untyped-call]
     before, settings = torch_state(), TorchSettings()
     apply_choice(choice, [network], [function])
     assert torch_state() == (precision, allow_tf32, True)
     assert network.autocast_dtype == autocast
     assert function.on is choice.compiled
+    assert torch.backends.mkldnn.enabled == (autocast is not None or mkldnn)
     settings.restore()
     assert torch_state() == before
 

@@ -219,6 +219,25 @@ def test_a_saved_policy_acts_on_raw_observations(space: str, tmp_path: Path) -> 
     assert trained.policy().evaluate(episodes=2).returns == [5, 5]
 
 
+@pytest.mark.parametrize("space", ["dict", "image", "tuple", "bits"])
+def test_a_policy_acts_on_stacks_of_raw_observations(space: str, tmp_path: Path) -> None:
+    policy = train(tmp_path / "run", env_kwargs={"space": space}, frame_stack=2).policy()
+    empty = gymnasium.vector.utils.create_empty_array
+    frames = [SPACES[space].sample() for _ in range(6)]
+    stacked = gymnasium.vector.utils.batch_space(SPACES[space], 2)
+    stacks = [
+        gymnasium.vector.utils.concatenate(SPACES[space], pair, empty(SPACES[space], 2))
+        for pair in zip(frames[::2], frames[1::2], strict=True)
+    ]
+    batch = gymnasium.vector.utils.concatenate(stacked, stacks, empty(stacked, 3))
+    rows = np.array([converted(space, frame) for frame in frames])
+    by_hand = policy.greedy(rows.reshape(3, *policy.spec.obs_shape)).tolist()
+    assert np.asarray(policy.act(batch)).tolist() == by_hand
+    assert [policy.act(stack) for stack in stacks] == by_hand
+    with pytest.raises(ConfigError, match=says("observation", "shape")):
+        policy.act(frames[0])
+
+
 def test_a_policy_refuses_an_observation_that_does_not_fit(tmp_path: Path) -> None:
     policy = train(tmp_path / "run").policy()
     for wrong in (

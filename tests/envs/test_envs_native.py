@@ -62,15 +62,20 @@ def test_reset_repeats_the_first_episodes() -> None:
     assert not np.array_equal(NativeEnvs(Config(), 4, seed=3).reset(), first)
 
 
+@pytest.mark.parametrize("value", [np.nan, 1e39])
 @pytest.mark.parametrize("what", ["observation", "reward"])
-def test_nan_names_the_env(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_a_value_that_is_not_finite_as_float32_names_the_env(
+    what: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     envs = NativeEnvs(Config(), 4, seed=0)
     envs.reset()
     plain_step = CartPoleVectorEnv.step
 
     def step(self: CartPoleVectorEnv, action: Any) -> Any:
         obs, reward, *rest = plain_step(self, action)
-        (obs if what == "observation" else reward)[2] = np.nan
+        obs, reward = obs.astype(np.float64), reward.astype(np.float64)
+        (obs if what == "observation" else reward)[2] = value
         return obs, reward, *rest
 
     monkeypatch.setattr(CartPoleVectorEnv, "step", step)

@@ -458,3 +458,35 @@ def test_messages_bring_back_what_was_sent() -> None:
         assert torch.equal(entry["a"], tensor)
     with pytest.raises(CheckpointError, match=says("key", "3")):
         pack({"state": [{3: "x"}]})
+
+
+# --- exits and closing --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["sys.exit", "interrupt"])
+def test_an_env_that_exits_or_interrupts_has_crashed(fault: str) -> None:
+    """Fault 46 of docs/faults.md. Its process goes on."""
+    with pool(faulty(fault, at=2), 1) as (envs, faults):
+        envs.reset()
+        before = pids(envs)
+        go(envs)
+        assert go(envs).fresh.all()
+        assert pids(envs) == before
+        assert faults.kinds == ["env_crash"]
+
+
+def test_an_error_in_close_is_reported_by_the_process() -> None:
+    with pool(faulty("exit_in_close", action_masks=False), 2) as (envs, faults):
+        assert faults.kinds == ["env_close"]  # of the environment that was made for its spaces
+        envs.reset()
+    assert faults.kinds == ["env_close"] * 3
+    assert holds(faults[-1][1], "env 1", "SystemExit")
+
+
+@pytest.mark.slow
+def test_a_close_that_hangs_has_a_deadline_and_is_counted() -> None:
+    """Fault 47 of docs/faults.md."""
+    with pool(faulty("hang_in_close", action_masks=False), 2) as (envs, faults):
+        envs.reset()
+    assert faults.kinds == ["env_close"] * 3
+    assert holds(faults[-1][1], "env 1", "close", "5 s")

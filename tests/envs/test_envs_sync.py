@@ -1,8 +1,10 @@
-"""SyncEnvs and the guard: autoreset rows, faults 1, 2, 6, 7 and 10, spaces, seeds, the choice."""
+"""SyncEnvs and the guard: autoreset rows, faults 1, 2, 6, 7, 10, 46 and 47, spaces, seeds."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 from typing import Any
 
 import gymnasium
@@ -10,13 +12,14 @@ import numpy as np
 import pytest
 
 from qfleet.config.config import Config
+from qfleet.core import signals
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.seeding import env_seeds, mix_seeds
 from qfleet.core.types import Step
 from qfleet.envs.factory import make_envs
 from qfleet.envs.native import NativeEnvs
 from qfleet.envs.sync import SyncEnvs
-from support.messages import says
+from support.messages import holds, says
 from support.scripted_envs import Faults, scripted
 
 GO = np.zeros(1, dtype=np.int64)
@@ -78,7 +81,7 @@ def test_previous_observation_outlives_the_next_step() -> None:
     assert third.tolist() == [[1, 2]]
 
 
-@pytest.mark.parametrize("fault", ["nan_reward", "inf_reward"])
+@pytest.mark.parametrize("fault", ["nan_reward", "inf_reward", "large_reward"])
 def test_bad_reward_spoils_its_row_only(fault: str) -> None:
     envs, faults = faulty(fault, at=2)
     envs.reset()
@@ -88,6 +91,22 @@ def test_bad_reward_spoils_its_row_only(fault: str) -> None:
     assert faults.kinds == ["env_reward"]
     assert "env 0" in faults[0][1]
     assert "step 2" in faults[0][1]
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("text_reward", "str"), ("bytes_reward", "bytes")])
+def test_a_reward_that_is_text_is_refused_with_its_type(fault: str, kind: str) -> None:
+    envs, _ = faulty(fault)
+    envs.reset()
+    with pytest.raises(EnvironmentFault, match=says("env 0", "1.0", kind, "step 1")):
+        envs.step(GO)
+
+
+@pytest.mark.parametrize("kind", ["array", "float32", "tensor", "bool"])
+def test_rewards_of_other_types_are_numbers(kind: str) -> None:
+    envs, faults = faulty(f"{kind}_reward")
+    envs.reset()
+    assert row(envs.step(GO)) == ([1, 1], 1.0, False, False, False, False)
+    assert not faults
 
 
 def test_bad_reward_on_the_last_step_still_ends_the_episode() -> None:
@@ -190,11 +209,65 @@ def test_discrete_observation_out_of_range_names_both() -> None:
         envs.step(GO)
 
 
-def test_keyboard_interrupt_passes() -> None:
-    envs, _ = faulty("interrupt")
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("fault", ["sys.exit", "interrupt"])
+def test_an_env_that_exits_or_interrupts_has_crashed(fault: str) -> None:
+    """Fault 46 of docs/faults.md."""
+    signals.mark_interrupts()
+    envs, faults = faulty(fault, at=2)
     envs.reset()
-    with pytest.raises(KeyboardInterrupt):
-        envs.step(GO)
+    envs.step(GO)
+    assert row(envs.step(GO)) == ([1, 0], 0.0, False, False, True, True)
+    assert faults.kinds == ["env_crash"]
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("during", ["notebook", "program", "training"])
+@pytest.mark.parametrize("then_exits", [False, True])
+def test_the_users_interrupt_passes_even_if_the_env_makes_an_exit_of_it(
+    during: str, then_exits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    envs, faults = faulty("")
+    envs.reset()
+
+    def step(*_: Any) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if then_exits:
+                raise SystemExit  # noqa: B904
+            raise
+
+    monkeypatch.setattr("support.scripted_envs.ScriptedEnv.step", step)
+    if during == "program":
+        signals.mark_interrupts()
+    times_s = iter((0.0, 9.0))
+    with contextlib.ExitStack() as stack:
+        if during == "training":
+            requested = signals.signals_request_stop(lambda _: None, lambda: next(times_s))
+            stack.enter_context(requested)
+            signal.raise_signal(signal.SIGINT)  # the first one only requests a stop
+        with pytest.raises(KeyboardInterrupt):
+            envs.step(GO)
+    assert not faults
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("close", ["RuntimeError", "cannot close"]),
+        ("exit_in_close", ["SystemExit", "3"]),
+        ("hang_in_close", ["0.1 s"]),
+    ],
+)
+def test_an_env_that_fails_or_hangs_in_close_is_counted(fault: str, words: list[str]) -> None:
+    """Fault 47 of docs/faults.md."""
+    envs, faults = faulty(fault, action_masks=False)
+    envs.reset()
+    envs._envs.guards[0].close(0.1)
+    assert faults.kinds == ["env_close"]
+    assert holds(faults[0][1], "env 0", "close", *words)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_large_finite_observations_are_no_fault() -> None:

@@ -1,4 +1,4 @@
-"""Faults 15, 16, 34 and 40 of docs/faults.md for actors and replay shards, on real processes."""
+"""Faults 1, 15, 16, 34, 40 and 46 of docs/faults.md for actors and shards, on real processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import qfleet
 from qfleet.config.config import Config
 from qfleet.core.errors import ClusterError
 from qfleet.engines.actors import engine
@@ -18,7 +19,7 @@ from qfleet.engines.registry import build
 from qfleet.storage.checkpoint import list_checkpoints
 from qfleet.telemetry.faults import FaultLog
 from support.clusters import RAY_MARKS
-from support.faulty_envs import result_of
+from support.faulty_envs import result_of, rude
 from support.messages import holds
 from support.processes import count_lines, descendants, needs_proc, start_qfleet
 from support.waiting import CLUSTER_S, finish, wait_until
@@ -118,3 +119,15 @@ def test_an_object_store_that_is_too_small_is_one_line(monkeypatch: pytest.Monke
     assert "\n" not in message
     assert holds(message, "object store", "--batch-size")
     assert [title for pid, title in descendants(os.getpid()).items() if pid not in before] == []
+
+
+@pytest.mark.slow
+def test_envs_of_actors_that_interrupt_or_give_bad_rewards_are_counted(tmp_path: Path) -> None:
+    kwargs = {"fault": "large_reward", "every": 60}
+    fields = {**rude("interrupt", "step", **kwargs), "engine": "actors"}
+    trained = qfleet.train(**fields, workers=1, servers=1, envs=1, run_dir=tmp_path / "run")
+    assert trained.result.stopped_by == "steps"
+    # Each env crashes in its step 90, and has given one bad reward before.
+    faults = trained.result.faults
+    assert faults.keys() == {"env_crash", "env_reward"}
+    assert 5 <= faults["env_crash"] <= 8

@@ -1,8 +1,10 @@
-"""Faults 1, 2, 6, 7 and 10 to 14 of docs/faults.md, at the level of a whole run."""
+"""Faults 1, 2, 6, 7, 10 to 14 and 52 of docs/faults.md, at the level of a whole run."""
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,17 @@ from qfleet.core.errors import (
 )
 from qfleet.storage.checkpoint import load_checkpoint
 from support.exact_values import solve_q
-from support.faulty_envs import TINY, ChainEnv, faulty, result_of
+from support.faulty_envs import TINY, ChainEnv, FaultyEnv, RudeEnv, faulty, result_of, rude
 from support.messages import holds, says
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"), [("nan_reward", "env_reward"), ("nan_obs", "env_observation")]
+    ("fault", "kind"),
+    [
+        ("nan_reward", "env_reward"),
+        ("large_reward", "env_reward"),
+        ("nan_obs", "env_observation"),
+    ],
 )
 def test_a_rare_bad_number_is_counted_and_never_learnt_from(
     fault: str, kind: str, tmp_path: Path
@@ -42,9 +49,10 @@ def test_a_rare_bad_number_is_counted_and_never_learnt_from(
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"), [("nan_reward", "env_reward"), ("nan_obs", "env_observation")]
+    ("fault", "kind"),
+    [("nan_reward", "env_reward"), ("nan_obs", "env_observation"), ("crash", "env_crash")],
 )
-def test_too_many_bad_numbers_end_the_run_with_env_and_step_named(
+def test_too_many_faults_end_the_run_with_env_and_step_named(
     fault: str, kind: str, tmp_path: Path
 ) -> None:
     with pytest.raises(FaultRateError) as caught:
@@ -89,6 +97,65 @@ def test_an_env_that_never_resets_ends_in_a_typed_error(tmp_path: Path) -> None:
         qfleet.train(**faulty("reset"), max_env_restarts=3, run_dir=tmp_path / "run")
     message = str(caught.value)
     assert holds(message, "reset", "no licence", "4", "max_env_restarts", "3")
+
+
+@pytest.mark.parametrize("vectorize", ["sync", "async"])
+def test_an_env_that_fails_in_every_episode_ends_an_evaluation(
+    vectorize: str, tmp_path: Path
+) -> None:
+    """Though every other step is completed. The policy is saved."""
+    fields = {**faulty("", every=2), "max_env_restarts": 3, "vectorize": vectorize}
+    fields["eval_env_kwargs"] = json.dumps({"fault": "crash"})
+    with pytest.raises(EnvironmentFault, match=says("boom", "restart 4", "max_env_restarts 3")):
+        qfleet.train(**fields, run_dir=tmp_path / "run")
+    result = result_of(tmp_path / "run")
+    assert result["stopped_by"].startswith("error: ")
+    assert result["faults"] == {"env_crash": 4}
+    assert result["eval_return_mean"] is None
+    assert not any("eval/mean_reward" in row for row in read_metrics(tmp_path / "run"))
+    assert load_checkpoint(tmp_path / "run" / "checkpoints").env_steps == 600
+    with pytest.raises(EnvironmentFault, match=says("boom", "max_env_restarts 3")):
+        qfleet.evaluate(tmp_path / "run", which="last", trust=True)
+
+
+def test_an_evaluation_that_failed_is_repeated_by_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**faulty("", every=2), "eval_env_kwargs": json.dumps({"fault": "crash"})}
+    with pytest.raises(EnvironmentFault):
+        qfleet.train(**fields, run_dir=tmp_path / "run")
+    monkeypatch.setattr(FaultyEnv, "fault", property(lambda _: "", lambda *_: None), raising=False)
+    resumed = qfleet.resume(tmp_path / "run", trust=True)
+    assert (resumed.result.stopped_by, resumed.result.env_steps) == ("steps", 600)
+    assert resumed.result.eval_return_mean is not None
+    with pytest.raises(UserError, match="complete"):
+        qfleet.resume(tmp_path / "run", trust=True)
+
+
+@pytest.mark.parametrize("engine", ["serial", "pipeline"])
+@pytest.mark.parametrize("eval_freq", [0, 300])
+@pytest.mark.usefixtures("default_signals")
+def test_an_evaluation_that_a_signal_cut_short_is_repeated_by_a_resume(
+    engine: str, eval_freq: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does anything list it: neither the last one nor one between."""
+    monkeypatch.setattr(RudeEnv, "met", False)
+    fields = {**rude("", ""), "eval_freq": eval_freq, "engine": engine, "vectorize": "sync"}
+    signalled = json.dumps({"how": "signal", "where": "step", "at": 5, "once": True})
+    cut = qfleet.train(**fields, eval_env_kwargs=signalled, run_dir=tmp_path / "run")
+    assert cut.interrupted_by == signal.SIGINT
+    assert cut.result.stopped_by == "SIGINT"
+    assert cut.result.eval_return_mean is None
+    assert not any("eval/mean_reward" in row for row in read_metrics(cut.folder))
+    resumed = qfleet.resume(cut.folder, trust=True)
+    assert (resumed.result.stopped_by, resumed.result.env_steps) == ("steps", 600)
+    rows = read_metrics(cut.folder)
+    evaluated = [row["env_steps"] for row in rows if "eval/mean_reward" in row]
+    assert evaluated == ([cut.result.env_steps, 600] if eval_freq else [600])
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
 
 
 def test_a_changed_observation_names_both_shapes(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def check_account(descent: Descent) -> None:
         assert sum(descent.time_share(k).values()) == pytest.approx(1.0, abs=0.05)
 
 
-@pytest.mark.parametrize("local_reduction", [True, False])
+@pytest.mark.parametrize("local_reduction", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sync_is_one_process(cluster: Cluster, local_reduction: bool) -> None:
     found = descend_on(
         cluster, PROBLEM, WORKERS, STEPS, RATE, "sync", local_reduction=local_reduction
@@ -74,6 +74,7 @@ def test_sync_is_one_process(cluster: Cluster, local_reduction: bool) -> None:
     )
 
 
+@pytest.mark.slow
 def test_async_counts_staleness_and_descends(cluster: Cluster) -> None:
     found = descend_on(cluster, PROBLEM, WORKERS, STEPS, RATE, "async")
     check_account(found)

@@ -138,3 +138,19 @@ def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
 def test_an_input_that_is_no_batch_is_refused() -> None:
     with pytest.raises(AssertionError):
         Dense((4, 3), relu_last=False)(torch.zeros(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_the_last_layer_of_a_head_alone(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    head, torso = Dense((4, 32, 16, 3), relu_last=False), Dense((4, 32), relu_last=True)
+    x = torch.randn(5, 4)
+    with torch.autocast("cpu", dtype):
+        values, features = head(x), torso(x)
+    w0, b0, w1, b1, w2, b2 = head.parameters()
+    hidden = torch.addmm(b0.to(dtype), x.to(dtype), w0.to(dtype)).relu()
+    hidden = torch.addmm(b1.to(dtype), hidden, w1.to(dtype)).relu()
+    assert torch.equal(values, torch.addmm(b2, hidden.float(), w2))
+    assert features.dtype == dtype
+    values.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in head.parameters())

@@ -100,6 +100,42 @@ def test_only_an_mlp_has_another_activation(network: str) -> None:
         build(IMAGE, network=network, activation="tanh")
 
 
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("dueling", [False, True], ids=["one stream", "dueling"])
+@pytest.mark.parametrize("noisy", [False, True], ids=["plain", "noisy"])
+def test_bf16_changes_the_values_a_little(head: str, dueling: bool, noisy: bool) -> None:
+    """Shapes and types are those of float32, and gradients point the same way."""
+    seen = []
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        network = build(IMAGE, head=head, dueling=dueling, noisy=noisy)
+        network.eval()  # without noise
+        network.autocast_dtype = dtype
+        fractions = torch.rand(6, 8) if head == "iqn" else None
+        output = network(observations(IMAGE, 6), fractions)
+        output.square().sum().backward()
+        grads = [p.grad for p in network.parameters() if p.grad is not None]
+        seen.append((output.detach(), torch.cat([grad.flatten() for grad in grads])))
+    (exact, exact_grad), (rough, rough_grad) = seen
+    assert rough.dtype == exact.dtype == torch.float32
+    assert not torch.equal(rough, exact)
+    assert torch.allclose(rough, exact, atol=0.02 * float(exact.abs().max()))
+    assert float(torch.cosine_similarity(exact_grad, rough_grad, dim=0)) > 0.99
+
+
+def test_an_mlp_in_bf16_takes_no_shortcut() -> None:
+    network = build(VECTOR)
+    assert network.is_plain_mlp
+    network.autocast_dtype = torch.bfloat16
+    assert not network.is_plain_mlp
+    with torch.no_grad():
+        rough = network(observations(VECTOR, 6))
+        network.autocast_dtype = None
+        exact = network(observations(VECTOR, 6))
+    assert not torch.equal(rough, exact)
+    assert torch.allclose(rough, exact, atol=0.02)
+
+
 def test_a_seed_gives_a_network() -> None:
     options: dict[str, Any] = {"head": "iqn", "dueling": True, "noisy": True}
     obs = observations(VECTOR, 5)

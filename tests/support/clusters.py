@@ -7,11 +7,15 @@ processes, and are slower together than in turn.
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+
+from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from support.messages import holds
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -30,6 +34,21 @@ def needs_ray(test: Test) -> Test:
     for mark in RAY_MARKS:
         test = mark(test)
     return test
+
+
+def check_end(folder: Path, exit_code: int, output: str, victim: str) -> None:
+    """Check that a run without its cluster left one line, a result and a checkpoint."""
+    assert exit_code == 1, output
+    line = output.strip().splitlines()[-1]
+    result = json.loads((folder / "result.json").read_text())
+    steps = result["env_steps"]
+    assert holds(line, victim, f"checkpoint {steps}", f"qfleet resume {folder}")
+    assert "Traceback" not in output
+    assert steps > 0
+    assert result["stopped_by"].startswith("error: ")
+    assert victim in result["stopped_by"]
+    assert list_checkpoints(folder / "checkpoints") == [steps]
+    assert load_checkpoint(folder / "checkpoints").parts["run"]["updates"] > 0
 
 
 def starts_clusters(path: Path) -> bool:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import signal
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +48,8 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
     observation_space = Box(-np.inf, np.inf, (2,), np.float32)
     action_space = Discrete(2)
 
-    def __init__(self, fault: str = "", every: int = 1, after: int = 0) -> None:
-        self.fault, self.every, self.after = fault, every, after
+    def __init__(self, fault: str = "", every: int = 1, after: int = 0, folder: str = "") -> None:
+        self.fault, self.every, self.after, self.folder = fault, every, after, folder
         self.steps = self.time = 0
 
     def _obs(self) -> Any:
@@ -63,10 +69,14 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
         if self.steps > self.after and self.steps % self.every == 0:
             if self.fault == "crash":
                 raise ValueError("boom")
+            if self.fault == "chdir":
+                os.chdir(self.folder)
             if self.fault == "nan_reward":
                 reward = float("nan")
             if self.fault == "huge_reward":
                 reward = 1e12
+            if self.fault == "large_reward":
+                reward = 1e39
             if self.fault == "nan_obs":
                 obs = np.array([np.nan, 0.0], dtype=np.float32)
             if self.fault == "shape":
@@ -96,3 +106,55 @@ class ChainEnv(gymnasium.Env[Any, Any]):
             return self.cell, 1.0, True, False, {}
         self.cell += 1
         return self.cell, 0.0, False, False, {}
+
+
+class RudeEnv(FaultyEnv):
+    """Calls sys.exit, raises KeyboardInterrupt, hangs or leaves a thread ``where`` it is told to.
+
+    In "step": in step number ``at`` of its life. In "reset" and "constructor": only the first of a
+    process, if ``once``.
+    """
+
+    met = False
+
+    def __init__(
+        self, how: str, where: str, at: int = 90, once: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.how, self.where, self.at, self.once = how, where, at, once
+        self._act("constructor")
+
+    def _act(self, where: str) -> None:
+        if where != self.where or (self.once and RudeEnv.met):
+            return
+        RudeEnv.met = True
+        if self.how == "exit":
+            sys.exit("the simulator says goodbye")
+        if self.how == "interrupt":
+            raise KeyboardInterrupt
+        if self.how == "signal":  # Ctrl-C of the user at this moment
+            os.kill(os.getpid(), signal.SIGINT)
+        if self.how == "thread":
+            threading.Thread(target=time.sleep, args=(3600,)).start()
+            atexit.register(print, "atexit functions were called")
+        if self.how == "hang":
+            Path("hanging").touch()
+            time.sleep(3600)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._act("reset")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        if self.steps + 1 == self.at:
+            self._act("step")
+        return super().step(action)
+
+    def close(self) -> None:
+        self._act("close")
+
+
+def rude(how: str, where: str, **kwargs: Any) -> dict[str, Any]:
+    """Arguments of qfleet.train for a RudeEnv."""
+    env_kwargs = json.dumps({"how": how, "where": where, **kwargs})
+    return {"env": "support.faulty_envs:RudeEnv", "env_kwargs": env_kwargs, **TINY}

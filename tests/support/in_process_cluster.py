@@ -79,6 +79,7 @@ class OneProcess:
     timeout_s: float = 60.0
     address: str = "here"
     folder: None = None
+    is_lost: bool = False
     handles: list[Handle] = field(default_factory=list)
     store: int = 2**40
     room: int = 2**10

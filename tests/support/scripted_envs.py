@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from typing import Any
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
 from qfleet.config.config import Config
@@ -34,6 +36,19 @@ def scripted(**changes: Any) -> Config:
 def faulty(fault: str, at: int = 1, only_seed: int | None = None, **changes: Any) -> Config:
     kwargs = json.dumps({"fault": fault, "at": at, "only_seed": only_seed})
     return scripted(env_kwargs=kwargs, **changes)
+
+
+REWARDS: dict[str, Any] = {
+    "nan_reward": float("nan"),
+    "inf_reward": float("-inf"),
+    "large_reward": 1e39,
+    "text_reward": "1.0",
+    "bytes_reward": b"1.0",
+    "array_reward": np.array([1.0]),
+    "float32_reward": np.float32(1),
+    "tensor_reward": torch.tensor(1.0),
+    "bool_reward": True,
+}
 
 
 class ScriptedEnv(gymnasium.Env[Any, Any]):
@@ -80,6 +95,8 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
                 raise ValueError("boom")
             if self.fault == "interrupt":
                 raise KeyboardInterrupt
+            if self.fault == "sys.exit":
+                sys.exit(3)
             if self.fault == "hang":
                 time.sleep(3600)
             if self.fault == "exit":
@@ -96,8 +113,16 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
                 "nan_obs": np.array([0, np.nan], dtype=np.float32),
                 "huge_obs": np.array([0, 1e300]),
             }.get(self.fault, obs)
-            reward = {"nan_reward": float("nan"), "inf_reward": float("-inf")}.get(self.fault, 1.0)
+            reward = REWARDS.get(self.fault, 1.0)
         return obs, reward, False, self.time >= self.length, {}
+
+    def close(self) -> None:
+        if self.fault == "close":
+            raise RuntimeError("cannot close")
+        if self.fault == "exit_in_close":
+            sys.exit(3)
+        if self.fault == "hang_in_close":
+            time.sleep(3600)
 
 
 class OffsetEnv(gymnasium.Env[Any, Any]):

@@ -11,7 +11,7 @@ import pytest
 
 from qfleet.core.errors import ConfigError
 from qfleet.telemetry.writers import Writers
-from support.messages import says
+from support.messages import holds, says
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -22,8 +22,12 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
+def no_fault(kind: str, message: str) -> None:
+    raise AssertionError(f"{kind}: {message}")
+
+
 def plain(run_dir: Path, resume_env_steps: int | None = None) -> Writers:
-    return Writers(run_dir, False, "none", {}, resume_env_steps)
+    return Writers(run_dir, False, "none", {}, resume_env_steps, no_fault)
 
 
 def test_lines_are_valid_json_and_there_at_once(tmp_path: Path) -> None:
@@ -84,7 +88,7 @@ def test_tensorboard_gets_the_same_scalars_and_a_purge_step(tmp_path: Path) -> N
         assert reader.Tags()["scalars"] == ["train/loss"]
         return [(event.step, event.value) for event in reader.Scalars("train/loss")]
 
-    writers = Writers(tmp_path, True, "none", {}, None)
+    writers = Writers(tmp_path, True, "none", {}, None, no_fault)
     for step, loss in ((100, 1.0), (200, 2.0), (300, 3.0)):
         writers.write(step, {"train/loss": loss, "eval/mean_reward": None})
     writers.close()
@@ -92,7 +96,7 @@ def test_tensorboard_gets_the_same_scalars_and_a_purge_step(tmp_path: Path) -> N
     # TensorBoard reads files in the order of their names, which carry whole seconds.
     (old,) = (tmp_path / "tensorboard").iterdir()
     old.rename(old.with_name("events.out.tfevents.0000000000.old"))
-    writers = Writers(tmp_path, True, "none", {}, 200)
+    writers = Writers(tmp_path, True, "none", {}, 200, no_fault)
     writers.write(300, {"train/loss": 30.0})
     writers.close()
     assert scalars() == [(100, 1.0), (200, 2.0), (300, 30.0)]
@@ -101,17 +105,17 @@ def test_tensorboard_gets_the_same_scalars_and_a_purge_step(tmp_path: Path) -> N
 def test_missing_packages_are_named_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("wandb", "mlflow", "torch.utils.tensorboard"):
+    for name in ("wandb", "mlflow", "tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
     run_dir = tmp_path / "run"
     with pytest.raises(ConfigError, match="pip install wandb"):
-        Writers(run_dir, False, "wandb", {}, None)
+        Writers(run_dir, False, "wandb", {}, None, no_fault)
     with pytest.raises(ConfigError, match="pip install mlflow"):
-        Writers(run_dir, False, "mlflow", {}, None)
+        Writers(run_dir, False, "mlflow", {}, None, no_fault)
     with pytest.raises(ConfigError, match=r"pip install tensorboard.*--no-tensorboard"):
-        Writers(run_dir, True, "none", {}, None)
+        Writers(run_dir, True, "none", {}, None, no_fault)
     with pytest.raises(ConfigError, match="'neptune'"):
-        Writers(run_dir, False, "neptune", {}, None)
+        Writers(run_dir, False, "neptune", {}, None, no_fault)
     assert not run_dir.exists()
     plain(run_dir).close()
 
@@ -174,7 +178,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_wandb_gets_config_and_scalars_and_resumes_the_same_run(tmp_path: Path, wandb: Any) -> None:
     run_dir = tmp_path / "exp" / "seed-3"
-    writers = Writers(run_dir, False, "wandb", {"algo": "dqn"}, None)
+    writers = Writers(run_dir, False, "wandb", {"algo": "dqn"}, None, no_fault)
     writers.write(100, {"train/loss": 0.5, "eval/mean_reward": None})
     writers.close()
     (run,) = wandb.runs
@@ -183,18 +187,21 @@ def test_wandb_gets_config_and_scalars_and_resumes_the_same_run(tmp_path: Path, 
     assert run.logged == [{"env_steps": 100, "train/loss": 0.5}]
     assert run.step_metric == "env_steps"
     assert run.finished
-    Writers(run_dir, False, "wandb", {}, 100).close()
+    Writers(run_dir, False, "wandb", {}, 100, no_fault).close()
     assert wandb.inits[1]["id"] == run.id
-    Writers(run_dir, False, "wandb", {}, None).close()
+    Writers(run_dir, False, "wandb", {}, None, no_fault).close()
     assert wandb.inits[2]["id"] is None
 
 
-def test_a_broken_tracker_costs_a_warning_not_the_run(tmp_path: Path, wandb: Any) -> None:
-    writers = Writers(tmp_path, False, "wandb", {}, None)
+def test_a_broken_tracker_is_a_fault_and_does_not_end_the_run(tmp_path: Path, wandb: Any) -> None:
+    faults: list[tuple[str, str]] = []
+    writers = Writers(tmp_path, False, "wandb", {}, None, lambda *fault: faults.append(fault))
     wandb.runs[0].broken = True
-    with pytest.warns(UserWarning, match=says("100", "no route")):
-        writers.write(100, {"a": 1.0})
+    writers.write(100, {"a": 1.0})
     writers.write(200, {"a": 2.0})
+    ((kind, message),) = faults
+    assert kind == "tracker"
+    assert holds(message, "100", "no route")
     writers.close()
     assert [row["env_steps"] for row in rows(tmp_path)] == [100, 200]
 
@@ -203,7 +210,7 @@ def test_a_tracker_that_cannot_close_costs_a_warning(tmp_path: Path, wandb: Any)
     def fail() -> None:
         raise ConnectionError("no route")
 
-    writers = Writers(tmp_path, False, "wandb", {}, None)
+    writers = Writers(tmp_path, False, "wandb", {}, None, no_fault)
     wandb.runs[0].finish = fail
     with pytest.warns(UserWarning, match=says("close", "no route")):
         writers.close()
@@ -226,10 +233,10 @@ def test_mlflow_gets_parameters_once_and_metrics(
     module.end_run = lambda: calls.append(("end", None))
     monkeypatch.setitem(sys.modules, "mlflow", module)
     run_dir = tmp_path / "exp"
-    writers = Writers(run_dir, False, "mlflow", {"algo": "dqn"}, None)
+    writers = Writers(run_dir, False, "mlflow", {"algo": "dqn"}, None, no_fault)
     writers.write(100, {"a": 1.0, "b": None})
     writers.close()
-    Writers(run_dir, False, "mlflow", {"algo": "dqn"}, 100).close()
+    Writers(run_dir, False, "mlflow", {"algo": "dqn"}, 100, no_fault).close()
     assert calls == [
         ("experiment", "qfleet"),
         ("start", (None, "exp")),
@@ -248,14 +255,10 @@ def make_artefacts(run_dir: Path) -> list[Path]:
     return [run_dir / "best", run_dir / "config.json"]
 
 
-def no_fault(kind: str, message: str) -> None:
-    raise AssertionError(f"{kind}: {message}")
-
-
 def test_wandb_gets_policy_and_configuration(tmp_path: Path, wandb: Any) -> None:
-    writers = Writers(tmp_path, False, "wandb", {}, None)
+    writers = Writers(tmp_path, False, "wandb", {}, None, no_fault)
     paths = make_artefacts(tmp_path)
-    writers.finish(100, {}, paths, no_fault)
+    writers.finish(100, {}, paths)
     (artefact,) = wandb.runs[0].artefacts
     assert (artefact.name, artefact.type) == ("policy-id0", "model")
     assert artefact.files == {"best": paths[0], "config.json": paths[1]}
@@ -274,15 +277,15 @@ def test_mlflow_gets_policy_and_configuration(
     module.log_artifact = lambda path: calls.append((path,))
     monkeypatch.setitem(sys.modules, "mlflow", module)
     folder, file = make_artefacts(tmp_path)
-    Writers(tmp_path, False, "mlflow", {}, None).finish(100, {}, [folder, file], no_fault)
+    Writers(tmp_path, False, "mlflow", {}, None, no_fault).finish(100, {}, [folder, file])
     assert calls == [(str(folder), "best"), (str(file),)]
 
 
 def test_an_upload_that_fails_is_a_fault(tmp_path: Path, wandb: Any) -> None:
-    writers = Writers(tmp_path, False, "wandb", {}, None)
-    wandb.runs[0].broken = True
     faults: list[tuple[str, str]] = []
-    writers.finish(100, {}, make_artefacts(tmp_path), lambda *fault: faults.append(fault))
+    writers = Writers(tmp_path, False, "wandb", {}, None, lambda *fault: faults.append(fault))
+    wandb.runs[0].broken = True
+    writers.finish(100, {}, make_artefacts(tmp_path))
     ((kind, message),) = faults
     assert kind == "tracker"
     assert "no route" in message
@@ -293,9 +296,9 @@ def test_tensorboard_shows_hyperparameters_beside_final_metrics(tmp_path: Path) 
     from tensorboard.plugins.hparams import plugin_data_pb2
 
     config = {"algo": "dqn", "steps": 100, "net_arch": (8, 8), "double": True, "lr": 0.5, "x": None}
-    writers = Writers(tmp_path, True, "none", config, None)
+    writers = Writers(tmp_path, True, "none", config, None, no_fault)
     writers.write(100, {"train/loss": 1.0})
-    writers.finish(100, {"best_eval_return": 7.0, "wall_s": float("nan")}, [], no_fault)
+    writers.finish(100, {"best_eval_return": 7.0, "wall_s": float("nan")}, [])
     writers.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

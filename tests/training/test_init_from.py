@@ -85,7 +85,7 @@ def test_a_file_a_folder_and_a_name_are_the_same(
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     Path("runs/named").symlink_to(source.folder.absolute())
-    places = [str(source.folder), "named", str(source.policy().save("saved"))]
+    places = [str(source.folder), "named", source.policy().save("saved")]
     runs = [qfleet.train("CartPole-v1", **SERIAL, init_from=place) for place in places]
     for run in runs[1:]:
         assert torch.equal(newest(run.folder)["weights"], newest(runs[0].folder)["weights"])
@@ -213,7 +213,7 @@ def test_every_agent_of_a_population_starts_with_the_weights(tmp_path: Path) -> 
 def test_servers_and_actors_start_with_the_weights(
     engine: str, source: qfleet.Trained, tmp_path: Path
 ) -> None:
-    fields = TINY | {"engine": engine, "workers": 1, "steps": 200, "init_from": str(source.folder)}
+    fields = TINY | {"engine": engine, "workers": 1, "steps": 800, "init_from": str(source.folder)}
     fields |= {"learning_rate": 1e-30, "weight_decay": 1e-30}
     warm = qfleet.train("CartPole-v1", **fields, run_dir=tmp_path / "warm")
     assert warm.result.updates > 0

@@ -19,6 +19,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, EnvironmentFault
 from qfleet.core.types import EnvSpec
 from qfleet.envs.factory import make_envs
+from qfleet.envs.masks import MaskedObservations
 from qfleet.networks.factory import build_network
 from qfleet.networks.qnetwork import ILLEGAL
 from qfleet.telemetry.faults import FaultLog
@@ -123,7 +124,8 @@ def test_no_algorithm_takes_an_illegal_action(tmp_path: Path, engine: str, algo:
 
 
 def test_without_masks_illegal_actions_are_taken(tmp_path: Path) -> None:
-    assert crashes(train(tmp_path, action_masks=False, max_env_restarts=10**6)) > 50
+    tolerated = {"max_env_restarts": 10**6, "max_fault_rate": 1}
+    assert crashes(train(tmp_path, action_masks=False, **tolerated)) > 50
 
 
 @pytest.mark.slow
@@ -204,6 +206,18 @@ def test_a_wrong_mask_is_an_error_with_a_fix(tmp_path: Path) -> None:
         train(tmp_path, env_kwargs={"broken": True}, engine="serial")
 
 
+@pytest.mark.parametrize("mask", [None, "11111", [[1], [1, 1]], [[1] * ACTIONS], ["a"] * ACTIONS])
+def test_what_is_no_mask_is_an_error_that_shows_it(mask: Any) -> None:
+    class Wrong(gymnasium.Wrapper[Any, Any, Any, Any]):
+        def reset(self, **_: Any) -> Any:
+            return self.env.observation_space.sample(), {"action_mask": mask}
+
+    spec = EnvSpec("wrong", (4,), "float32", ACTIONS)
+    env = MaskedObservations(Wrong(gymnasium.make("CartPole-v1")), spec)
+    with pytest.raises(EnvironmentFault, match=says("'wrong'", f"{ACTIONS} entries", repr(mask))):
+        env.reset()
+
+
 # --- policies ---------------------------------------------------------------------------------
 
 
@@ -221,6 +235,9 @@ def test_a_saved_policy_takes_masks_and_plays_by_them(tmp_path: Path) -> None:
     assert len(policy.evaluate(6).returns) == 6
     with pytest.raises(ConfigError, match=says("action_masks", "legal")):
         policy.act(2, action_masks=np.zeros(ACTIONS))
+    for wrong in ("1" * ACTIONS, True, [[1], [1, 1]], [1] * (ACTIONS + 1), ["legal"] * ACTIONS):
+        with pytest.raises(ConfigError, match=says("action_masks")):
+            policy.act(2, action_masks=wrong)
     with pytest.raises(ConfigError, match=says("masks")):
         policy.evaluate(1, env="FrozenLake-v1")
 

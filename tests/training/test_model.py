@@ -18,6 +18,7 @@ from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.training import api
 from support.configs import tiny_fields
 from support.messages import says
+from support.space_envs import SPACES, Sampled
 
 TINY = tiny_fields(learning_starts=20, buffer_size=200, batch_size=4, net_arch=(8,))
 TINY |= {"engine": "serial", "device": "cpu", "max_episode_steps": 30}
@@ -248,7 +249,7 @@ def test_every_argument_of_sb3_is_translated_or_refused_by_name() -> None:
         ({"policy_kwargs": {"features_extractor_class": int}}, ("features_extractor_class",)),
         ({"learning_rate": len}, ("learning_rate", "float")),
         ({"learning_rte": 1e-3}, ("learning_rte", "learning_rate")),
-        ({"policy": "MultiInputPolicy"}, ("policy", "MultiInputPolicy", "MlpPolicy")),
+        ({"policy": "LstmPolicy"}, ("policy", "LstmPolicy", "MlpPolicy")),
         ({"policy": "MlpPolicy", "env": None}, ("env",)),
     ],
     ids=str,
@@ -283,8 +284,24 @@ def test_tensorboard_log_is_the_folder_of_the_runs() -> None:
     for number in (1, 2):
         model = qfleet.DQN("CartPole-v1", tensorboard_log="logs", **fields).learn(60)
         assert model.trained is not None
-        assert model.trained.folder == Path(f"logs/DQN_{number}")
+        assert model.trained.folder == Path(f"logs/DQN_{number}").absolute()
         assert list(model.trained.folder.rglob("events.out.tfevents*"))
+
+
+def test_steps_are_words_whenever_a_model_learns() -> None:
+    model = qfleet.DQN("CartPole-v1", **TINY)
+    for steps in ("0.1k", 1e2):
+        model.learn(steps)
+    assert model.trained is not None
+    assert model.trained.result.env_steps == 200
+    for wrong in (0, -5, 0.5, "many"):
+        with pytest.raises(ConfigError, match=says(str(wrong).lstrip("-"))):
+            model.learn(wrong)
+
+
+def test_a_policy_of_many_inputs_takes_dict_observations() -> None:
+    model = qfleet.DQN("MultiInputPolicy", Sampled, **TINY).learn(60)
+    assert model.predict(SPACES["dict"].sample(), deterministic=True)[0].shape == ()
 
 
 # --- callbacks --------------------------------------------------------------------------------
@@ -322,6 +339,15 @@ def test_a_callback_of_another_library_is_refused() -> None:
     sb3 = pytest.importorskip("stable_baselines3.common.callbacks")
     with pytest.raises(ConfigError, match=says("callback", "qfleet.Callback")):
         qfleet.DQN("CartPole-v1", **TINY).learn(120, sb3.CheckpointCallback(10, "."))
+    assert not list(Path("runs").glob("*"))
+
+
+def test_a_function_of_two_arguments_is_refused_before_the_run() -> None:
+    def in_the_way_of_sb3(local: Any, outer: Any) -> bool:
+        return bool(local and outer)
+
+    with pytest.raises(ConfigError, match=says("callback", "function of the run", "outer")):
+        qfleet.train("CartPole-v1", callbacks=in_the_way_of_sb3, **TINY)  # type: ignore[arg-type]
     assert not list(Path("runs").glob("*"))
 
 

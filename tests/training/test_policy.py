@@ -267,6 +267,12 @@ def test_a_policy_that_cannot_be_written_leaves_the_old_file(
 # --- predict ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wrong", ["x", {}, None, [[0.0] * 4, None], [0.0, 0.0, 0.0, "x"]])
+def test_what_is_no_observation_is_refused(wrong: Any, cartpole: qfleet.Trained) -> None:
+    with pytest.raises(ConfigError, match=says("observation")):
+        cartpole.policy().act(wrong)
+
+
 def test_predict_returns_what_stable_baselines3_returns(cartpole: qfleet.Trained) -> None:
     sb3 = pytest.importorskip("stable_baselines3")
     theirs = sb3.DQN("MlpPolicy", "CartPole-v1", buffer_size=10, device="cpu")

@@ -174,9 +174,9 @@ def test_a_run_leaves_the_files_it_promises(trained: qfleet.Trained) -> None:
 
 def test_tensorboard_files_are_written_when_asked_for(tmp_path: Path) -> None:
     folder = train(tmp_path / "run", tensorboard=True).folder
-    scalars, hyperparameters = sorted((folder / "tensorboard").iterdir())
-    assert scalars.stat().st_size > 500
-    assert b"learning_rate" in hyperparameters.read_bytes()
+    (events,) = (folder / "tensorboard").iterdir()
+    assert b"rollout/" in events.read_bytes()
+    assert b"learning_rate" in events.read_bytes()
 
 
 def test_checkpoints_are_kept_as_asked(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_the_default_folder_is_named_after_the_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = qfleet.train("CartPole-v1", **TINY, seed=3)
-    assert run.folder.parent == Path("runs")
+    assert run.folder.parent == tmp_path / "runs"
     assert run.folder.name.startswith("CartPole-v1-dqn-s3-")
     assert qfleet.load(run.folder.name).config == run.config
 

@@ -24,6 +24,7 @@ from qfleet.engines.actors.replay import RemoteBlock
 from qfleet.engines.cluster.member_pool import Member, MemberPool
 from qfleet.engines.cluster.ray_cluster import Cluster
 from qfleet.engines.parts import Setup
+from qfleet.storage.state_checks import check_episodes
 from qfleet.telemetry.timers import Timers
 
 LOOK_S = 1.0
@@ -143,5 +144,5 @@ class ActorFleet:
 
     def load_state_dict(self, state: StateDict) -> bool:
         """Return False: the envs have to start new episodes."""
-        self._episodes = [Episode(*fields) for fields in state["episodes"]]
+        self._episodes = check_episodes(state["episodes"], self._config.envs)
         return False

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
 from qfleet.config.config import Config
-from qfleet.core.errors import CheckpointError, ClusterError, MemberLost, QfleetError, ValueLost
+from qfleet.core.errors import (
+    CheckpointError,
+    ClusterError,
+    ClusterLost,
+    MemberLost,
+    QfleetError,
+    ValueLost,
+)
 from qfleet.core.types import Batch, Block, EnvSpec, StateDict
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.messages import COLUMNS, PriorityUpdate, SampleReply
@@ -296,8 +303,13 @@ class ShardedReplay:
         """Do nothing: the shards end with their cluster."""
 
     def state_dict(self) -> StateDict:
-        """Return all rings by actor, of all shards; frames are fetched when they are read."""
-        rings = {}
+        """Return all rings by actor, of all shards; frames are fetched when they are read.
+
+        There are none if the cluster is lost: the run is resumed with an empty memory.
+        """
+        rings: StateDict = {}
+        if self._cluster.is_lost:
+            return {"actors": self._config.workers, "rings": rings}
         for shard in self._shards:
             for actor in shard.actors:
                 state, newest_rows = self._fetch(shard, shard.handle.describe.remote(actor))
@@ -318,6 +330,8 @@ class ShardedReplay:
     def _fetch(self, shard: _Shard, reference: Any) -> Any:
         try:
             return self._pool.get(shard, reference)
+        except ClusterLost:
+            raise  # the run ends, with a checkpoint of what is left
         except ClusterError as error:
             raise CheckpointError(f"the replay memory cannot be saved: {error}") from None
 
@@ -329,7 +343,7 @@ class ShardedReplay:
                 f"--workers {theirs}"
             )
         for shard in self._shards:
-            for actor in shard.actors:
+            for actor in shard.actors if state["rings"] else ():
                 self._restore(shard, actor, dict(state["rings"][str(actor)]))
 
     def _restore(self, shard: _Shard, actor: int, state: StateDict) -> None:

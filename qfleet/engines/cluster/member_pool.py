@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from qfleet.core.errors import ClusterError, MemberLost
-from qfleet.engines.cluster.ray_cluster import IF_SLOW, RUN_AGAIN, TIMEOUT_S, Cluster
+from qfleet.engines.cluster.liveness import RUN_AGAIN
+from qfleet.engines.cluster.ray_cluster import IF_SLOW, TIMEOUT_S, Cluster
 
 PING_S = 5.0
 """Time within which a live member answers a ping."""

@@ -10,6 +10,7 @@ clusters of its own or join others', but not both.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import importlib.util
@@ -17,10 +18,8 @@ import ipaddress
 import logging
 import os
 import secrets
-import shutil
 import signal
-import socket
-import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from qfleet.config.validation import check_address
+from qfleet.core import exits
 from qfleet.core.errors import (
     ClusterError,
     GivenUp,
@@ -38,25 +38,26 @@ from qfleet.core.errors import (
     ValueLost,
 )
 from qfleet.core.signals import blocked_in_children, signals_ignored, sigterm_unwinds
+from qfleet.engines.cluster.liveness import LOOK_S, RUN_AGAIN, Liveness, greet, is_silent
+from qfleet.engines.cluster.scratch import kill, locked_folder, sweep
 
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 256 * 2**20
 INLINE_BYTES = 100 * 2**10
 """Ray's default: smaller values travel within the call or its answer, others through the store."""
 TIMEOUT_S = 120.0
-GRACE_S = 30.0
-"""Time that killed processes have to end."""
-RUN_AGAIN, IF_SLOW = "; run it again", "; if the machine is only slow, raise timeout_s"
+IF_SLOW = "; if the machine is only slow, raise timeout_s"
 """Advice at the end of a message about a loss; ``MemberPool``, which replaces members, drops it."""
 NODE_SHARE = 0.001
 """Share of a node's own resource that a process takes which has to be there: 1000 fit."""
 LEAST_BYTES, LEAST_BYTES_WITH_TORCH = 32 * 2**20, 128 * 2**20
 """Lower bounds of a process's own memory (with torch some 200 MiB were measured)."""
+LONGEST_SLICE_S = 8.0
+"""Longest wait without a look at the cluster."""
+LEAVE_S, LEAVE_SILENT_S = 15.0, 8.0
+"""Deadlines for leaving a lost cluster, which takes Ray 5 s, and one that answers nothing."""
 PROBE_S = 5.0
 """Deadline for the first answer of a cluster's port."""
-_LONGEST_TMP = 20
-"""Ray's sockets lie below the temporary folder. Their paths have 103 bytes at most (macOS), some 80
-of which are our names and Ray's."""
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -67,12 +68,11 @@ _QUIET = {
     # that is skipped. Our own errors come with the results of calls.
     "RAY_DEDUP_LOGS": "1",
     "RAY_DEDUP_LOGS_SKIP_REGEX": "^",
+    # Ray ends a process that has not reached the GCS for this long; its default is 60.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
 }
 # Ray's default is 20, a second each: a token that is wrong now is not accepted later.
 _JOINING = {"RAY_NUM_REDIS_GET_RETRIES": "2"}
-# Ray speaks HTTP/2, where both sides begin with a frame of settings, which may be empty.
-_FRAME_BYTES, _SETTINGS = 9, b"\x04"
-_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0" * 5
 # Ray replaces a loopback address by one that other hosts can reach, unless clusters are disabled.
 _HERE_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
@@ -89,9 +89,17 @@ class Cluster:
     folder: Path | None
     """Folder of sockets and logs of a cluster of our own; None for one that was joined."""
     timeout_s: float
+    liveness: Liveness | None = None
+    """None in a process of the cluster, which Ray ends with its raylet."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a check has found that the cluster is gone."""
+        return self.liveness is not None and bool(self.liveness.loss)
 
     def processors(self) -> int:
         """Return the number of processors of all nodes that are alive."""
+        self._await_gcs()
         return int(self.ray.cluster_resources().get("CPU", 0))
 
     def spawn(
@@ -110,19 +118,24 @@ class Cluster:
         if is_here:
             # Not Ray's affinity, which it ignores for a process that takes no processor.
             options["resources"] = {f"node:{self.node_ip()}": NODE_SHARE}
+        self._await_gcs()
         with self._storing():
             return self.ray.remote(**options)(kind).remote(*args)
 
     def stop(self, worker: Any) -> None:
+        self._await_gcs()
         self.ray.kill(worker)
 
     def put(self, value: Any) -> Any:
         """Store a value once, for any number of workers to read."""
+        if self.liveness is not None:
+            self.liveness.check_raylet()  # without it, Ray would end this process
         with self._storing():
             return self.ray.put(value)
 
     def store_bytes(self) -> int:
         """Return the size of the object stores of all nodes together."""
+        self._await_gcs()
         return int(self.ray.cluster_resources().get("object_store_memory", 0))
 
     def store_bytes_here(self) -> int:
@@ -140,15 +153,16 @@ class Cluster:
 
     def first(self, pending: list[Any], name: str) -> Any:
         """Return the first of these references whose value, or failure, arrives."""
-        done, _ = self.ray.wait(pending, num_returns=1, timeout=self.timeout_s)
-        if not done:
-            raise _silence_of(name, self.timeout_s)
-        return done[0]
+        for wait_s in self._waits(self.timeout_s):
+            if done := self.ray.wait(pending, num_returns=1, timeout=wait_s)[0]:
+                return done[0]
+        raise _silence_of(name, self.timeout_s)
 
     def ready(self, pending: list[Any], wait_s: float) -> list[Any]:
         """Return the references whose value, or failure, has arrived; none after ``wait_s``."""
         if not pending:
             return []
+        self._check()
         done, rest = self.ray.wait(pending, num_returns=1, timeout=wait_s)
         also, _ = self.ray.wait(rest, num_returns=len(rest), timeout=0) if rest else ([], [])
         return [*done, *also]
@@ -161,7 +175,7 @@ class Cluster:
         failures = self.ray.exceptions
         wait_s = self.timeout_s if wait_s is None else wait_s
         try:
-            return self.ray.get(reference, timeout=wait_s)
+            return self._get(reference, wait_s)
         except failures.GetTimeoutError:
             raise _silence_of(name, wait_s) from None
         except failures.ActorUnavailableError as error:
@@ -178,14 +192,49 @@ class Cluster:
                 raise ValueLost(f"what {name} was sent was lost with its machine") from error
             cause = f"{type(error.cause).__name__}: {_first_line(error.cause)}"
             raise ClusterError(f"{name} failed: {cause}") from error
-        except failures.RayError as error:
+        except (failures.RayError, OSError) as error:
             raise ClusterError(f"{name} was lost: {_first_line(error)}") from error
+
+    def _get(self, reference: Any, wait_s: float) -> Any:
+        failures = self.ray.exceptions
+        try:
+            for slice_s in self._waits(wait_s):
+                with contextlib.suppress(failures.GetTimeoutError):
+                    return self.ray.get(reference, timeout=slice_s)
+        except (failures.RayError, OSError):
+            self._check(now=True)  # a lost cluster is the cause of all other losses
+            raise
+        raise failures.GetTimeoutError
+
+    def _waits(self, wait_s: float) -> Iterator[float]:
+        """Cut a wait into slices, with a look at the cluster before each.
+
+        Every slice is twice as long as the last one, up to some seconds: after each, Ray may start
+        the transfer of a large value again.
+        """
+        until_s, slice_s, left_s = time.monotonic() + wait_s, LOOK_S, wait_s
+        while True:
+            self._check()
+            yield min(slice_s, left_s)
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0:
+                return
+            slice_s = min(2 * slice_s, LONGEST_SLICE_S)
+
+    def _check(self, now: bool = False) -> None:
+        if self.liveness is not None:
+            self.liveness.check(now)
+
+    def _await_gcs(self) -> None:
+        if self.liveness is not None:
+            self.liveness.await_gcs()
 
     def node_ip(self) -> str:
         """Return the address of the node that this process is on."""
         return str(self._node()["NodeManagerAddress"])
 
     def _node(self) -> Mapping[str, Any]:
+        self._await_gcs()
         here = self.ray.get_runtime_context().get_node_id()
         return next(node for node in self.ray.nodes() if node["NodeID"] == here)
 
@@ -248,7 +297,7 @@ def _start(
     # Always set: otherwise the value of an earlier cluster of this process would stay in force.
     system = {"max_direct_call_object_size": inline_bytes}
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
-    with _folder() as folder, _environment(_QUIET | _HERE_ONLY | token):
+    with locked_folder() as folder, _environment(_QUIET | _HERE_ONLY | token):
         import ray
 
         # Ray installs psutil, so it cannot be imported before. It tells a process from a later one
@@ -258,7 +307,7 @@ def _start(
         _check_unused(ray)
         this = psutil.Process()
         others = set(this.children())
-        theirs = signal.getsignal(signal.SIGTERM)
+        theirs, cluster = signal.getsignal(signal.SIGTERM), None
         try:
             with sigterm_unwinds(theirs):
                 with blocked_in_children():
@@ -282,39 +331,16 @@ def _start(
                     yield cluster
         finally:
             with signals_ignored():
+                is_lost = _is_lost(cluster)
                 started = [child for child in this.children() if child not in others]
                 for child in list(started):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         started += child.children(recursive=True)
+                if is_lost:
+                    kill(psutil, started)  # a GCS that hangs is not waited for once it is dead
                 _end_ungently(ray)
-                ray.shutdown()
-                _kill(psutil, started)
-
-
-def _kill(psutil: Any, processes: list[Any]) -> None:
-    """Kill all of them and wait until they are dead; zombies count as dead.
-
-    The process that inherits orphans may reap them late or, in a container, never.
-    """
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    until_s = time.monotonic() + GRACE_S
-    while processes and time.monotonic() < until_s:
-        processes = [process for process in processes if _is_alive(psutil, process)]
-        time.sleep(0.01)
-
-
-def _is_alive(psutil: Any, process: Any) -> bool:
-    try:
-        if process.ppid() == os.getpid():
-            process.wait(0)
-            return False
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.TimeoutExpired:
-        return True
-    except psutil.NoSuchProcess:
-        return False
+                _leave(ray, cluster, is_lost)
+                kill(psutil, started)
 
 
 def _end_ungently(ray: Any) -> None:
@@ -354,7 +380,7 @@ def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
         import ray
 
         _check_unused(ray)
-        theirs = signal.getsignal(signal.SIGTERM)
+        theirs, cluster = signal.getsignal(signal.SIGTERM), None
         try:
             with sigterm_unwinds(theirs):
                 with _silence():
@@ -369,40 +395,70 @@ def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
                     yield cluster
         finally:
             with signals_ignored():
-                ray.shutdown()
+                _leave(ray, cluster, _is_lost(cluster))
+
+
+def _is_lost(cluster: Cluster | None) -> bool:
+    """Return whether the cluster is lost, after having waited for its GCS."""
+    if cluster is None:
+        return False
+    with contextlib.suppress(ClusterError):
+        cluster._await_gcs()
+    return cluster.is_lost
+
+
+def _leave(ray: Any, cluster: Cluster | None, is_lost: bool) -> None:
+    """Disconnect; Ray would wait for a GCS that answers nothing without end."""
+    limit_s, errors = TIMEOUT_S, list[BaseException]()
+    if cluster is not None and is_lost:
+        limit_s = LEAVE_SILENT_S if is_silent(cluster.address) else LEAVE_S
+
+    def shut_down() -> None:
+        try:
+            ray.shutdown()
+        except BaseException as error:
+            errors.append(error)
+
+    leaving = threading.Thread(target=shut_down, daemon=True)
+    leaving.start()
+    leaving.join(limit_s)
+    if errors and not is_lost:
+        raise errors[0]
+    if leaving.is_alive():
+        # When this process ends, Ray would wait again, and its threads would crash the interpreter.
+        atexit.register(exits.end_now)
 
 
 def _probe(address: str) -> str:
     """Return the host of ``host:port`` if a Ray server answers there; Ray itself would hang."""
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S) as line:
-            line.sendall(_GREETING)
-            # With TLS there is no answer to a plain greeting: an open port must suffice.
-            if os.environ.get("RAY_USE_TLS") != "1" and line.recv(_FRAME_BYTES)[3:4] != _SETTINGS:
-                raise OSError("the server there is not Ray")
+        return greet(address, PROBE_S)
     except OSError as error:
         raise ClusterError(
             f"no cluster answers at {address} ({error}); start one with: ray start --head"
         ) from None
-    return host.strip("[]")
 
 
 def _connect(ray: Any, timeout_s: float, folder: Path | None, **options: Any) -> Cluster:
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
+    psutil = importlib.import_module("psutil")
+    sweep(psutil)
     try:
         context = ray.init(**options, **quiet)
     except SystemExit:
         # From a handler that Ray installs for a moment, and that exits with the bare signal number.
         raise SystemExit(128 + signal.SIGTERM) from None
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except Exception as error:  # Ray raises Exception itself if a node does not start in time
         if folder is not None:
             raise ClusterError(f"cannot start a cluster: {_first_line(error)}") from error
         raise ClusterError(
             f"cannot join the cluster at {options['address']}: {_first_line(error)}; "
             "is it of this Ray version, and RAY_AUTH_TOKEN its token?"
         ) from error
-    return Cluster(ray, context.address_info["gcs_address"], folder, timeout_s)
+    gcs_address = context.address_info["gcs_address"]
+    # Private parts of Ray, which may change; without them the raylet is not watched.
+    raylet = getattr(ray._private.worker._global_node, "raylet_socket_name", "")
+    return Cluster(ray, gcs_address, folder, timeout_s, Liveness(psutil, gcs_address, raylet))
 
 
 def _is_loopback(host: str) -> bool:
@@ -410,17 +466,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """Create a folder that only this user can enter, and remove it afterwards."""
-    usual = tempfile.gettempdir()
-    folder = tempfile.mkdtemp(prefix="qfleet-", dir=usual if len(usual) < _LONGEST_TMP else "/tmp")
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qfleet.core.errors import CheckpointError
+from qfleet.core.errors import CheckpointError, ClusterLost
 from qfleet.core.types import Clock, Episode, StateDict
 from qfleet.engines.cluster.ray_cluster import STORE_BYTES, Cluster, open_cluster
 from qfleet.engines.parameter_server import limits
@@ -91,6 +91,10 @@ class Fleet:
                 servers.take_snapshots()
                 self._optimiser = servers.remember(servers.snapshots, self._weights)
                 self._settle_clock(supervisor)
+            except ClusterLost:
+                if has_started:  # what the checkpoint is written from
+                    self._optimiser = servers.remember(servers.snapshots, self._weights)
+                raise
             finally:
                 if has_started:
                     servers.ask_accounts()

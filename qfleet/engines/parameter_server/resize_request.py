@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qfleet.config.config import Config
 from qfleet.core.errors import QfleetError, UserError
-from qfleet.core.files import atomic_write_text
+from qfleet.core.files import atomic_write_text, read_text
 from qfleet.engines.parameter_server.limits import count_workers
 from qfleet.storage.checkpoint import has_checkpoint
 from qfleet.storage.rundir import is_locked
@@ -40,7 +40,7 @@ def check_training(folder: Path, workers: int) -> None:
 def workers_now(folder: Path, config: Config) -> int | None:
     """Return the workers by the last answer, or at the start; None if that was a refusal."""
     try:
-        answer = (folder / ANSWER).read_text()
+        answer = read_text(folder / ANSWER)
     except FileNotFoundError:
         return config.workers
     except (OSError, ValueError):
@@ -65,7 +65,7 @@ def ask(folder: Path, workers: int, wait_s: float = WAIT_S) -> None:
     finally:
         # Remove it if the run has not; the request of another process stays.
         with contextlib.suppress(OSError, ValueError):
-            if int(request.read_text()) == workers:
+            if int(read_text(request)) == workers:
                 request.unlink()
     if answer != agreed(workers):
         raise UserError(answer)
@@ -75,7 +75,7 @@ def _wait_for_answer(folder: Path, wait_s: float) -> str:
     until_s = time.monotonic() + wait_s
     while time.monotonic() < until_s:
         with contextlib.suppress(OSError):
-            return (folder / ANSWER).read_text()
+            return read_text(folder / ANSWER)
         if not is_locked(folder):
             return f"the run in '{folder}' has ended meanwhile"
         time.sleep(LOOK_S)
@@ -89,7 +89,7 @@ def agreed(workers: int) -> str:
 def handle(folder: Path, resize: Callable[[int], None]) -> str | None:
     """Call ``resize`` if there is a request, and return the answer; None if there is none."""
     try:
-        workers = int((folder / FILE).read_text())
+        workers = int(read_text(folder / FILE))
         resize(workers)
         answer = agreed(workers)
     except FileNotFoundError:

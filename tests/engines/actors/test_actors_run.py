@@ -16,13 +16,14 @@ import torch
 import qfleet
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
-from qfleet.core.errors import CheckpointError, ClusterError, ConfigError
+from qfleet.core.errors import CheckpointError, ClusterError, ClusterLost, ConfigError
 from qfleet.core.types import Clock, StateDict
 from qfleet.engines import registry
 from qfleet.engines.actors import broadcast, engine
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.broadcast import INTERVAL_S, Broadcast
 from qfleet.engines.actors.replay import ShardedReplay
+from qfleet.engines.cluster.liveness import RUN_AGAIN
 from qfleet.engines.cluster.processes_hook import CountedProcesses, ProcessesHook
 from qfleet.engines.loop import RateLimiter
 from qfleet.engines.parts import Parts
@@ -390,7 +391,7 @@ def test_the_learner_has_the_precision_that_was_asked_for(
         assert parts.clock.updates > 0
 
 
-@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("precision", ["tf32", "fp16"])
 def test_a_precision_of_accelerators_is_refused_before_there_is_a_cluster(
     precision: str, clusters: list[OneProcess]
 ) -> None:
@@ -499,6 +500,29 @@ def test_a_resumed_run_goes_on_with_new_episodes(
         for cluster in clusters
     )
     assert not set(map(tuple, first)) & set(map(tuple, second))
+
+
+def test_a_run_that_lost_its_cluster_is_resumed_with_an_empty_memory(
+    clusters: list[OneProcess], tmp_path: Path
+) -> None:
+    run = Run(small(), tmp_path / "run", RunOptions())
+    collect = run.parts.collector.collect
+
+    def collect_until_lost(rows: int) -> Any:
+        if run.parts.clock.env_steps >= 200:
+            clusters[0].is_lost = True
+            raise ClusterLost(f"the raylet died{RUN_AGAIN}")
+        return collect(rows)
+
+    run.parts.collector.collect = collect_until_lost  # type: ignore[method-assign]
+    with pytest.raises(ClusterLost, match=says("raylet", "checkpoint 200", "qfleet resume")):
+        run.go()
+    checkpoint = load_checkpoint(tmp_path / "run" / "checkpoints")
+    assert checkpoint.parts["memory"]["rings"] == {}
+    assert checkpoint.parts["run"]["updates"] == (200 - 40) // 4
+    resumed = qfleet.resume(tmp_path / "run").result
+    assert resumed.env_steps >= 400
+    assert resumed.updates == (resumed.env_steps - 40) // 4
 
 
 def test_a_shard_that_dies_while_it_is_saved_costs_the_checkpoint_only(

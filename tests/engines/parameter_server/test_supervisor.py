@@ -21,7 +21,7 @@ from support.server_runs import make_config
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [
-        ({"precision": "bf16"}, ConfigError, "precision bf16"),
+        ({"precision": "tf32"}, ConfigError, "precision tf32"),
         ({"device": "nowhere"}, ConfigError, "device nowhere"),
         # Each of a thousand workers would find room for its thousandth.
         (
@@ -40,9 +40,9 @@ def test_what_every_worker_would_refuse_is_refused_once(
 
 
 def test_other_machines_are_asked_themselves() -> None:
-    parts = build(make_config(precision="bf16", address="10.0.0.1:6379"), FaultLog())
+    parts = build(make_config(precision="tf32", address="10.0.0.1:6379"), FaultLog())
     parts.close()
-    assert parts.config.precision == "bf16"
+    assert parts.config.precision == "tf32"
 
 
 @pytest.mark.parametrize(("largest", "bad"), [(5.0, set()), (1e9, {0})])

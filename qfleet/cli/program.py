@@ -1,0 +1,39 @@
+"""The end of a program: it does not wait for threads that an environment has left running."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+from collections.abc import Callable
+
+from qfleet.core import exits
+from qfleet.core.signals import mark_interrupts
+
+THREADS_S = 3.0
+"""Seconds that threads which an environment has left running have to end."""
+
+
+def run_to_end(main: Callable[[], int]) -> int:
+    """Run ``main`` as a program, which ends even if an environment has left threads."""
+    mark_interrupts()
+    try:
+        exits.exit_code = main()
+    except SystemExit as stop:  # by a signal
+        exits.exit_code = stop.code if isinstance(stop.code, int) else 1
+        raise
+    finally:
+        threads = set(threading.enumerate()) - {threading.main_thread()}
+        if not all(thread.daemon for thread in threads):
+            over = threading.Event()
+            atexit.register(over.set)  # Python calls it once those threads have ended
+            threading.Thread(target=_end, args=(over,), daemon=True).start()
+    return exits.exit_code
+
+
+def _end(over: threading.Event) -> None:
+    """End the program like Python, but without waiting for threads any longer."""
+    if not over.wait(THREADS_S):
+        with contextlib.suppress(Exception):  # a broken pipe
+            atexit._run_exitfuncs()
+        exits.end_now()

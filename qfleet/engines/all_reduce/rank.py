@@ -1,0 +1,225 @@
+"""One rank: the parts of the serial engine, with the clock, ratio and batch of the whole run.
+
+Every rank steps its own environments into its own replay memory. All ranks collect and learn in
+step, so that each of them counts the env steps of all: schedules, target updates and the replay
+ratio then follow the same clock everywhere without a message.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from qfleet.agent.schedules import own_ladder
+from qfleet.agent.weights import FlatWeights
+from qfleet.config.config import Config
+from qfleet.core.errors import CheckpointError
+from qfleet.core.seeding import Seeds, mix_seeds
+from qfleet.core.types import EnvSpec, Memory, StateDict
+from qfleet.engines import serial
+from qfleet.engines.all_reduce.compression import Exchange, make_exchange
+from qfleet.engines.all_reduce.group import Group, Order
+from qfleet.engines.all_reduce.replay import SharedReplay, deal, in_order
+from qfleet.engines.all_reduce.updater import AllReduceUpdater
+from qfleet.engines.factories import make_memory, make_ring, make_updater
+from qfleet.engines.loop import RateLimiter
+from qfleet.engines.parts import LoopParts, Parts, Setup
+from qfleet.engines.placement import Placement
+from qfleet.envs.latency import latency_of
+from qfleet.memory.columns import check_transitions
+from qfleet.storage.state_checks import check_like
+from qfleet.telemetry.timers import Timers
+
+
+def whole_config(config: Config) -> Config:
+    """Return the settings of all ranks as one learner: batch_size and rate are the effective ones.
+
+    ``batch_per_rank`` × workers samples per update replace ``batch_size``, and ``lr_scaling`` says
+    whether the learning rate grows with them.
+    """
+    batch_size = config.batch_per_rank * config.workers or config.batch_size
+    grown = batch_size / config.batch_size
+    factor = {"none": 1.0, "sqrt": math.sqrt(grown), "linear": grown}[config.lr_scaling]
+    return config.replace(batch_size=batch_size, learning_rate=config.learning_rate * factor)
+
+
+def rank_config(config: Config, rank: int) -> Config:
+    """Return a rank's settings: its share of those that count over all ranks."""
+    whole, size = whole_config(config), config.workers
+    batch_size = whole.batch_size // size + (rank < whole.batch_size % size)
+    capacity = whole.replace(envs=config.envs * size).replay_capacity
+    least = (config.n_steps + 2) * config.envs + batch_size
+    return whole.replace(
+        batch_size=batch_size,
+        buffer_size=max(least, -(-capacity // size)),
+        train_freq=max(1, config.train_freq // size),
+        seed=config.seed if rank == 0 else mix_seeds(config.seed, rank),
+        step_latency_s=latency_of(config, rank),
+        # One that hangs must be replaced before the other ranks lose their patience.
+        env_timeout_s=min(config.env_timeout_s, config.worker_timeout_s / 2),
+        device="cpu",
+        replay_dir=os.path.join(config.replay_dir, f"rank-{rank}") if config.replay_dir else "",
+    )
+
+
+def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
+    """Create the parts of one rank; ``ranks_here`` share this machine's cores."""
+    config, rank = setup.config, group.rank
+    own, whole = rank_config(config, rank), whole_config(config)
+    if group.size > 1:
+        cores = max(1, (os.cpu_count() or 1) // ranks_here)
+        torch.set_num_threads(min(torch.get_num_threads(), cores))
+
+    def memory(config: Config, spec: EnvSpec, place: Placement, values: Any) -> Memory:
+        if not config.replay:
+            return make_memory(config, spec, place, values)
+        seed = Seeds.of(own.seed).memory
+        return make_ring(config, spec, place, seed, functools.partial(SharedReplay, group))
+
+    exchanges: list[Exchange] = []
+
+    def updater(weights: FlatWeights, timers: Timers) -> AllReduceUpdater:
+        local = make_updater(config, weights, capturable=False)
+        exchanges.append(make_exchange(config, weights))
+        share = own.batch_size / whole.batch_size
+        return AllReduceUpdater(weights, local, group, exchanges[0], share, timers)
+
+    parts = serial.build(
+        setup._replace(config=own),
+        updater_factory=updater,
+        memory_factory=memory,
+        parts_factory=functools.partial(RankParts, group=group, whole=whole),
+        ladder=own_ladder(config, rank),
+    )
+    assert isinstance(parts, RankParts)
+    parts.exchange = exchanges[0]
+    return parts
+
+
+@dataclass(kw_only=True)
+class RankParts(LoopParts):
+    """The parts of one rank. Its clock counts the env steps of all ranks."""
+
+    group: Group
+    whole: Config
+    """The settings of all ranks as one learner."""
+    exchange: Exchange = field(init=False)
+    _others: list[StateDict] = field(default_factory=list)
+    """What the other ranks continue from, in a run that is resumed."""
+    _rings: list[StateDict] = field(default_factory=list)
+    """Replay memories that are dealt out among another number of ranks."""
+
+    def __post_init__(self) -> None:
+        self.setup = self.setup._replace(config=self.whole)
+        super().__post_init__()
+        together = self.config.replace(envs=self.config.envs * self.group.size)
+        self.limiter = RateLimiter(together, self.clock, self.memory)
+
+    # --- the state of all ranks ---------------------------------------------------------------
+
+    def own_state(self) -> StateDict:
+        """Return what only this rank has."""
+        return {
+            "memory": self.memory.state_dict(),
+            "actor": self.collector.state_dict(),
+            "objective": self.learner.state_dict()["objective"],
+            "unsent": self.exchange.state_dict(),
+        }
+
+    def load_own_state(self, state: StateDict) -> bool:
+        """Restore; return False if the environments had to start new episodes."""
+        if self.config.replay:
+            check_transitions(state["memory"], self.spec)
+        self.memory.load_state_dict(state["memory"])
+        check_like(state["unsent"], self.exchange.state_dict(), "unsent", free=("kept",))
+        self.exchange.load_state_dict(state["unsent"])
+        if self.collector.load_state_dict(state["actor"]):
+            return True
+        self.memory.end_open_episodes()
+        return False
+
+    def state_dict(self) -> dict[str, StateDict]:
+        """Return the sections of a checkpoint (rank 0): what all have, and a section per rank."""
+        state, size = {**Parts.state_dict(self), "actor": {}}, self.group.size
+        # The number of ranks is part of the names: a checkpoint shares files with the one before it
+        # where a name and a version are the same, and a ring that was dealt out begins anew.
+        state[f"rank-0-of-{size}"] = self.own_state()
+        for rank in range(1, size):
+            self.group.give_order(Order.SEND_STATE, rank)
+            state[f"rank-{rank}-of-{size}"] = self.group.receive_state(rank)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, StateDict]) -> bool:
+        size = self.group.size
+        most = 1 + 2 * self.clock.env_steps * self.config.gradient_steps
+        check_like(state["learner"], self.model.state_dict(), "learner", most=most)
+        self.model.load_state_dict(state["learner"])
+        for hook in self.hooks:
+            hook.load_state_dict(state)
+        names = [name for name in state if name.startswith("rank-")]
+        stored = [state[f"rank-{rank}-of-{len(names)}"] for rank in range(len(names))]
+        if not stored:
+            raise CheckpointError("there is no state of any rank")
+        self.channel.restart(self.clock.updates)
+        if len(stored) == size:
+            self._others = stored[1:]
+            return self.load_own_state(stored[0])
+        if self.config.replay:  # deal the replay memories of all ranks out anew
+            for one in stored:
+                check_transitions(one["memory"], self.spec)
+            self._rings = [in_order(one["memory"]) for one in stored]
+            self._refill(deal(self._rings, 0, size))
+        self.notes.append(
+            f"the replay memories of {len(stored)} ranks are dealt out to {size}; priorities and "
+            "unsent gradients begin anew"
+        )
+        return False
+
+    def _refill(self, pieces: list[StateDict]) -> None:
+        assert isinstance(self.memory, SharedReplay)
+        self.memory.refill(pieces, self.spec.frame_stack)
+
+    def report(self) -> dict[str, Any]:
+        """Return what rank 0 shows of every rank."""
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "seconds": dict(self.timers[0].seconds),
+            "exchange_s": self.group.exchange_s,
+        }
+
+    # --- the start of all ranks ---------------------------------------------------------------
+
+    def bring_in_step(self) -> None:
+        """Give all other ranks the weights and clock of this one, and what they continue from."""
+        for rank in range(1, self.group.size):
+            pieces = deal(self._rings, rank, self.group.size)
+            start = {
+                "clock": [self.clock.env_steps, self.clock.updates],
+                "learner": self.model.state_dict(),
+                "own": self._others[rank - 1] if self._others else {},
+                "pieces": {str(i): piece for i, piece in enumerate(pieces)},
+            }
+            self.group.give_order(Order.TAKE_STATE, rank)
+            self.group.send_state(start, rank)
+        self._others, self._rings = [], []
+
+    def get_in_step(self) -> None:
+        """Take over what ``bring_in_step`` sends."""
+        start = self.group.receive_state(0)
+        self.clock.env_steps, self.clock.updates = start["clock"]
+        own = start["own"]
+        fractions = own.get("objective", self.learner.state_dict()["objective"])  # of IQN
+        self.model.load_state_dict(start["learner"] | {"objective": fractions})
+        self.channel.restart(self.clock.updates)
+        if start["pieces"]:
+            self._refill(list(start["pieces"].values()))
+        if own:
+            self.load_own_state(own)

@@ -1,0 +1,76 @@
+"""The replay memory of a rank: its own ring, sampled in step with the rings of all other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qfleet.core.types import FIRST, SKIP, Batch, Block, StateDict
+from qfleet.engines.all_reduce.group import Group
+from qfleet.memory.ring import Ring
+from qfleet.memory.samplers import PrioritizedSampler
+
+
+class SharedReplay(Ring):
+    """Part of a replay memory that is divided among ranks.
+
+    All ranks begin to learn together. The importance weight of a prioritised sample is relative to
+    the largest weight on any rank, as if one sampler had drawn all samples.
+    """
+
+    def __init__(self, group: Group, *given: Any) -> None:
+        super().__init__(*given)
+        self._group, self._all_can_sample = group, False
+
+    def can_sample(self) -> bool:
+        """Return whether every rank can sample; all ranks must ask at the same time."""
+        if not self._all_can_sample:
+            self._all_can_sample = self._group.least(super().can_sample()) > 0
+        return self._all_can_sample
+
+    def sample(self, count: int, beta: float | Tensor) -> Batch:
+        batch = super().sample(count, beta)
+        if self._group.size > 1 and isinstance(self.sampler, PrioritizedSampler):
+            total, smallest = self.sampler.mass()
+            rarest = smallest / total  # the probability of the sample with the largest weight
+            batch.weight.mul_((self._group.least(rarest) / rarest) ** float(beta))
+        return batch
+
+    def refill(self, pieces: Sequence[StateDict], stack: int) -> None:
+        """Fill the empty ring with pieces of other rings; all transitions get new priorities."""
+        for piece in pieces:
+            flags = piece["flags"].clone()
+            # The rows before a piece belong to another one, so that its first stacks are cut.
+            flags[: stack - 1].bitwise_or_(SKIP)
+            flags[0].bitwise_or_(FIRST)
+            self.extend(Block(**piece | {"flags": flags}))
+            self.end_open_episodes()
+
+
+def in_order(state: StateDict) -> StateDict:
+    """Return the rows of a stored ring as columns ``[T, N, …]``, from the oldest to the newest."""
+    shape, total = state["shape"], state["total_rows"]
+    filled = min(total, shape["rows"])
+    if not filled:
+        return {}
+    columns = {
+        name: state[name].view(filled, shape["num_envs"]) for name in ("action", "reward", "flags")
+    }
+    columns["obs"] = torch.cat(list(state["frames"].tensors))
+    if total == filled:
+        return columns
+    return {name: column.roll(-(total % filled), 0) for name, column in columns.items()}
+
+
+def deal(rings: Sequence[StateDict], rank: int, ranks: int) -> list[StateDict]:
+    """Return a rank's part of every ring, of which all ranks get an equal one, old and new."""
+    pieces = []
+    for number, columns in enumerate(rings):
+        rows, part = len(columns.get("action", ())), (rank + number) % ranks
+        first, stop = rows * part // ranks, rows * (part + 1) // ranks
+        if stop > first:
+            pieces.append({name: column[first:stop] for name, column in columns.items()})
+    return pieces

@@ -1,0 +1,250 @@
+"""Two configurations on the same batches: after which update do their weights differ, and how much?
+
+In: two configurations that have the same network and the same samples per update. Out: the
+difference of their weights after every update. Both start with the weights of the first one. The
+batches are drawn once, from steps of its environment with random actions. Ranks of an all-reduce
+are threads here, each of which learns from its part of every batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from qfleet.accelerator.compiling import Compilable
+from qfleet.agent.learner import Learner
+from qfleet.agent.weights import FlatWeights
+from qfleet.config.config import Config
+from qfleet.config.validation import validate
+from qfleet.core.errors import ConfigError
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import BATCH_FIELDS, Batch, Block, Clock, EnvSpec, Memory, StateDict
+from qfleet.engines import serial
+from qfleet.engines.all_reduce.compression import make_exchange
+from qfleet.engines.all_reduce.rank import rank_config, whole_config
+from qfleet.engines.all_reduce.updater import AllReduceUpdater
+from qfleet.engines.factories import make_learner, make_updater
+from qfleet.engines.parts import Setup
+from qfleet.engines.placement import Placement
+from qfleet.engines.torch_settings import TorchSettings
+from qfleet.engines.tuning import apply_precision
+from qfleet.networks.factory import make_network
+from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.timers import Timers
+
+BATCHES_OF_STEPS = 8
+"""Env steps that are collected, in batches."""
+RANKS_S = 60.0
+"""Deadline of the ranks for each other."""
+
+
+OnUpdate: TypeAlias = "Callable[[int, Learner, FixedBatches], None]"
+"""Called after every update with the rank, its learner and its memory."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The differences of two trajectories of weights, one entry per update."""
+
+    largest: list[float]
+    """Largest absolute difference of a weight."""
+    relative: list[float]
+    """Norm of the difference over the norm of how far the first one has moved."""
+
+    @property
+    def first_difference(self) -> int | None:
+        """The first update, from 1, after which a bit differs; None: there is none."""
+        return next((i for i, number in enumerate(self.largest, 1) if number != 0), None)
+
+
+class ThreadRanks:
+    """Ranks that are threads; a thread's name is its rank."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._tensors: dict[str, Tensor] = {}
+        self._barrier = threading.Barrier(size)
+
+    def sum(self, tensor: Tensor) -> None:
+        tensor.copy_(torch.stack(self.gather(tensor)).sum(0))
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        self._tensors[threading.current_thread().name] = tensor.clone()
+        self._barrier.wait(RANKS_S)
+        gathered = [self._tensors[name] for name in sorted(self._tensors)]
+        self._barrier.wait(RANKS_S)
+        return gathered
+
+    def run(self, work: Callable[[int], None]) -> None:
+        """Call ``work`` with each rank, in a thread of its own; raise the first error."""
+        errors: list[BaseException] = []
+
+        def guarded(rank: int) -> None:
+            try:
+                work(rank)
+            except BaseException as error:
+                errors.append(error)
+                self._barrier.abort()
+
+        threads = [
+            threading.Thread(target=guarded, args=(rank,), name=f"{rank:04}", daemon=True)
+            for rank in range(self.size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+class FixedBatches(Memory):
+    """A memory that gives a rank its part of each batch, one batch after another."""
+
+    def __init__(self, batches: Sequence[Batch], part: slice) -> None:
+        self._batches, self._part, self.device = iter(batches), part, torch.device("cpu")
+        self.priority = torch.zeros(0)
+        """The newest priorities."""
+
+    def sample(self, count: int, beta: float | Tensor) -> Batch:
+        del beta
+        whole = next(self._batches)
+        batch = Batch(*(getattr(whole, name)[self._part].clone() for name in BATCH_FIELDS))
+        assert len(batch) == count
+        return batch
+
+    def update_priorities(self, index: Tensor, priority: Tensor) -> None:
+        del index
+        self.priority = priority.clone()
+
+    def extend(self, block: Block) -> None:
+        raise ValueError(f"{block.rows} rows cannot be added: the batches are fixed")
+
+    def can_sample(self) -> bool:
+        return True
+
+    def generators(self) -> list[torch.Generator]:
+        return []
+
+    def compilables(self) -> list[Compilable]:
+        return []
+
+    def end_open_episodes(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+    def state_dict(self) -> StateDict:
+        return {}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        del state
+
+
+def collect_batches(config: Config, updates: int) -> tuple[EnvSpec, list[Batch]]:
+    """Return batches of random steps in the environment of this configuration."""
+    size = whole_config(config).batch_size
+    steps = BATCHES_OF_STEPS * size + 8 * config.envs
+    plain = config.replace(
+        engine="serial", steps=10**9, learning_starts=10**8, precision="auto", compile="off",
+        exploration_initial_eps=1.0, exploration_final_eps=1.0, exploration_ladder=False,
+        buffer_size=2 * steps, gradient_compression="none", workers=Config.workers,
+        batch_per_rank=0, lr_scaling="none",
+    )  # fmt: skip
+    parts = serial.build(Setup(plain, FaultLog()))
+    try:
+        serial.run(parts, lambda: parts.clock.env_steps < steps)
+        return parts.spec, [parts.memory.sample(size, 1.0) for _ in range(updates)]
+    finally:
+        parts.close()
+
+
+def initial_weights(config: Config, spec: EnvSpec) -> Tensor:
+    network = make_network(config, spec, torch.device("cpu"), Seeds.of(config.seed).network)
+    return FlatWeights(network).data
+
+
+def learn_batches(
+    config: Config,
+    spec: EnvSpec,
+    batches: Sequence[Batch],
+    initial: Tensor,
+    on_update: OnUpdate,
+    ranks: ThreadRanks | None = None,
+) -> None:
+    """Learn from the batches, from ``initial`` weights on: one learner, or one per rank."""
+    size = config.workers if config.engine == "all-reduce" else 1
+    ranks = ranks or ThreadRanks(size)
+
+    def learn(rank: int) -> None:
+        whole = whole_config(config)
+        own = rank_config(config, rank) if size > 1 else whole
+        first = sum(rank_config(config, r).batch_size for r in range(rank))
+        memory = FixedBatches(batches, slice(first, first + own.batch_size))
+        place, clock, timers = Placement.of(own, spec, in_background=False), Clock(), Timers()
+
+        def updater(weights: FlatWeights) -> AllReduceUpdater:
+            local, share = make_updater(own, weights, False), own.batch_size / whole.batch_size
+            exchange = make_exchange(config, weights)
+            return AllReduceUpdater(weights, local, ranks, exchange, share, timers)
+
+        learner = make_learner(own, spec, place, memory, clock, timers, updater_factory=updater)
+        apply_precision(own, learner.networks)
+        if initial.shape != learner.weights.data.shape:
+            raise ConfigError("the two configurations have different networks")
+        learner.weights.data.copy_(initial)
+        learner.move_target(1.0)
+        for _ in batches:
+            learner.learn(1)
+            clock.env_steps += max(1, config.train_freq // config.gradient_steps)
+            on_update(rank, learner, memory)
+
+    ranks.run(learn)
+
+
+def compare(first: Config, second: Config, updates: int) -> Comparison:
+    """Compare the weights of rank 0 after each of ``updates`` updates."""
+    first, second = validate(first), validate(second)
+    sizes = [whole_config(config).batch_size for config in (first, second)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"the configurations have {sizes[0]} and {sizes[1]} samples per update; give both the "
+            "same batch_size"
+        )
+    for config in (first, second):
+        if config.engine not in ("auto", "serial", "all-reduce"):
+            raise ConfigError(f"compare knows serial and all-reduce, not --engine {config.engine}")
+        if not config.replay or config.envs == 0:
+            raise ConfigError("compare needs algorithms with replay, and envs of at least 1")
+    settings = TorchSettings()
+    try:
+        spec, batches = collect_batches(first, updates)
+        initial = initial_weights(first, spec)
+        ours: list[Tensor] = []
+        largest, relative = list[float](), list[float]()
+
+        def keep(rank: int, learner: Learner, _: FixedBatches) -> None:
+            if rank == 0:
+                ours.append(learner.weights.data.cpu().clone())
+
+        def measure(rank: int, learner: Learner, _: FixedBatches) -> None:
+            if rank == 0:
+                mine = ours[len(largest)].double()
+                difference, moved = (
+                    mine - w.cpu().double() for w in (learner.weights.data, initial)
+                )
+                largest.append(float(difference.abs().max()))
+                relative.append(float(difference.norm() / moved.norm()))
+
+        learn_batches(first, spec, batches, initial, keep)
+        settings.restore()
+        learn_batches(second, spec, batches, initial, measure)
+    finally:
+        settings.restore()
+    return Comparison(largest, relative)

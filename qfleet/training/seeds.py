@@ -1,0 +1,77 @@
+"""The folder of several seeds: what remains of them to train, and their aggregate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from qfleet.config.config import Config, check_fields
+from qfleet.config.files import read_fields
+from qfleet.config.trust import check_trust
+from qfleet.core.errors import ConfigError
+from qfleet.core.files import read_text
+from qfleet.storage.checkpoint import has_checkpoint
+from qfleet.storage.rundir import RunLock, check_idle
+from qfleet.storage.state_checks import check_like, reading
+from qfleet.storage.vacancy import CONFIG, EXPERIMENT, RESULT
+from qfleet.training.result import Result
+from qfleet.training.trained import Trained, TrainedSeeds, aggregate_seeds
+
+
+def resume_seeds(
+    folder: Path,
+    asked: dict[str, Any],
+    trust: bool,
+    resume: Callable[[Path], Any],
+    start: Callable[[Path, Config], Trained],
+) -> TrainedSeeds:
+    """Train what remains: ended seeds are kept, those without a checkpoint start anew."""
+    with reading(f"'{folder / EXPERIMENT}' cannot be read; resume each seed by itself"):
+        stored = json.loads(read_text(folder / EXPERIMENT))
+        fields, seeds = check_fields(stored["config"]), stored["seeds"]
+        check_like(seeds, (0,), "seeds")
+        if not seeds:
+            raise ValueError("it names no seed")
+    check_trust(Config(**{name: fields[name] for name in fields.keys() - asked}), trust)
+    config, runs = Config(**fields).replace(**asked), list[Trained]()
+    with RunLock(folder):
+        children = {seed: folder / f"seed-{seed}" for seed in seeds}
+        for child in children.values():
+            check_idle(child)
+        ended = {seed: finished(child, config.steps) for seed, child in children.items()}
+        if None not in ended.values() and _is_aggregated(folder, ended.values()):
+            raise ConfigError(f"'{folder}' is complete (seeds {seeds}); --steps N sets a new total")
+        for seed, child in children.items():
+            run = ended[seed]
+            if run is None and has_checkpoint(child / "checkpoints"):
+                run = resume(child)
+            runs.append(run or start(child, config.replace(seed=seed)))
+            if runs[-1].interrupted_by is not None:
+                break
+        return aggregate_seeds(folder, runs)
+
+
+def _is_aggregated(folder: Path, runs: Iterable[Trained | None]) -> bool:
+    """Return whether the aggregate is of all steps of these runs, not of an interrupted seed."""
+    try:
+        steps = json.loads(read_text(folder / "aggregate.json"))["env_steps"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    return bool(steps == sum(run.result.env_steps for run in runs if run is not None))
+
+
+def finished(folder: Path, steps: int) -> Trained | None:
+    """Return a run that has ended by itself; None if it has not, or before ``steps``."""
+    if not (folder / RESULT).exists() or not (folder / CONFIG).exists():
+        return None
+    with reading(f"'{folder / RESULT}' cannot be read"):
+        result = Result(**json.loads(read_text(folder / RESULT)))
+        if result.stopped_by.startswith(("stop_after", "max_wall", "SIG", "error")):
+            return None
+        if result.stopped_by == "steps" and result.env_steps < steps:
+            return None
+    curve = folder / "plots" / "learning_curve.png"
+    config = Config(**read_fields(folder / CONFIG))
+    return Trained(folder, config, result, curve if curve.exists() else None)
