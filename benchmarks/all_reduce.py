@@ -101,7 +101,7 @@ def _exchange(rank: int, size: int, port: int, listener: int, rounds: int, out: 
     world = World(rank, size, rank, size, "127.0.0.1", port)
     store = connect(world, rank == 0, listener if rank == 0 else None)
     group = Group(world, 0, 60.0, store)
-    group.connect()
+    group.connect(torch.device("cpu"))
     spec = EnvSpec("Pong", (4, 84, 84), "uint8", 6)
     config = qfleet.Config(network="nature")
     weights = FlatWeights(make_network(config, spec, torch.device("cpu"), 0))

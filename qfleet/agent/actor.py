@@ -85,10 +85,12 @@ class Actor:
         seed: int,
         blocks: int = 1,
         ladder: NDArray[np.float32] | None = None,
+        steps_per_row: int | None = None,
     ) -> None:
         """``blocks``: number of buffers; a block is overwritten after that many calls.
 
         ``ladder``: the constant ε of each env; None: computed from the configuration.
+        ``steps_per_row``: by how much the run's clock advances per row; None: by these envs.
         """
         self._groups, self._inference, self._config = groups, inference, config
         self._acting, self._stepping = timers.span("act"), timers.span("env")
@@ -97,6 +99,7 @@ class Actor:
         self.num_envs = n = sum(group.num_envs for group in groups)
         ends = np.cumsum([group.num_envs for group in groups]).tolist()
         self._columns = [slice(end - g.num_envs, end) for g, end in zip(groups, ends, strict=True)]
+        self._steps_per_row = steps_per_row or n
         self._keeps_in_flight = len(groups) > 1
         self._in_flight = False
         self._sent_with = 0
@@ -135,13 +138,13 @@ class Actor:
             self._sent_with = version
         if not self._keeps_in_flight:
             for row in range(rows):
-                now = env_steps + row * n
+                now = env_steps + row * self._steps_per_row
                 self._send(0, number, row, chance[row], random_actions[row], now)
                 self._receive(0, number, row)
         else:
             for row in range(rows):
                 at = (number, row + 1) if row + 1 < rows else (then, 0)
-                now = env_steps + row * n
+                now = env_steps + row * self._steps_per_row
                 for group in range(len(self._groups)):
                     self._receive(group, number, row)
                     self._send(group, *at, chance[row], random_actions[row], now)

@@ -131,8 +131,9 @@ def _rules(c: Config) -> Rules:
         yield not c.prioritized_replay or batch_size % c.workers == 0, "workers", (
             f"must divide batch_size {batch_size} with prioritized_replay, where all ranks draw "
             "their samples together; change one of them")
-        yield c.device in ("auto", "cpu"), "device", (
-            "does not go with --engine all-reduce, which was tried on CPUs only; use cpu")
+        yield ":" not in c.device, "device", (
+            "has no number with --engine all-reduce, which gives each rank a GPU of its own; use "
+            "cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs")
         yield c.lr_scaling == "none" or c.batch_per_rank > 0, "lr_scaling", (
             "is for a batch that grows with the ranks; set batch_per_rank or use none")
     if c.population > 1:
@@ -153,7 +154,7 @@ def _rules(c: Config) -> Rules:
     if c.engine == "device" or c.population > 1:
         yield c.step_latency_s == 0, "step_latency_s", (
             "is for environments on the host, not for --engine device or a population; use 0")
-    yield c.env_groups <= 1 or c.engine in ("auto", "pipeline"), "env_groups", (
+    yield c.env_groups <= 1 or c.engine in ("auto", "pipeline", "all-reduce"), "env_groups", (
         f"is for --engine pipeline, not {c.engine}, which steps all envs together; leave it out")
     yield c.env_groups <= 1 or not c.lockstep, "env_groups", (
         "does not go with lockstep, where one group steps at a time; use 1")

@@ -25,6 +25,7 @@ from qfleet.engines.torch_settings import TorchSettings
 from qfleet.envs.device.names import is_tensor_env
 from qfleet.envs.factory import make_envs, steps_in_background
 from qfleet.envs.registry import ale_game
+from qfleet.envs.threads import cores_for
 from qfleet.telemetry.faults import FaultLog
 
 ENVS_PER_CORE = 8
@@ -133,10 +134,12 @@ def _with_shape(config: Config) -> Config:
         envs = config.envs or ACTORS_ENVS
         rows = config.block_rows or -(-ACTORS_BLOCK // envs)
         return validate(config.replace(envs=envs, env_groups=1, block_rows=rows))
-    on_pipeline = config.engine == "pipeline"
+    ranks = config.workers if config.engine == "all-reduce" else 1
     background = steps_in_background(config)
-    accelerated = on_pipeline and _learner_device(config).type != "cpu"
-    cores = os.cpu_count() or 1
+    has_fast_path = config.engine in ("pipeline", "all-reduce")
+    accelerated = has_fast_path and _learner_device(config).type != "cpu"
+    on_pipeline = config.engine == "pipeline" or accelerated
+    cores = cores_for(config)
     envs = config.envs
     if envs == 0:
         envs = min(256, max(16, ENVS_PER_CORE * cores)) if accelerated and background else 8
@@ -153,10 +156,10 @@ def _with_shape(config: Config) -> Config:
     # Without replay a block is a rollout, on every engine.
     if rows == 0 and config.replay and not config.lockstep:
         if accelerated:
-            updates_per_row = envs * config.updates_per_env_step
-            rows = max(
-                config.train_freq // envs, min(MOST_ROWS, round(BLOCK_UPDATES / updates_per_row))
-            )
+            all_envs = ranks * envs
+            updates_per_row = all_envs * config.updates_per_env_step
+            rows = min(MOST_ROWS, round(BLOCK_UPDATES / updates_per_row))
+            rows = max(config.train_freq // all_envs, rows)
         elif on_pipeline and background:
             rows = -(-CPU_BLOCK // envs)
     return validate(config.replace(envs=envs, env_groups=groups, block_rows=max(rows, 0)))

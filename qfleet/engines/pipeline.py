@@ -10,20 +10,33 @@ ratio is exact.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from qfleet.accelerator.compiling import switch
 from qfleet.agent.actor import Actor, Inline
 from qfleet.agent.ahead import Ahead
 from qfleet.agent.inference import HostInference, Inference
+from qfleet.agent.learner import Learner
 from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import rows_per_block
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
-from qfleet.core.types import Clock, Collector, VectorEnv, WeightsChannel
+from qfleet.core.types import (
+    Clock,
+    Collector,
+    EnvSpec,
+    Memory,
+    Updater,
+    VectorEnv,
+    WeightsChannel,
+)
 from qfleet.engines import serial
 from qfleet.engines.factories import make_learner, make_memory
 from qfleet.engines.loop import SameWeights
@@ -32,7 +45,7 @@ from qfleet.engines.placement import Acting, Placement, inference_rate, place_in
 from qfleet.engines.recording import Prepared, prepare_learner
 from qfleet.engines.stage_rates import Stages, env_rate, learner_rate, make_stages
 from qfleet.engines.torch_settings import set_threads
-from qfleet.engines.tuning import Tuning, apply_precision
+from qfleet.engines.tuning import Choice, Tuning, apply_precision
 from qfleet.telemetry.bottleneck import StageRates
 from qfleet.telemetry.timers import Timers
 
@@ -40,30 +53,56 @@ BLOCKS_AHEAD = 4
 """Blocks that an actor in a thread fills in turn: one is filled while others are copied."""
 
 
-def build(setup: Setup) -> LoopParts:
+@dataclass(frozen=True)
+class Variant:
+    """What the ranks of an all-reduce, which reuse this pipeline, replace in it."""
+
+    place: Callable[[Config, EnvSpec, bool], Placement] = Placement.of
+    memory: Callable[..., Memory] = make_memory
+    updater: Callable[..., Updater] | None = None
+    """``updater(weights, timers=…, capturable=…)``; None: the updater of the configuration."""
+    parts: Callable[..., LoopParts] = LoopParts
+    ladder: NDArray[np.float32] | None = None
+    """One constant ε per env."""
+    counting: Config | None = None
+    """The settings by which the clock counts; None: those of the run."""
+    agree: Callable[[Choice], Choice] | None = None
+    """Returns the choice to record, given the fastest one here."""
+
+
+def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B008 (it is frozen)
     """Create the parts."""
     config, seeds = setup.config, setup.seeds
+    counting = variant.counting or config
     with contextlib.ExitStack() as made:
         envs = setup.make_envs(made)
         spec = envs[0].spec
-        place = Placement.of(config, spec, any(group.in_background for group in envs))
+        place = variant.place(config, spec, any(group.in_background for group in envs))
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = [setup.make_timers("learner")]
         # A lambda, because the learner does not exist yet: a rollout calls it for its returns.
-        memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs))
+        memory = variant.memory(config, spec, place, lambda obs: learner.state_values(obs))
         made.callback(memory.close)
-        learner = make_learner(config, spec, place, memory, clock, timers[0])
+        updater = variant.updater and functools.partial(
+            variant.updater, timers=timers[0], capturable=place.capturable
+        )
+        learner: Learner = make_learner(
+            config, spec, place, memory, clock, timers[0], updater_factory=updater
+        )
         notes, hooks, prepared = list(place.notes), list[EngineHook](), None
         if place.capturable:
             assert isinstance(learner, RecordedLearner), "devices with streams record updates"
-            prepared = prepare_learner(config, spec, learner, memory, place.device)
+            prepared = prepare_learner(config, spec, learner, memory, place.device, variant.agree)
             timers[0].load_state_dict({})  # trials are not part of the run
             notes.append(prepared.note)
             hooks.append(TuningHook(prepared.tuning))
             choice = prepared.tuning.choice
         else:
             choice = apply_precision(config, learner.networks)
+            if isinstance(learner, RecordedLearner) and config.compile == "on":
+                switch(learner.compilables(), True)
+                choice = replace(choice, compiled=True)
         inference: Inference
         if place.ahead or (config.lockstep and not config.normalize_observations):
             sizes = [group.num_envs for group in envs]
@@ -76,7 +115,10 @@ def build(setup: Setup) -> LoopParts:
             inference = HostInference(learner.online, place.device, spec.obs_dtype, seeds.actor)
             blocks = min(2, len(envs))  # groups in flight begin a block before the last is returned
         rows = rows_per_block(config)
-        actor = Actor(envs, inference, config, timers[-1], rows, seeds.actor, blocks=blocks)
+        actor = Actor(
+            envs, inference, config, timers[-1], rows, seeds.actor,
+            blocks=blocks, ladder=variant.ladder, steps_per_row=counting.envs,
+        )  # fmt: skip
         collector: Collector
         channel: WeightsChannel
         if acting is not None:
@@ -84,7 +126,7 @@ def build(setup: Setup) -> LoopParts:
             collector = ahead = Ahead(
                 actor,
                 channel,
-                config,
+                counting,
                 clock,
                 timers[0],
                 lockstep=config.lockstep,
@@ -99,7 +141,7 @@ def build(setup: Setup) -> LoopParts:
         else:
             channel = SameWeights()
             collector = Inline(actor, channel, clock)
-        return LoopParts(
+        return variant.parts(
             setup=setup,
             spec=spec,
             device=place.device,

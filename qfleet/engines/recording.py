@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -43,9 +44,17 @@ class Prepared(NamedTuple):
 
 
 def prepare_learner(
-    config: Config, spec: EnvSpec, learner: RecordedLearner, memory: Memory, device: torch.device
+    config: Config,
+    spec: EnvSpec,
+    learner: RecordedLearner,
+    memory: Memory,
+    device: torch.device,
+    agree: Callable[[Choice], Choice] | None = None,
 ) -> Prepared:
-    """Tune the learner for its device and record its bursts; its state does not change."""
+    """Tune the learner for its device and record its bursts; its state does not change.
+
+    ``agree`` returns what is recorded instead of the fastest choice (ranks of an all-reduce).
+    """
     saved = copy_state({"learner": learner.state_dict(), "memory": memory.state_dict()})
     at_once = updates_at_once(config, learner.burst_updates)
     samples = None
@@ -81,6 +90,8 @@ def prepare_learner(
         options = [Choice("fp32" if config.precision == "fp32" else "tf32", compiled=False)]
         compiles = config.compile == "on"
     tuning = tune(options, compiles, time_update, key)
+    if agree is not None:
+        tuning, in_force = dataclasses.replace(tuning, choice=agree(tuning.choice)), None
     update_s = time_update(tuning.choice)
     learner.load_state_dict(saved["learner"])
     memory.load_state_dict(saved["memory"])

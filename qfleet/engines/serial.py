@@ -17,7 +17,7 @@ from qfleet.agent.actor import Actor, Inline
 from qfleet.agent.inference import HostInference
 from qfleet.agent.learner import Learner
 from qfleet.agent.schedules import rows_per_block
-from qfleet.core.types import Clock, Memory, Updater
+from qfleet.core.types import Clock, Updater
 from qfleet.engines.factories import make_learner, make_memory
 from qfleet.engines.loop import SameWeights, collect, learn
 from qfleet.engines.parts import LoopParts, Setup
@@ -30,15 +30,13 @@ def build(
     setup: Setup,
     *,
     updater_factory: Callable[..., Updater] | None = None,
-    memory_factory: Callable[..., Memory] = make_memory,
-    parts_factory: Callable[..., LoopParts] = LoopParts,
     ladder: NDArray[np.float32] | None = None,
 ) -> LoopParts:
     """Create the parts.
 
-    The other arguments are for the workers of a parameter server and the ranks of an all-reduce,
-    which reuse this function. ``updater_factory(weights, timers=…)`` returns the updater that
-    exchanges gradients, and ``ladder`` is one constant ε per env.
+    The other arguments are for the workers of a parameter server, which reuse this function.
+    ``updater_factory(weights, timers=…)`` returns the updater that exchanges gradients, and
+    ``ladder`` is one constant ε per env.
     """
     config, seed = setup.config, setup.seeds.actor
     with contextlib.ExitStack() as made:
@@ -50,7 +48,7 @@ def build(
         clock = Clock(frame_skip=spec.frame_skip)
         timers = setup.make_timers("learner")
         # A lambda, because the learner does not exist yet: a rollout calls it for its returns.
-        memory = memory_factory(config, spec, place, lambda obs: learner.state_values(obs))
+        memory = make_memory(config, spec, place, lambda obs: learner.state_values(obs))
         made.callback(memory.close)
         factory = updater_factory and functools.partial(updater_factory, timers=timers)
         learner: Learner = make_learner(
@@ -61,7 +59,7 @@ def build(
         inference = HostInference(learner.online, place.device, spec.obs_dtype, seed)
         rows = rows_per_block(config)
         actor = Actor(envs, inference, config, timers, rows, seed, ladder=ladder)
-        return parts_factory(
+        return LoopParts(
             setup=setup,
             spec=spec,
             device=place.device,

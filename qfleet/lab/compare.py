@@ -66,7 +66,8 @@ class ThreadRanks:
     """Ranks that are threads; a thread's name is its rank."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.exchanges = size, size > 1
+        self.bytes_sent = self.messages = 0
         self._tensors: dict[str, Tensor] = {}
         self._barrier = threading.Barrier(size)
 
@@ -180,6 +181,8 @@ def learn_batches(
 ) -> None:
     """Learn from the batches, from ``initial`` weights on: one learner, or one per rank."""
     size = config.workers if config.engine == "all-reduce" else 1
+    if size > 1:
+        config = config.replace(device="cpu")  # threads would share the streams of a GPU
     ranks = ranks or ThreadRanks(size)
 
     def learn(rank: int) -> None:

@@ -255,6 +255,11 @@ class PrioritizedSampler(Sampler):
         self._settle()
         return float(self.block_sums.sum()), float(self.block_minima.amin())
 
+    def least_probability(self) -> Tensor:
+        """Return the probability of the start that is drawn least often, without a host sync."""
+        self._settle()
+        return self.block_minima.amin() / self.block_sums.sum()
+
     def _stratified_mass(self, count: int) -> Tensor:
         device = self.leaves.device
         if self._capturable:

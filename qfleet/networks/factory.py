@@ -158,7 +158,8 @@ def _double(network: QNetwork) -> None:
 def model_transform(network: QNetwork, config: Config, device: torch.device) -> QNetwork:
     """Return the network, compiled if the configuration asks for it."""
     # On an accelerator these engines compile whole updates, which include the network.
-    whole_updates = config.engine in ("pipeline", "device") and has_streams(device)
+    engines = ("pipeline", "device", "all-reduce")
+    whole_updates = config.engine in engines and has_streams(device)
     if config.compile == "on" and not whole_updates:
         network.compile()
         network.allows_shortcuts = False

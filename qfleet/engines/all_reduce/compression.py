@@ -24,6 +24,13 @@ class Ranks(Protocol):
     """What an exchange needs of the ranks."""
 
     size: int
+    bytes_sent: int
+    messages: int
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether there is anything to exchange."""
+        ...
 
     def sum(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over all ranks, the same bits on each."""
@@ -71,14 +78,15 @@ class Sparse(Exchange):
         self._top_k = TopK(share)
 
     def sum(self, gradient: Tensor, ranks: Ranks) -> None:
-        packed = self._top_k.pack(gradient)
+        packed = self._top_k.pack(gradient.cpu())
         if not isinstance(packed, tuple):
             ranks.sum(gradient)
             return
         values, indices = (ranks.gather(torch.from_numpy(array)) for array in packed[1:])
         gradient.zero_()
         for value, index in zip(values, indices, strict=True):
-            gradient.index_add_(0, index.long(), value)
+            # In this order on every device: one addition after another to each entry.
+            gradient.index_add_(0, index.to(gradient.device).long(), value.to(gradient.device))
 
     def state_dict(self) -> StateDict:
         return {} if self._top_k.kept is None else {"kept": self._top_k.kept}

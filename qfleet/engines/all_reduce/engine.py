@@ -46,7 +46,6 @@ def build(setup: Setup) -> Parts:
                 shares = ranks_here + group.size - 1
                 transitions = shares * rank_config(config, 0).replay_capacity
                 check_replay_fits(config, parts.spec, transitions, torch.device("cpu"))
-            group.connect()
         except BaseException as error:
             group.close(error)
             raise
@@ -107,14 +106,16 @@ class RanksHook(EngineHook):
                 self._ask()
         ranks = [{"rank": 0, **self._parts.report()}]
         ranks += [{"rank": rank, **report} for rank, report in sorted(self._reports.items())]
-        sent = (group.bytes_sent, group.bytes_sent, group.messages)
-        config = self._parts.config
+        config, updates = self._parts.config, self._parts.clock.updates - self._parts.first_update
+        # Not what the group has counted: recorded exchanges run without it.
+        sent, messages = (updates * number for number in self._parts.updater.traffic)
         fleet = {
             "ranks": ranks,
             "effective_batch_size": config.batch_size,
             "effective_learning_rate": config.learning_rate,
         }
-        return {"communication": dict(zip(TRAFFIC, sent, strict=True)), "fleet": fleet}
+        traffic = dict(zip(TRAFFIC, (sent, sent, messages), strict=True))
+        return {"communication": traffic, "fleet": fleet}
 
 
 def _dismiss(group: Group) -> None:

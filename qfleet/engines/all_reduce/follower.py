@@ -18,7 +18,7 @@ from qfleet.core.errors import QfleetError, RankLost, one_line
 from qfleet.engines import serial
 from qfleet.engines.all_reduce.group import END, GONE, RUN, Group, Order, connect
 from qfleet.engines.all_reduce.rank import RankParts, build_rank
-from qfleet.engines.all_reduce.world import World, launched_world
+from qfleet.engines.all_reduce.world import World, launched_world, see_own_gpu
 from qfleet.engines.parts import Setup
 from qfleet.telemetry.faults import FaultLog
 
@@ -27,6 +27,7 @@ def follow() -> NoReturn:
     """Serve the runs of rank 0 until its process ends, then end this one."""
     world = launched_world()
     assert world is not None, "a rank is started by rank 0 or by a launcher"
+    see_own_gpu(world)
     try:
         _serve(world)
     except QfleetError as error:
@@ -83,7 +84,6 @@ def _train(world: World, number: int, store: Store, told: dict[str, Any]) -> Non
     try:
         parts = build_rank(Setup(config, faults, told["restarted_at"]), group, world.local_size)
         with contextlib.closing(parts):
-            group.connect()
             if _obey(parts, faults):  # rank 0 sends what all begin with
                 serial.run(parts, lambda: _obey(parts, faults))
             group.close()

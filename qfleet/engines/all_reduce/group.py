@@ -4,6 +4,8 @@ Rank 0 gives orders, one per turn of the loop; the other ranks wait for them as 
 because rank 0 also evaluates and saves. Everything else that ranks exchange has a deadline,
 ``worker_timeout_s``. A thread of every rank writes a sign of life into the store each second: it
 ends a rank that waits for a rank 0 which is gone, and after a failed exchange it tells who is.
+
+Gradients on GPUs are added up by NCCL if every rank has a GPU of its own, everything else by gloo.
 """
 
 from __future__ import annotations
@@ -71,6 +73,9 @@ class Group:
         self._prefix = f"run-{run}"
         self._store = PrefixStore(self._prefix, store)
         self._orders: Any = None
+        self._nccl: Any = None
+        self.is_tuning = False
+        """Whether this rank is measured alone, without exchanges."""
         self._passed = 0
         """Number of exchanges of all ranks that this one has begun."""
         self._closed = threading.Event()
@@ -80,20 +85,10 @@ class Group:
 
     # --- start and end ------------------------------------------------------------------------
 
-    def connect(self) -> None:
-        """Wait until all ranks are ready, and connect them."""
-        self._store.set(f"ready/{self.rank}", "")
-        until_s = time.monotonic() + START_S
-        while missing := [r for r in range(self.size) if not self._store.check([f"ready/{r}"])]:
-            for rank in missing:
-                if loss := self._why_ended(rank):
-                    raise RankLost(f"rank {rank} of {self.size} did not start: {loss}")
-            if time.monotonic() > until_s:
-                raise RankLost(
-                    f"rank {missing[0]} of {self.size} did not start within {START_S:g} s; start "
-                    "as many ranks as --workers says, and check that they reach each other"
-                )
-            time.sleep(0.02)
+    def connect(self, device: torch.device) -> None:
+        """Wait until all ranks are ready, and connect them. ``device``: where this rank learns."""
+        is_gpu = device.type == "cuda" and dist.is_nccl_available()
+        gpus = self._meet("ready", str(_gpu_id(device)) if is_gpu else "")
         if dist.is_initialized():
             raise ConfigError(
                 "torch.distributed is already initialised in this process, which --engine "
@@ -110,10 +105,35 @@ class Group:
                 timeout=timedelta(seconds=0.75 * self._timeout_s),
             )
             self._orders = dist.new_group(timeout=FOREVER, backend="gloo")
+            if all(gpus) and len(set(gpus)) == self.size:
+                self._nccl = dist.new_group(backend="nccl")
         sys.excepthook = shows_errors  # torch's own puts the rank before every line
-        self._heard_s = time.monotonic()
-        for work in (self._beat, self._watch) if self.rank else (self._beat,):
+        # A rank whose main thread waits for its GPU does not see that a connection breaks.
+        others = range(1, self.size) if self._nccl is not None else ()
+        self._heard_s = dict.fromkeys([0] if self.rank else others, time.monotonic())
+        for work in (self._beat, self._watch) if self._heard_s else (self._beat,):
             threading.Thread(target=work, name=f"rank {self.rank}", daemon=True).start()
+
+    def agree(self, words: str) -> str:
+        """Return the words of rank 0, once all ranks have come here."""
+        return self._meet("agree", words)[0]
+
+    def _meet(self, where: str, words: str) -> list[str]:
+        """Wait until all ranks have come here; return what each of them says."""
+        keys = [f"{where}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], words)
+        until_s = time.monotonic() + START_S
+        while missing := [r for r in range(self.size) if not self._store.check([keys[r]])]:
+            for rank in missing:
+                if loss := self._why_ended(rank):
+                    raise RankLost(f"rank {rank} of {self.size} did not start: {loss}")
+            if time.monotonic() > until_s:
+                raise RankLost(
+                    f"rank {missing[0]} of {self.size} did not start within {START_S:g} s; start "
+                    "as many ranks as --workers says, and check that they reach each other"
+                )
+            time.sleep(0.02)
+        return [self._store.get(key).decode() for key in keys]
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave; ``error`` is what ended this rank, which the other ranks then report."""
@@ -147,10 +167,19 @@ class Group:
 
     # --- exchanges ----------------------------------------------------------------------------
 
+    @property
+    def has_nccl(self) -> bool:
+        return self._nccl is not None
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange anything. One rank with NCCL does, so that one GPU records what
+        many would."""
+        return not self.is_tuning and (self.size > 1 or self.has_nccl)
+
     def sum(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over all ranks, the same bits on each."""
-        with self._exchange():
-            dist.all_reduce(tensor)
+        self._reduce(tensor, dist.ReduceOp.SUM)
         # Of a ring: every rank sends each piece of the tensor twice, except its own.
         self.messages += 2 * (self.size - 1)
         self.bytes_sent += 2 * tensor.nbytes * (self.size - 1) // self.size
@@ -164,14 +193,18 @@ class Group:
         self.bytes_sent += tensor.nbytes * (self.size - 1)
         return gathered
 
-    def least(self, number: float) -> float:
-        """Return the smallest of the numbers that the ranks have."""
-        if self.size == 1:
-            return number
-        tensor = torch.tensor([number], dtype=torch.float64)
+    def least(self, tensor: Tensor) -> None:
+        """Replace the number in this tensor by the smallest that any rank has."""
+        self._reduce(tensor, dist.ReduceOp.MIN)
+
+    def _reduce(self, tensor: Tensor, operation: Any) -> None:
         with self._exchange():
-            dist.all_reduce(tensor, dist.ReduceOp.MIN)
-        return float(tensor)
+            if self.has_nccl and tensor.is_cuda:
+                dist.all_reduce(tensor, operation, group=self._nccl)
+            else:
+                on_host = tensor.cpu()  # itself, if it is there
+                dist.all_reduce(on_host, operation)
+                tensor.copy_(on_host)
 
     def give_order(self, order: Order, number: float = 0.0) -> None:
         """Tell all other ranks what to do (rank 0).
@@ -215,28 +248,29 @@ class Group:
         """Write a sign of life each second; on other ranks than 0, also look for that of rank 0."""
         # A connection of its own: the other one may wait.
         store = PrefixStore(self._prefix, connect(self._world, serves=False))
-        beats, leader = 0, b""
+        beats, newest = 0, dict[int, bytes]()
         while not self._closed.wait(self._beat_s):
             beats += 1
             try:
                 store.set(f"beat/{self.rank}", f"{beats} {self._passed}")
-                if self.rank == 0:
-                    continue
-                if store.check(["end/0"]):
+                if self.rank > 0 and store.check(["end/0"]):
                     self._exit(f"rank 0 ended: {store.get('end/0').decode()}")
-                newest = store.get("beat/0")
+                heard = [r for r in self._heard_s if store.check([f"beat/{r}"])]
+                found = {rank: store.get(f"beat/{rank}") for rank in heard}
             except RuntimeError:
                 if self.rank > 0:
                     self._exit(GONE)
                 return
-            if newest != leader:
-                leader, self._heard_s = newest, time.monotonic()
+            for rank, beat in found.items():
+                if beat != newest.get(rank):
+                    newest[rank], self._heard_s[rank] = beat, time.monotonic()
 
     def _watch(self) -> None:
-        """End this rank if rank 0 is silent; a store that is stopped with it answers no call."""
+        """End this rank if one is silent; a store that is stopped with rank 0 answers no call."""
         while not self._closed.wait(self._beat_s):
-            if time.monotonic() - self._heard_s > self._timeout_s:
-                self._exit(f"rank 0 is lost: no sign of life for {self._timeout_s:g} s")
+            for rank, heard_s in self._heard_s.items():
+                if time.monotonic() - heard_s > self._timeout_s:
+                    self._exit(f"rank {rank} is lost: no sign of life for {self._timeout_s:g} s")
 
     def _exit(self, why: str) -> None:
         """End this rank, whose main thread may wait for ever."""
@@ -291,6 +325,10 @@ class Group:
             return None
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         return f"its process {self._started[rank - 1].pid} {how}"
+
+
+def _gpu_id(device: torch.device) -> object:
+    return torch.cuda.get_device_properties(device).uuid
 
 
 def connect(world: World, serves: bool, listener: int | None = None) -> Store:

@@ -1,4 +1,7 @@
-"""One rank: the parts of the serial engine, with the clock, ratio and batch of the whole run.
+"""One rank: the parts of the pipeline, with the clock, ratio and batch of the whole run.
+
+On a CPU these are the parts of ``serial``: collecting and learning take turns. On a GPU a thread
+collects ahead, and if every rank has a GPU of its own, the recorded updates contain the exchange.
 
 Every rank steps its own environments into its own replay memory. All ranks collect and learn in
 step, so that each of them counts the env steps of all: schedules, target updates and the replay
@@ -8,11 +11,12 @@ ratio then follow the same clock everywhere without a message.
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,8 +27,8 @@ from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
 from qfleet.core.seeding import Seeds, mix_seeds
 from qfleet.core.types import EnvSpec, Memory, StateDict
-from qfleet.engines import serial
-from qfleet.engines.all_reduce.compression import Exchange, make_exchange
+from qfleet.engines import pipeline
+from qfleet.engines.all_reduce.compression import make_exchange
 from qfleet.engines.all_reduce.group import Group, Order
 from qfleet.engines.all_reduce.replay import SharedReplay, deal, in_order
 from qfleet.engines.all_reduce.updater import AllReduceUpdater
@@ -32,6 +36,7 @@ from qfleet.engines.factories import make_memory, make_ring, make_updater
 from qfleet.engines.loop import RateLimiter
 from qfleet.engines.parts import LoopParts, Parts, Setup
 from qfleet.engines.placement import Placement
+from qfleet.engines.tuning import Choice
 from qfleet.envs.latency import latency_of
 from qfleet.memory.columns import check_transitions
 from qfleet.storage.state_checks import check_like
@@ -64,18 +69,35 @@ def rank_config(config: Config, rank: int) -> Config:
         step_latency_s=latency_of(config, rank),
         # One that hangs must be replaced before the other ranks lose their patience.
         env_timeout_s=min(config.env_timeout_s, config.worker_timeout_s / 2),
-        device="cpu",
         replay_dir=os.path.join(config.replay_dir, f"rank-{rank}") if config.replay_dir else "",
     )
 
 
 def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
-    """Create the parts of one rank; ``ranks_here`` share this machine's cores."""
+    """Create the parts of one rank, and connect it; ``ranks_here`` share this machine's cores."""
     config, rank = setup.config, group.rank
     own, whole = rank_config(config, rank), whole_config(config)
+    together = whole.replace(envs=config.envs * group.size)
     if group.size > 1:
         cores = max(1, (os.cpu_count() or 1) // ranks_here)
         torch.set_num_threads(min(torch.get_num_threads(), cores))
+
+    def place(own: Config, spec: EnvSpec, in_background: bool) -> Placement:
+        place = Placement.of(own, spec, in_background)
+        group.connect(place.device)
+        if place.device.type == "cpu":
+            return place
+        # What the host computes or adds up cannot be recorded.
+        on_device = config.gradient_compression not in ("top-k", "powersgd")
+        how = "by NCCL" if group.has_nccl else "by way of the host, because ranks share a GPU"
+        group.is_tuning = place.capturable and group.has_nccl and on_device
+        notes = (*place.notes, f"gradients are added up {how}")
+        return replace(place, capturable=group.is_tuning, notes=notes)
+
+    def agree(choice: Choice) -> Choice:
+        agreed = json.loads(group.agree(json.dumps(asdict(choice))))
+        group.is_tuning = False
+        return Choice(**agreed)
 
     def memory(config: Config, spec: EnvSpec, place: Placement, values: Any) -> Memory:
         if not config.replay:
@@ -83,23 +105,28 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
         seed = Seeds.of(own.seed).memory
         return make_ring(config, spec, place, seed, functools.partial(SharedReplay, group))
 
-    exchanges: list[Exchange] = []
+    updaters: list[AllReduceUpdater] = []
 
-    def updater(weights: FlatWeights, timers: Timers) -> AllReduceUpdater:
-        local = make_updater(config, weights, capturable=False)
-        exchanges.append(make_exchange(config, weights))
+    def updater(weights: FlatWeights, timers: Timers, capturable: bool) -> AllReduceUpdater:
+        local, exchange = make_updater(config, weights, capturable), make_exchange(config, weights)
         share = own.batch_size / whole.batch_size
-        return AllReduceUpdater(weights, local, group, exchanges[0], share, timers)
+        updaters.append(AllReduceUpdater(weights, local, group, exchange, share, timers))
+        return updaters[0]
 
-    parts = serial.build(
+    parts = pipeline.build(
         setup._replace(config=own),
-        updater_factory=updater,
-        memory_factory=memory,
-        parts_factory=functools.partial(RankParts, group=group, whole=whole),
-        ladder=own_ladder(config, rank),
+        pipeline.Variant(
+            place=place,
+            memory=memory,
+            updater=updater,
+            parts=functools.partial(RankParts, group=group, whole=whole, together=together),
+            ladder=own_ladder(config, rank),
+            counting=together,
+            agree=agree,
+        ),
     )
     assert isinstance(parts, RankParts)
-    parts.exchange = exchanges[0]
+    parts.updater = updaters[0]
     return parts
 
 
@@ -110,7 +137,11 @@ class RankParts(LoopParts):
     group: Group
     whole: Config
     """The settings of all ranks as one learner."""
-    exchange: Exchange = field(init=False)
+    together: Config
+    """Those, with the environments of all ranks."""
+    updater: AllReduceUpdater = field(init=False)
+    first_update: int = 0
+    """Updates before this run."""
     _others: list[StateDict] = field(default_factory=list)
     """What the other ranks continue from, in a run that is resumed."""
     _rings: list[StateDict] = field(default_factory=list)
@@ -119,8 +150,7 @@ class RankParts(LoopParts):
     def __post_init__(self) -> None:
         self.setup = self.setup._replace(config=self.whole)
         super().__post_init__()
-        together = self.config.replace(envs=self.config.envs * self.group.size)
-        self.limiter = RateLimiter(together, self.clock, self.memory)
+        self.limiter = RateLimiter(self.together, self.clock, self.memory)
 
     # --- the state of all ranks ---------------------------------------------------------------
 
@@ -130,7 +160,7 @@ class RankParts(LoopParts):
             "memory": self.memory.state_dict(),
             "actor": self.collector.state_dict(),
             "objective": self.learner.state_dict()["objective"],
-            "unsent": self.exchange.state_dict(),
+            "unsent": self.updater.exchange.state_dict(),
         }
 
     def load_own_state(self, state: StateDict) -> bool:
@@ -138,8 +168,9 @@ class RankParts(LoopParts):
         if self.config.replay:
             check_transitions(state["memory"], self.spec)
         self.memory.load_state_dict(state["memory"])
-        check_like(state["unsent"], self.exchange.state_dict(), "unsent", free=("kept",))
-        self.exchange.load_state_dict(state["unsent"])
+        exchange = self.updater.exchange
+        check_like(state["unsent"], exchange.state_dict(), "unsent", free=("kept",))
+        exchange.load_state_dict(state["unsent"])
         if self.collector.load_state_dict(state["actor"]):
             return True
         self.memory.end_open_episodes()
@@ -199,6 +230,7 @@ class RankParts(LoopParts):
 
     def bring_in_step(self) -> None:
         """Give all other ranks the weights and clock of this one, and what they continue from."""
+        self.first_update = self.clock.updates
         for rank in range(1, self.group.size):
             pieces = deal(self._rings, rank, self.group.size)
             start = {

@@ -28,15 +28,19 @@ class SharedReplay(Ring):
     def can_sample(self) -> bool:
         """Return whether every rank can sample; all ranks must ask at the same time."""
         if not self._all_can_sample:
-            self._all_can_sample = self._group.least(super().can_sample()) > 0
+            can = torch.tensor([super().can_sample()], dtype=torch.int32)
+            if self._group.exchanges:
+                self._group.least(can)
+            self._all_can_sample = bool(can)
         return self._all_can_sample
 
     def sample(self, count: int, beta: float | Tensor) -> Batch:
         batch = super().sample(count, beta)
-        if self._group.size > 1 and isinstance(self.sampler, PrioritizedSampler):
-            total, smallest = self.sampler.mass()
-            rarest = smallest / total  # the probability of the sample with the largest weight
-            batch.weight.mul_((self._group.least(rarest) / rarest) ** float(beta))
+        if self._group.exchanges and isinstance(self.sampler, PrioritizedSampler):
+            rarest = self.sampler.least_probability()  # of the sample with the largest weight
+            of_all = rarest.clone()
+            self._group.least(of_all)
+            batch.weight.mul_((of_all / rarest) ** beta)
         return batch
 
     def refill(self, pieces: Sequence[StateDict], stack: int) -> None:
@@ -46,7 +50,8 @@ class SharedReplay(Ring):
             # The rows before a piece belong to another one, so that its first stacks are cut.
             flags[: stack - 1].bitwise_or_(SKIP)
             flags[0].bitwise_or_(FIRST)
-            self.extend(Block(**piece | {"flags": flags}))
+            columns = {name: column.to(self.device) for name, column in piece.items()}
+            self.extend(Block(**columns | {"flags": flags.to(self.device)}))
             self.end_open_episodes()
 
 

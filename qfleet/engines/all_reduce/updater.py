@@ -29,16 +29,20 @@ class AllReduceUpdater(Updater):
         timers: Timers,
     ) -> None:
         """``share``: this rank's part of the samples of an update."""
-        self._weights, self._local, self._ranks, self._exchange = weights, local, ranks, exchange
+        self._weights, self._local, self._ranks, self.exchange = weights, local, ranks, exchange
         self._share, self._timers = share, timers
+        self.traffic = (0, 0)
+        """Bytes and messages that this rank sends per update."""
 
     def apply(
         self, learning_rate: float | Tensor, loss: Callable[[], Tensor] | None = None
     ) -> Mapping[str, Tensor | float]:
-        if self._ranks.size > 1:
-            began_s = time.perf_counter()
-            self._exchange.sum(self._weights.grad.mul_(self._share), self._ranks)
+        ranks = self._ranks
+        if ranks.exchanges:
+            began_s, sent, messages = time.perf_counter(), ranks.bytes_sent, ranks.messages
+            self.exchange.sum(self._weights.grad.mul_(self._share), ranks)
             ended_s = time.perf_counter()
+            self.traffic = (ranks.bytes_sent - sent, ranks.messages - messages)
             self._timers.add("communicate", began_s, ended_s)
             self._timers.seconds["learn"] -= ended_s - began_s  # which is timed around this call
         return self._local.apply(learning_rate, loss)

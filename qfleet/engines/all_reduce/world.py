@@ -13,6 +13,8 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
+
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 
@@ -81,6 +83,15 @@ def with_launched_workers(config: Config) -> Config:
     """Return the configuration with as many workers as a launcher has started ranks."""
     world = launched_world() if config.engine == "all-reduce" else None
     return config if world is None else config.replace(workers=world.size)
+
+
+def see_own_gpu(world: World) -> None:
+    """Leave this process one of its machine's GPUs, in turn by rank; call it before any use."""
+    count = torch.cuda.device_count()  # asks the driver, not CUDA
+    if count > 1:
+        name = "CUDA_VISIBLE_DEVICES"
+        visible = os.environ.get(name) or ",".join(map(str, range(count)))
+        os.environ[name] = visible.split(",")[world.local_rank % count]
 
 
 def count_restarts() -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import qfleet
+from qfleet.agent import schedules
 from qfleet.agent.learner import Learner
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
@@ -78,6 +79,16 @@ def test_one_rank_is_serial(tmp_path: Path, algo: str, fields: dict[str, Any]) -
             state["memory"]["sampler"]["leaves"] for state in (ours["rank-0-of-1"], theirs)
         )
         assert torch.equal(ours_of, theirs_of)
+
+
+def test_exploration_follows_the_steps_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(schedules, "epsilon", lambda _, env_steps: asked.append(env_steps) or 1.0)
+    told = SMALL | {"steps": 80, "learning_starts": 64, "block_rows": 4}
+    qfleet.train("CartPole-v1", run_dir=tmp_path / "run", **told)
+    assert asked[:20] == list(range(0, 80, 4))  # two ranks with two envs each: four steps a row
 
 
 # --- two halves of a batch --------------------------------------------------------------------
@@ -296,7 +307,7 @@ def test_ranks_share_the_batch_and_the_memory() -> None:
         ({"lr_scaling": "linear"}, "set batch_per_rank"),
         ({"servers": 2}, "servers 2 is for"),
         ({"population": 2}, "population 2 is for"),
-        ({"device": "cuda"}, "tried on CPUs only"),
+        ({"device": "cuda:1"}, "gives each rank a GPU of its own"),
         ({"workers": 3, "prioritized_replay": True}, "must divide batch_size 16"),
     ],
 )
@@ -445,7 +456,7 @@ def test_powersgd_goes_on_with_the_factors_that_it_had() -> None:
 def make_ring(stack: int = 1, rows: int = 8) -> SharedReplay:
     spec = EnvSpec("numbers", (stack,) if stack > 1 else (1,), "float32", 2, frame_stack=stack)
     sampler = UniformSampler(torch.Generator().manual_seed(0))
-    group: Any = SimpleNamespace(size=1, least=lambda number: number)
+    group: Any = SimpleNamespace(exchanges=False)
     return SharedReplay(group, spec, 2, rows * 2, 1, 0.99, sampler, CPU)
 
 
