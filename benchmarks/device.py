@@ -40,7 +40,7 @@ PEER_STEPS = 10_000_000
 def train(config: Config) -> dict[str, Any]:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(config, Path(folder) / "run", RunOptions())
+        run = Run(config, Path(folder) / "run", RunOptions(stage_rates=True))
         ready_s = time.perf_counter() - start
         notes = list(run.parts.notes)
         run.go()

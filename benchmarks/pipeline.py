@@ -42,7 +42,7 @@ def configure(algo: str | None = None, env: str = "ALE/Pong-v5", **fields: Any) 
 def end_to_end(config: Config, seconds: float) -> dict[str, Any]:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(config, Path(folder) / "run", RunOptions(max_wall_s=seconds))
+        run = Run(config, Path(folder) / "run", RunOptions(max_wall_s=seconds, stage_rates=True))
         ready_s = time.perf_counter() - start
         notes = list(run.parts.notes)
         result = run.go()

@@ -321,7 +321,8 @@ def test_the_pipeline_trains_and_resumes_on_the_device(
             "tensorboard": False, "compile": "off", "log_interval": 400, "engine": "pipeline",
         },
     )  # fmt: skip
-    trained = qfleet.train(config=config, run_dir=tmp_path / "run")
+    options = qfleet.RunOptions(stage_rates=True)
+    trained = qfleet.train(config=config, run_dir=tmp_path / "run", options=options)
     result = trained.result
     assert result.updates == 600
     assert result.faults == {}
@@ -484,7 +485,8 @@ def test_the_device_engine_trains_and_resumes(
             "precision": "fp32", "log_interval": 800, "engine": "device",
         },
     )  # fmt: skip
-    result = qfleet.train(config=config, run_dir=tmp_path / "run").result
+    options = qfleet.RunOptions(stage_rates=True)
+    result = qfleet.train(config=config, run_dir=tmp_path / "run", options=options).result
     assert result.updates == (6400 - 1280) // 16
     assert result.faults == {}
     assert result.rates is not None

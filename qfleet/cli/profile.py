@@ -107,7 +107,7 @@ def _profile(config: Config, options: ProfileOptions) -> int:
         trained = api.train(
             config=config,
             run_dir=folder,
-            options=RunOptions(max_wall_s=options.seconds, trace=True),
+            options=RunOptions(max_wall_s=options.seconds, trace=True, stage_rates=True),
             callbacks=[recorder],
         )
     run, result, from_timers = recorder.ended, trained.result, recorder.ended.stages is None

@@ -210,7 +210,7 @@ class Run(RunState):
         for hook in self._hooks:
             hook.on_finish(self)
         self._final = self._result()
-        if self.interrupted_by is None:
+        if self.options.stage_rates and self.interrupted_by is None:
             # The measurements are not part of the run: their faults and time do not count.
             self.faults.ignores = True
             self._measure_stages(end_to_end)

@@ -43,6 +43,8 @@ class RunOptions:
     """How progress is shown."""
     trace: bool = False
     """Record what every thread does, as trace.json (Chrome, Perfetto) and plots/timeline.png."""
+    stage_rates: bool = False
+    """Measure at the end what each stage could do alone, for some seconds, if stages overlap."""
     note: str | None = None
     """A line to show when training begins."""
 

@@ -43,8 +43,9 @@ def briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qfleet.engines.placement.MEASURE_S", 0.02)
 
 
-def train(folder: Path, **fields: Any) -> tuple[Trained, dict[str, Any]]:
-    trained = qfleet.train(config=SMALL.replace(**fields), run_dir=folder)
+def train(folder: Path, stage_rates: bool = True, **fields: Any) -> tuple[Trained, dict[str, Any]]:
+    options = qfleet.RunOptions(stage_rates=stage_rates)
+    trained = qfleet.train(config=SMALL.replace(**fields), run_dir=folder, options=options)
     return trained, json.loads((folder / "result.json").read_text())
 
 
@@ -87,6 +88,14 @@ def test_stages_that_take_turns_in_one_thread_have_no_rates(
     trained, written = train(tmp_path / "run", **fields)
     assert trained.result.rates is None
     assert written["rates"] is None
+
+
+def test_nothing_is_measured_unless_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PipelineHook, "measure", lambda *_: pytest.fail("measured"))
+    fields = {"engine": "pipeline", "vectorize": "sync", "lockstep": True}
+    assert train(tmp_path / "run", stage_rates=False, **fields)[0].result.rates is None
 
 
 def test_the_learners_rate_is_in_env_steps(monkeypatch: pytest.MonkeyPatch) -> None:
