@@ -47,9 +47,8 @@ class RunArguments:
     max_wall: str | None = None
     """Stop after this time (90s, 30m, 1h30m). Changes no schedule; qfleet resume continues."""
     trace: bool = False
-    """Record every thread: trace.json (chrome://tracing, ui.perfetto.dev), plots/timeline.png."""
-    stage_rates: bool = False
-    """Measure at the end what each stage could do alone; qfleet profile does that too."""
+    """Record every thread: trace.json (chrome://tracing, ui.perfetto.dev), plots/timeline.png. At
+    the end, also measure what each stage could do alone."""
     quiet: bool = False
     """Show no progress, only the final report."""
     json: bool = False
@@ -69,7 +68,7 @@ class RunArguments:
             max_wall_s=max_wall_s,
             display=choose_mode(self.quiet or self.json, sys.stdout),
             trace=self.trace,
-            stage_rates=self.stage_rates,
+            stage_rates=self.trace,
             note=note,
         )
 

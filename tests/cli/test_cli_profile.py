@@ -150,7 +150,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_profile_is_of_the_learning_phase(shell: Shell, asked: dict[str, Any]) -> None:
     with pytest.raises(CalledOff):
         shell("profile", "CartPole-v1", "--seconds", "3.5", "--envs", "5", "--algo", "ddqn")
-    assert asked["options"] == RunOptions(max_wall_s=3.5, trace=True)
+    assert asked["options"] == RunOptions(max_wall_s=3.5, trace=True, stage_rates=True)
     config: Config = asked["config"]
     assert (config.envs, config.algo, config.double) == (5, "double-dqn", True)
     assert config.batch_size == 256  # of the preset that suits
