@@ -31,7 +31,7 @@ _SUITS = (
     (r"(ALE/\S+|\w+NoFrameskip-v4) rainbow .*", "atari-rainbow"),
     (r"(ALE/\S+|\w+NoFrameskip-v4) None actors .*", "atari-apex"),
     (r"(ALE/\S+|\w+NoFrameskip-v4) .*", "atari-dqn"),
-    (r"MinAtar/\S+ pqn .*", "minatar-pqn"),
+    (r"MinAtar/\S+ (pqn .*|None (?!actors).*)", "minatar-pqn"),
     (r"MinAtar/\S+ .*", "minatar-dqn"),
     (r"(FrozenLake|Taxi|CliffWalking)\S* .*", "toy-text"),
     (r"(MiniGrid|BabyAI)-\S+ .*", "minigrid"),

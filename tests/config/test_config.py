@@ -413,6 +413,8 @@ def test_an_alias_means_its_row(alias: str, name: str) -> None:
         ("CartPole-v1", "async-q", "cartpole-n-step-q"),
         ("CartPole-v1", "A2C", "cartpole-a3c"),
         ("MinAtar/Breakout-v1", "pqn", "minatar-pqn"),
+        ("MinAtar/Breakout-v1", None, "minatar-pqn"),
+        ("MinAtar/Breakout-v1", "dqn", "minatar-dqn"),
         ("MinAtar/Breakout-v1", "c51", "minatar-dqn"),
         ("Acrobot-v1", "pqn", "acrobot"),
         ("Taxi-v3", None, "toy-text"),
