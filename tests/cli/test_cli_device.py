@@ -12,8 +12,8 @@ from qfleet.cli.main import main
 from support.messages import holds
 
 TEXT = (
-    "--engine device --steps 4000 --envs 64 --learning-starts 500 --train-freq 64 --batch-size 8 "
-    "--buffer-size 2000 --eval-freq 2000 --n-eval-episodes 3 --max-episode-steps 60 "
+    "--algo dqn --engine device --steps 4000 --envs 64 --learning-starts 500 --train-freq 64 "
+    "--batch-size 8 --buffer-size 2000 --eval-freq 2000 --n-eval-episodes 3 --max-episode-steps 60 "
     "--log-interval 500 --network mlp --net-arch 16 --device cpu --quiet"
 )
 WORDS = TEXT.split()
