@@ -71,7 +71,7 @@ def test_a_classic_of_gymnasium_is_profiled(
         ("CartPole-v1", ["--frame-stack", "2"], "leave vectorize and frame_stack alone"),
         ("CartPole-v1", ["--env-kwargs", '{"x": 1}'], "takes no env_kwargs as tensors"),
         ("CartPole-v1", ["--lockstep"], "lockstep True --engine pipeline device"),
-        ("CartPole-v1", ["--env-groups", "2", "--algo", "dqn", "--envs", "8"], "env_groups 2 pipeline device"),
+        ("CartPole-v1", ["--env-groups", "2", "--envs", "8"], "env_groups 2 pipeline device"),
         ("CartPole-v1", ["--inference-device", "cpu"], "inference_device pipeline device"),
     ],
 )
