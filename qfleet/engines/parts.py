@@ -66,7 +66,7 @@ class Setup(NamedTuple):
         return envs
 
     def make_timers(self, lane: str) -> Timers:
-        return Timers(self.trace.lane(lane) if self.trace else None)
+        return Timers(self.trace.lane(lane) if self.trace else None, lane)
 
     def make_evaluator(
         self, network: QNetwork, device: torch.device, closing: contextlib.ExitStack

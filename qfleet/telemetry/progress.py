@@ -33,6 +33,8 @@ STAGE_COLOURS = {
     "act": "green",
     "copy": "yellow",
     "learn": "magenta",
+    "evaluate": "bright_cyan",
+    "save": "bright_yellow",
     "communicate": "blue",
 }
 LINE_INTERVAL_S = 2.0

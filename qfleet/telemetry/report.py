@@ -20,7 +20,7 @@ def final_report(result: dict[str, Any], run_dir: Path, curve_png: Path | None) 
         ("best", _with(result, "best_eval_return", format_score)),
         ("speed", _speed(result)),
         ("wall time", _with(result, "wall_s", format_duration)),
-        ("time in", _shares(result.get("time_share"))),
+        *_time_rows(result),
         ("faults", _faults(result.get("faults"))),
         ("folder", str(run_dir)),
         ("curve", "" if curve_png is None else str(curve_png)),
@@ -101,6 +101,15 @@ def _speed(result: dict[str, Any]) -> str:
 def _shares(shares: Mapping[str, Any] | None) -> str:
     present = [(stage, finite((shares or {}).get(stage))) for stage in STAGES]
     return "  ".join(f"{stage} {share:.0%}" for stage, share in present if share is not None)
+
+
+def _time_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return a row for each thread and device; one row for all in results of older versions."""
+    resources = result.get("resources") or {}
+    if len(resources) < 2:
+        shares = next(iter(resources.values()), result.get("time_share"))
+        return [("time in", _shares(shares))]
+    return [(name, _shares(shares)) for name, shares in resources.items()]
 
 
 def _faults(faults: Mapping[str, Any] | None) -> str:

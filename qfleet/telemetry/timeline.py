@@ -28,6 +28,8 @@ COLOURS = {
     "act": PALETTE[2],
     "copy": PALETTE[5],
     "learn": PALETTE[3],
+    "evaluate": "#7A5195",
+    "save": "#8A8A5C",
     "communicate": PALETTE[0],
     "idle": "#E2E2E2",
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 from qfleet.telemetry.trace import Lane
 
-STAGES = ("env", "act", "copy", "learn", "communicate", "idle")
+STAGES = ("env", "act", "copy", "learn", "evaluate", "save", "communicate", "idle")
 COMPUTING, COMMUNICATING, WAITING = "computing", "communicating", "waiting"
 KINDS = (COMPUTING, COMMUNICATING, WAITING)
 KIND_OF = dict.fromkeys(STAGES, COMPUTING) | {"communicate": COMMUNICATING, "idle": WAITING}
@@ -51,8 +51,8 @@ class TracedSpan(Span):
 class Timers:
     """Seconds per stage. Each thread has its own object, because spans of one must not overlap."""
 
-    def __init__(self, trace_lane: Lane | None = None) -> None:
-        self._lane = trace_lane
+    def __init__(self, trace_lane: Lane | None = None, name: str = "workers") -> None:
+        self._lane, self.name = trace_lane, name
         self.threads = 1
         """Number of threads that spent these seconds."""
         self.seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
@@ -99,6 +99,13 @@ class Timers:
         busy_s = sum(s for stage, s in self.seconds.items() if stage != "idle")
         shares["idle"] = max(0.0, self.threads - busy_s / wall_s)
         return shares
+
+    def usage(self, wall_s: float) -> dict[str, float]:
+        """Return the shares of the stages that were entered, and idle: they add up to 1."""
+        present = {stage: s for stage, s in self.shares(wall_s).items() if s is not None}
+        # Not more than all of it: the clock of the run and those of the stages differ a little.
+        total = max(sum(present.values()), 1e-9)
+        return {stage: share / total for stage, share in present.items()}
 
     def state_dict(self) -> dict[str, float]:
         return dict(self.seconds)

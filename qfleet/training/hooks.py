@@ -68,7 +68,7 @@ class Log(Hook):
         metrics = parts.model.read_metrics()
         # Of all agents of a population together.
         steps = standings.steps_of_all(clock.env_steps) - standings.steps_of_all(steps_then)
-        shares = Timers.merged(parts.timers).shares(wall_s)
+        timers = Timers.merged(parts.timers)
         scalars: dict[str, float | None] = {
             **standings.rollout_scalars(parts.members),
             "rollout/exploration_rate": parts.collector.exploration_rate(),
@@ -80,11 +80,11 @@ class Log(Hook):
         }
         for hook in parts.hooks:
             scalars |= hook.scalars(wall_s)
-        scalars |= {f"time/share_{stage}": share for stage, share in shares.items()}
+        scalars |= {f"time/share_{stage}": share for stage, share in timers.shares(wall_s).items()}
         run.writers.write(clock.env_steps, scalars)
         if run.evaluation is not None:
             scalars["eval/mean_reward"] = run.evaluation.mean
-        run.progress.update(clock.env_steps, scalars, shares)
+        run.progress.update(clock.env_steps, scalars, timers.usage(wall_s))
         run.divergence.check(parts, metrics)
         run.call("on_log", scalars)
 
@@ -104,8 +104,7 @@ class Evaluate(Hook):
     def on_step(self, run: RunState) -> None:
         if run.config.eval_freq and run.due("eval", run.config.eval_freq):
             run.postpone("eval")  # a resume repeats an evaluation that was cut short
-            with run.not_training():
-                self.evaluate(run)
+            self.evaluate(run)
             if run.evaluated_at == run.parts.clock.env_steps:
                 run.due("eval", run.config.eval_freq)
 
@@ -122,6 +121,10 @@ class Evaluate(Hook):
 
     def evaluate(self, run: RunState, counts: bool = True) -> None:
         """Play the greedy policy. ``counts`` False: only report, stop nothing and keep nothing."""
+        with run.not_training("evaluate"):
+            self._play(run, counts)
+
+    def _play(self, run: RunState, counts: bool) -> None:
         config, parts, standings = run.config, run.parts, run.standings
         episodes = config.n_eval_episodes * len(parts.members)
         try:
@@ -192,14 +195,13 @@ class Compete(Hook):
             return
         if len(parts.members) == 1 or not run.due("round", interval):
             return
-        with run.not_training():
-            run.take_episodes()
-            if config.pbt_interval:
-                bad = run.divergence.bad(parts)
-                lines = tournament.exploit(parts, run.standings, bad)
-                tournament.append_lines(run.folder, lines, run.faults)
-            else:
-                self._halve(run)
+        run.take_episodes()
+        if config.pbt_interval:
+            bad = run.divergence.bad(parts)
+            lines = tournament.exploit(parts, run.standings, bad)
+            tournament.append_lines(run.folder, lines, run.faults)
+        else:
+            self._halve(run)
 
     def _halve(self, run: RunState) -> None:
         env_steps = run.parts.clock.env_steps
@@ -228,13 +230,16 @@ class Save(Hook):
     def on_step(self, run: RunState) -> None:
         going_on = run.survivors is None and run.stopped_by is None
         if going_on and run.due("checkpoint", run.config.checkpoint_freq):
-            with run.not_training():
-                self.on_finish(run)
+            self.on_finish(run)
 
     def on_finish(self, run: RunState) -> None:
         if run.divergence.bad(run.parts) == set(run.parts.members):
             return  # a diverged checkpoint must not replace a good one
         run.keep_folder()
+        with run.not_training("save"):
+            self._save(run)
+
+    def _save(self, run: RunState) -> None:
         try:
             save_checkpoint(
                 run.folder / "checkpoints",

@@ -42,6 +42,9 @@ class Result:
     best_eval_return: float | None
     stopped_by: str
     time_share: dict[str, float | None]
+    """Share of the wall time per stage, summed over threads: two busy threads give 2."""
+    resources: dict[str, dict[str, float]]
+    """Each thread's time by stage, in shares that add up to 1."""
     rates: dict[str, float | str | None] | None
     """Env steps per second of each stage alone and of all together; null if not measured."""
     communication: dict[str, int | None]
@@ -100,6 +103,7 @@ def make_result(
         best_eval_return=best_return,
         stopped_by=stopped_by,
         time_share=Timers.merged(parts.timers).shares(wall_s),
+        resources={timers.name: timers.usage(wall_s) for timers in parts.timers},
         rates=None,
         faults=parts.faults.counts,
         peak_rss_bytes=peak_rss_bytes(),

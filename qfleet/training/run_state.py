@@ -125,11 +125,13 @@ class RunState:
         return self.earlier_wall_s + time.monotonic() - self.started_s
 
     @contextlib.contextmanager
-    def not_training(self) -> Iterator[None]:
-        """Count the time spent inside as not spent on training."""
-        began_s = time.monotonic()
+    def not_training(self, stage: str) -> Iterator[None]:
+        """Count the time spent inside as not spent on training, but on this stage."""
+        began_s = time.perf_counter()
         yield
-        self.not_training_s += time.monotonic() - began_s
+        ended_s = time.perf_counter()
+        self.parts.timers[0].add(stage, began_s, ended_s)
+        self.not_training_s += ended_s - began_s
 
     def take_episodes(self) -> None:
         """Add the episodes that have finished to the standings."""

@@ -24,6 +24,8 @@ def test_every_stage_is_of_a_kind() -> None:
         "act",
         "copy",
         "learn",
+        "evaluate",
+        "save",
     ]
 
 

@@ -40,6 +40,12 @@ def test_says_what_matters() -> None:
     ]
 
 
+def test_every_thread_has_a_line() -> None:
+    resources = {"learner": {"learn": 0.9, "idle": 0.1}, "collector": {"env": 0.7, "idle": 0.3}}
+    lines = final_report(RESULT | {"resources": resources}, Path("x"), None).plain.splitlines()
+    assert lines[5:7] == ["  learner    learn 90%  idle 10%", "  collector  env 70%  idle 30%"]
+
+
 def test_nulls_leave_their_lines_out() -> None:
     nothing = dict.fromkeys(RESULT)
     for result in (nothing, {}, nothing | {"eval_return_mean": float("nan"), "faults": {}}):

@@ -31,14 +31,18 @@ def test_shares_give_none_for_unused_stages_and_the_rest_to_idle() -> None:
     timers = Timers()
     timers.load_state_dict({"env": 2.0, "learn": 5.0, "idle": 1.0})
     shares = timers.shares(10.0)
-    assert shares == {
-        "env": 0.2,
-        "act": None,
-        "copy": None,
-        "learn": 0.5,
-        "communicate": None,
-        "idle": pytest.approx(0.3),
-    }
+    used = {"env": 0.2, "learn": 0.5, "idle": pytest.approx(0.3)}
+    assert shares == dict.fromkeys(STAGES) | used
+    assert timers.usage(10.0) == used
+
+
+def test_the_usage_of_a_thread_adds_up_to_one() -> None:
+    timers = Timers()
+    timers.load_state_dict({"env": 8.0, "learn": 8.0})
+    assert timers.usage(10.0) == {"env": 0.5, "learn": 0.5, "idle": 0.0}
+    timers.threads = 2
+    assert timers.usage(10.0) == pytest.approx({"env": 0.4, "learn": 0.4, "idle": 0.2})
+    assert timers.usage(0.0) == {}
 
 
 def test_idle_is_never_negative_and_no_wall_time_has_no_shares() -> None:
@@ -88,14 +92,8 @@ def test_merged_timers_add_up_and_leave_their_parts_alone() -> None:
     actors.load_state_dict({"env": 9.0, "act": 1.0})
     learner.load_state_dict({"act": 2.0, "learn": 4.0, "idle": 3.0})
     both = Timers.merged([actors, learner])
-    assert both.state_dict() == {
-        "env": 9.0,
-        "act": 3.0,
-        "copy": 0.0,
-        "learn": 4.0,
-        "communicate": 0.0,
-        "idle": 3.0,
-    }
+    total = {"env": 9.0, "act": 3.0, "learn": 4.0, "idle": 3.0}
+    assert both.state_dict() == dict.fromkeys(STAGES, 0.0) | total
     assert both.threads == 2
     assert actors.seconds["act"] == 1.0
     assert Timers.merged([both, actors]).threads == 3
@@ -106,14 +104,8 @@ def test_shares_of_several_threads_add_up_to_their_number() -> None:
     actors.load_state_dict({"env": 9.0, "act": 1.0})
     learner.load_state_dict({"learn": 4.0, "idle": 3.0})
     shares = Timers.merged([actors, learner]).shares(10.0)
-    assert shares == {
-        "env": 0.9,
-        "act": 0.1,
-        "copy": None,
-        "learn": 0.4,
-        "communicate": None,
-        "idle": pytest.approx(0.6),
-    }
+    used = {"env": 0.9, "act": 0.1, "learn": 0.4, "idle": pytest.approx(0.6)}
+    assert shares == dict.fromkeys(STAGES) | used
     assert sum(share or 0.0 for share in shares.values()) == pytest.approx(2.0)
 
 

@@ -14,6 +14,7 @@ import torch
 import qfleet
 from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from qfleet.telemetry.timers import STAGES
 from qfleet.training.run import Run
 from qfleet.training.run_state import RunOptions
 from support.configs import tiny_fields
@@ -163,7 +164,11 @@ def test_a_run_leaves_the_files_it_promises(trained: qfleet.Trained) -> None:
     }
     result = json.loads((trained.folder / "result.json").read_text())
     assert result == dataclasses.asdict(trained.result)
-    assert set(result["time_share"]) == {"env", "act", "copy", "learn", "communicate", "idle"}
+    assert set(result["time_share"]) == set(STAGES)
+    ((thread, shares),) = result["resources"].items()
+    assert thread == "learner"
+    assert {"env", "act", "copy", "learn", "evaluate", "save", "idle"} == set(shares)
+    assert sum(shares.values()) == pytest.approx(1.0)
     assert result["communication"] == {"bytes_sent": None, "bytes_received": None, "messages": None}
     assert result["updates"] == (400 - 50) // 4
     assert result["replay_ratio"] == result["updates"] * 8 / 400

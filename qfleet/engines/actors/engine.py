@@ -73,7 +73,7 @@ def build(setup: Setup) -> LoopParts:
     # A trace of its own, merged with the actors' at the end: a trace has room for a limited number
     # of spans, and all lanes must reach the same moment.
     lane = Trace().lane("learner") if setup.trace else None
-    timers = Timers(lane)
+    timers = Timers(lane, "learner")
     account = Account(config.workers, config.servers, timers, lane)
     network = make_network(config, spec, torch.device("cpu"), 0)
     needed = store_bytes(config, spec, sum(weight.nbytes for weight in network.parameters()))
