@@ -18,7 +18,7 @@ import qfleet
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.training.callbacks import Callback
 from qfleet.training.run import Run
-from support.clusters import RAY_MARKS
+from support.clusters import RAY_MARKS, shared_cluster  # noqa: F401 (a fixture)
 from support.configs import tiny_fields
 from support.counting_network import COUNTERS
 from support.processes import count_lines, descendants, is_alive, needs_proc, start_qfleet
@@ -78,6 +78,7 @@ def few_more_steps(steps: int) -> Callable[[Run], bool]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_cluster")
 def test_one_worker_is_serial_and_a_run_resumes_with_two(tmp_path: Path) -> None:
     """Across processes too; and what is resumed may have other workers and servers (fault 30)."""
     told = {**SMALL, "algo": "double-dqn", "steps": 600}
@@ -106,6 +107,7 @@ def test_one_worker_is_serial_and_a_run_resumes_with_two(tmp_path: Path) -> None
     ("killed", "snapshot_s"),
     [(["server 0", "server 1"], 3600.0), (["server 0", "worker 1", "server 0"], 1.0)],
 )
+@pytest.mark.usefixtures("shared_cluster")
 def test_the_weights_know_every_gradient_that_was_not_lost(
     tmp_path: Path, killed: list[str], snapshot_s: float
 ) -> None:
@@ -169,6 +171,7 @@ def at_work(*numbers: int) -> Callable[[Run], bool]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_cluster")
 def test_workers_join_and_leave_a_run_and_come_back(tmp_path: Path) -> None:
     script = Script(
         scale(3), at_work(0, 1, 2), few_more_steps(200),
@@ -189,6 +192,7 @@ def test_workers_join_and_leave_a_run_and_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_cluster")
 def test_a_stopped_worker_holds_sync_up_until_it_is_given_up(tmp_path: Path) -> None:
     script = Script(kill("worker 1", signal.SIGSTOP), replaced("worker 1", 1), few_more_steps(200))
     trained = qfleet.train(

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import qfleet
 from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.training.callbacks import Callback
 from qfleet.training.run import Run
-from support.clusters import needs_ray
+from support.clusters import needs_ray, shared_cluster  # noqa: F401 (a fixture)
 from support.configs import tiny_fields
 from support.counting_network import COUNTERS
 from support.faulty_networks import CLAIM, DAY_S
@@ -49,6 +50,15 @@ def counted(folder: Path) -> set[float]:
     """How many gradients the counters among the weights are made of."""
     weights = load_checkpoint(folder / "checkpoints").parts["learner"]["weights"]
     return set((-weights[:COUNTERS] / RATE).tolist())
+
+
+@pytest.fixture(scope="module")
+def claim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file by which one worker says that its gradients are the bad ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        path = tmp_path_factory.mktemp("bad") / "claim"
+        patch.setenv(CLAIM, str(path))
+        yield path
 
 
 def steps_of_worker_1(run: Run) -> int:
@@ -91,6 +101,7 @@ class StopAndContinue:
 
 @pytest.mark.slow
 @needs_ray
+@pytest.mark.usefixtures("claim", "shared_cluster")
 @pytest.mark.parametrize("update", [*WAITING, *GOING_ON])
 def test_a_stopped_worker_that_goes_on_costs_only_time(tmp_path: Path, update: str) -> None:
     """It is stopped for less than ``worker_timeout_s``: nobody takes its place."""
@@ -109,6 +120,7 @@ def test_a_stopped_worker_that_goes_on_costs_only_time(tmp_path: Path, update: s
 
 @pytest.mark.slow
 @needs_ray
+@pytest.mark.usefixtures("claim", "shared_cluster")
 def test_gradients_whose_replies_are_lost_are_in_the_weights_once(tmp_path: Path) -> None:
     result = qfleet.train(
         "CartPole-v1", run_dir=tmp_path / "run", update="async", servers=2,
@@ -127,11 +139,10 @@ def test_gradients_whose_replies_are_lost_are_in_the_weights_once(tmp_path: Path
 
 @pytest.mark.slow
 @needs_ray
+@pytest.mark.usefixtures("claim", "shared_cluster")
 def test_gradients_of_one_worker_that_are_far_too_large_are_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv(CLAIM, str(tmp_path / "claim"))
-
     def has_dropped(run: Run) -> bool:
         account = run.parts.collector.account()
         return account is not None and account.servers[0].dropped.get("outlier", 0) >= 3
@@ -150,6 +161,7 @@ def test_gradients_of_one_worker_that_are_far_too_large_are_dropped(
 
 @pytest.mark.slow
 @needs_ray
+@pytest.mark.usefixtures("claim", "shared_cluster")
 def test_a_wall_clock_that_jumps_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,14 +6,19 @@ processes, and are slower together than in turn.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+from qfleet.engines.cluster.ray_cluster import TIMEOUT_S, Cluster, open_cluster
+from qfleet.engines.parameter_server import fleet
+from qfleet.engines.parameter_server.wire import INLINE_VECTOR_BYTES
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from support.messages import holds
 
@@ -34,6 +39,26 @@ def needs_ray(test: Test) -> Test:
     for mark in RAY_MARKS:
         test = mark(test)
     return test
+
+
+@pytest.fixture(scope="module")
+def shared_cluster() -> Iterator[None]:
+    """One cluster for all parameter servers of a module: to start it takes seconds.
+
+    Processes of the cluster have the environment of the module's first test.
+    """
+
+    def open_shared(
+        *_: object, timeout_s: float = TIMEOUT_S, **__: object
+    ) -> contextlib.AbstractContextManager[Cluster]:
+        return contextlib.nullcontext(dataclasses.replace(cluster, timeout_s=timeout_s))
+
+    with (
+        open_cluster(3, inline_bytes=INLINE_VECTOR_BYTES) as cluster,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(fleet, "open_cluster", open_shared)
+        yield
 
 
 def check_end(folder: Path, exit_code: int, output: str, victim: str) -> None:
