@@ -19,7 +19,7 @@ from torch import Tensor
 from qfleet.core.errors import CheckpointError, ConfigError, MemoryRefusedError
 from qfleet.core.types import FIRST, SKIP, TERMINATED, EnvSpec, StateDict
 from qfleet.memory.compression import CompressedFrames, Compression, compressed_bytes
-from qfleet.storage.rundir import RunLock
+from qfleet.storage.locks import RunLock
 from qfleet.storage.segments import Segments
 
 

@@ -27,7 +27,8 @@ from qfleet.envs.objects import named_fields
 from qfleet.envs.registry import check_env
 from qfleet.envs.short_names import full_id
 from qfleet.storage.checkpoint import POLICY_SUFFIX, diff_meta, has_checkpoint, load_checkpoint
-from qfleet.storage.rundir import RunLock, check_idle, check_name, default_name, new_run_dir
+from qfleet.storage.locks import RunLock, check_idle
+from qfleet.storage.rundir import check_name, default_name, new_run_dir
 from qfleet.storage.state_checks import reading
 from qfleet.storage.vacancy import (
     CONFIG,

@@ -32,7 +32,8 @@ from qfleet.engines.parameter_server import resize_request
 from qfleet.engines.torch_settings import TorchSettings
 from qfleet.networks.factory import describe_choice
 from qfleet.storage.checkpoint import Checkpoint, list_checkpoints, load_policy
-from qfleet.storage.rundir import RESERVE, RunLock
+from qfleet.storage.locks import RunLock
+from qfleet.storage.rundir import RESERVE
 from qfleet.storage.state_checks import check_like, reading
 from qfleet.storage.vacancy import check_regular_files, check_vacant
 from qfleet.telemetry.trace import Trace, write_chrome_trace

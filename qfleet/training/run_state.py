@@ -18,7 +18,8 @@ from qfleet.core.files import atomic_write_text
 from qfleet.core.types import StateDict
 from qfleet.engines.parts import Parts
 from qfleet.engines.stage_rates import Stages
-from qfleet.storage.rundir import RESERVE, RunLock
+from qfleet.storage.locks import RunLock
+from qfleet.storage.rundir import RESERVE
 from qfleet.storage.state_checks import check_like
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.progress import Progress

@@ -13,7 +13,7 @@ from qfleet.config.trust import check_trust
 from qfleet.core.errors import ConfigError
 from qfleet.core.files import read_text
 from qfleet.storage.checkpoint import has_checkpoint
-from qfleet.storage.rundir import RunLock, check_idle
+from qfleet.storage.locks import RunLock, check_idle
 from qfleet.storage.state_checks import check_like, reading
 from qfleet.storage.vacancy import CONFIG, EXPERIMENT, RESULT
 from qfleet.training.result import Result

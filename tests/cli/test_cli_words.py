@@ -17,7 +17,8 @@ from qfleet.config.config import Config
 from qfleet.config.presets import preset_for
 from qfleet.core.errors import ConfigError, RunBusyError
 from qfleet.envs.short_names import full_id
-from qfleet.storage.rundir import RunLock, remove_run
+from qfleet.storage.locks import RunLock
+from qfleet.storage.rundir import remove_run
 from qfleet.training import api
 from support.messages import says
 

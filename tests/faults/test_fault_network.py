@@ -78,6 +78,15 @@ IMPATIENT = {
 """Of Ray: a host that does not answer for some five seconds is dead, and ends when it hears so."""
 
 
+RAY = """
+from qfleet.engines.cluster.ray_cluster import without_helpers
+from ray.scripts.scripts import main
+with without_helpers():
+    main()
+"""
+"""The program ``ray``, with fewer processes."""
+
+
 def ip(*arguments: str) -> str:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -105,7 +114,7 @@ class Host:
         return [*inside, "sh", "-ec", script, "sh", *words]
 
     def ray_start(self, *options: str, processors: int = 1) -> None:
-        words = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
+        words = [sys.executable, "-c", RAY, "start", *options]
         words += [f"--node-ip-address={self.address}", f"--num-cpus={processors}"]
         words += ["--disable-usage-stats"]
         words += [f"--object-store-memory={100 * 2**20}", f"--temp-dir={self.folder}"]
@@ -196,8 +205,8 @@ class Network:
                 ip("netns", "del", host.name)
 
 
-@pytest.fixture
-def network() -> Iterator[Network]:
+@contextlib.contextmanager
+def open_network() -> Iterator[Network]:
     missing = [tool for tool in ("ip", "unshare", "mount") if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
@@ -214,6 +223,27 @@ def network() -> Iterator[Network]:
     finally:
         made.remove()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with open_network() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def shared_hosts() -> Iterator[Network]:
+    """Both hosts with Ray, one processor each: to start it takes long."""
+    with open_network() as opened:
+        start_both(opened)
+        yield opened
+
+
+@pytest.fixture
+def hosts(shared_hosts: Network) -> Network:
+    shared_hosts.hold.touch()
+    shared_hosts.link("up")
+    return shared_hosts
 
 
 class Training:
@@ -306,15 +336,14 @@ def start_both(network: Network, here: int = 1, there: int = 1) -> None:
     network.far.ray_start(f"--address={ADDRESS}", processors=there)
 
 
-def test_a_run_outlives_its_link_and_its_other_host(network: Network, tmp_path: Path) -> None:
-    head, far = network.head, network.far
-    start_both(network)
-    run = Training(network, tmp_path, SMALL, 10**8)
+def test_a_run_outlives_its_link_and_its_other_host(hosts: Network, tmp_path: Path) -> None:
+    head, far = hosts.head, hosts.far
+    run = Training(hosts, tmp_path, SMALL, 10**8)
     first = run.both_are_there()
-    network.link("down")
+    hosts.link("down")
     run.wait("loss", lambda: "was not heard of" in run.told())
     run.goes_on()  # the other worker does not wait
-    network.link("up")
+    hosts.link("up")
     second = run.another_worker(than=first)
     assert second != first
 
@@ -342,17 +371,16 @@ def test_a_run_outlives_its_link_and_its_other_host(network: Network, tmp_path: 
     assert result["env_steps"] >= int(steps)
 
 
-def test_a_link_that_is_down_for_long_evicts_the_worker(network: Network, tmp_path: Path) -> None:
+def test_a_link_that_is_down_for_long_evicts_the_worker(hosts: Network, tmp_path: Path) -> None:
     """Ray does not give the host up: its worker is heard again, when another has its place."""
-    start_both(network)
-    run = Training(network, tmp_path, SMALL)
+    run = Training(hosts, tmp_path, SMALL)
     first = run.both_are_there()
-    network.link("down")
+    hosts.link("down")
     time.sleep(LONG_S)
     run.goes_on()
-    network.link("up")
+    hosts.link("up")
     run.another_worker(than=first)
-    run.wait("end of who was given up", lambda: first not in network.far.pids())
+    run.wait("end of who was given up", lambda: first not in hosts.far.pids())
     result = run.finished()
     assert result["faults"] == {"worker": 1}
     assert_one_truth(result)
@@ -382,34 +410,32 @@ def test_a_host_that_ray_has_given_up_may_join_again(network: Network, tmp_path:
 
 @pytest.mark.parametrize("update", ["async", pytest.param("sync", marks=thorough)])
 def test_a_link_that_is_down_for_a_moment_costs_nobody(
-    network: Network, tmp_path: Path, update: str
+    hosts: Network, tmp_path: Path, update: str
 ) -> None:
     """Shorter than a worker may be silent: it goes on, and what it sent again counts once."""
-    start_both(network)
     config = {**SMALL, "update": update, "worker_timeout_s": LONG_S}
-    run = Training(network, tmp_path, config)
+    run = Training(hosts, tmp_path, config)
     first = run.both_are_there()
-    network.link("down")
+    hosts.link("down")
     time.sleep(MOMENT_S)
-    network.link("up")
+    hosts.link("up")
     run.goes_on()
-    assert network.far.members(b"ray::RemoteWorker") == {first}
+    assert hosts.far.members(b"ray::RemoteWorker") == {first}
     result = run.finished()
     assert result["faults"] == {}
     assert_one_truth(result)
 
 
 @thorough
-def test_sync_goes_on_without_a_worker_that_is_cut_off(network: Network, tmp_path: Path) -> None:
-    start_both(network)
-    run = Training(network, tmp_path, {**SMALL, "update": "sync"})
+def test_sync_goes_on_without_a_worker_that_is_cut_off(hosts: Network, tmp_path: Path) -> None:
+    run = Training(hosts, tmp_path, {**SMALL, "update": "sync"})
     first = run.both_are_there()
-    network.link("down")
+    hosts.link("down")
     run.wait("loss", lambda: "was not heard of" in run.told())
     run.goes_on()  # the barrier is the other one's alone
-    network.link("up")
+    hosts.link("up")
     run.another_worker(than=first)
-    run.wait("end of who was given up", lambda: first not in network.far.pids())
+    run.wait("end of who was given up", lambda: first not in hosts.far.pids())
     result = run.finished()
     assert result["faults"] == {"worker": 1}
     assert_one_truth(result)

@@ -7,6 +7,8 @@ import dataclasses
 import ipaddress
 import os
 import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Iterator
 from itertools import pairwise
@@ -53,6 +55,11 @@ def check_account(descent: Descent) -> None:
         assert spans[-1].end_s <= descent.wall_s
     for k in range(WORKERS):
         assert sum(descent.time_share(k).values()) == pytest.approx(1.0, abs=0.05)
+
+
+def test_workers_do_not_wait_for_torch() -> None:
+    code = "import sys, qfleet.lab.mapreduce_ray; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("local_reduction", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from qfleet.core import files
 from qfleet.core.errors import ConfigError, RunBusyError
 from qfleet.core.files import atomic_write_text
-from qfleet.storage.rundir import RunLock, check_name, default_name, new_run_dir
+from qfleet.storage.locks import RunLock
+from qfleet.storage.rundir import check_name, default_name, new_run_dir
 from support.messages import says
 from support.waiting import PHASE_S, deadline
 

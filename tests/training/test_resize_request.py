@@ -14,7 +14,7 @@ from qfleet.cli.main import main
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UserError
 from qfleet.engines.parameter_server import limits, resize_request
-from qfleet.storage.rundir import RunLock, is_locked
+from qfleet.storage.locks import RunLock, is_locked
 from support.messages import says
 
 FLEET = Config(engine="parameter-server", workers=2)

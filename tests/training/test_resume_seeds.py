@@ -14,7 +14,7 @@ import qfleet
 from qfleet.cli.main import main
 from qfleet.core.errors import CheckpointError, ConfigError, QfleetError, RunBusyError
 from qfleet.storage.checkpoint import has_checkpoint
-from qfleet.storage.rundir import RunLock
+from qfleet.storage.locks import RunLock
 from qfleet.training.run_state import RunOptions
 from support.configs import tiny_fields
 from support.messages import holds, says

@@ -17,7 +17,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, RunBusyError
 from qfleet.engines.registry import build
 from qfleet.networks.torsos import NatureCNN
-from qfleet.storage.rundir import RunLock
+from qfleet.storage.locks import RunLock
 from qfleet.telemetry.faults import FaultLog
 from qfleet.training.run import Run
 from qfleet.training.run_state import RunOptions

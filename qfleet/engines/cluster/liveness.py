@@ -22,7 +22,7 @@ LOOK_S = 1.0
 """Seconds between two looks at the GCS, which may be on another machine."""
 ANSWER_S = 2.0
 """Deadline of an answer of the GCS."""
-PATIENCE_S = 15.0
+PATIENCE_S = 12.0
 """Time that the GCS may be silent or out of reach; some clusters restart it."""
 # Ray speaks HTTP/2, where both sides begin with a frame of settings, which may be empty.
 _FRAME_BYTES, _SETTINGS = 9, b"\x04"
@@ -37,6 +37,11 @@ class Liveness:
         self._missing_since_s: float | None = None
         self.loss = ""
         """One line about the process that is gone; empty while none is."""
+
+    @property
+    def is_gcs_missing(self) -> bool:
+        """Whether the GCS did not answer when it was last looked for."""
+        return self._missing_since_s is not None
 
     def check(self, now: bool = False) -> None:
         """Raise ClusterLost if a process is gone. Look at most once per second, unless ``now``."""
@@ -58,7 +63,7 @@ class Liveness:
     def await_gcs(self) -> None:
         """Wait until the GCS can be reached: a call that needs it would wait without a deadline."""
         self.check(now=True)
-        while self._missing_since_s is not None:
+        while self.is_gcs_missing:
             time.sleep(LOOK_S)
             self.check(now=True)
 

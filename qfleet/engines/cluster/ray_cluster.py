@@ -54,7 +54,7 @@ LEAST_BYTES, LEAST_BYTES_WITH_TORCH = 32 * 2**20, 128 * 2**20
 """Lower bounds of a process's own memory (with torch some 200 MiB were measured)."""
 LONGEST_SLICE_S = 8.0
 """Longest wait without a look at the cluster."""
-LEAVE_S, LEAVE_SILENT_S = 15.0, 8.0
+LEAVE_S, LEAVE_SILENT_S = 12.0, 5.0
 """Deadlines for leaving a lost cluster, which takes Ray 5 s, and one that answers nothing."""
 PROBE_S = 5.0
 """Deadline for the first answer of a cluster's port."""
@@ -210,7 +210,7 @@ class Cluster:
         """Cut a wait into slices, with a look at the cluster before each.
 
         Every slice is twice as long as the last one, up to some seconds: after each, Ray may start
-        the transfer of a large value again.
+        the transfer of a large value again. While the GCS is missing, slices are short.
         """
         until_s, slice_s, left_s = time.monotonic() + wait_s, LOOK_S, wait_s
         while True:
@@ -219,7 +219,8 @@ class Cluster:
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 return
-            slice_s = min(2 * slice_s, LONGEST_SLICE_S)
+            is_short = self.liveness is not None and self.liveness.is_gcs_missing
+            slice_s = LOOK_S if is_short else min(2 * slice_s, LONGEST_SLICE_S)
 
     def _check(self, now: bool = False) -> None:
         if self.liveness is not None:
@@ -310,7 +311,7 @@ def _start(
         theirs, cluster = signal.getsignal(signal.SIGTERM), None
         try:
             with sigterm_unwinds(theirs):
-                with blocked_in_children(), _without_helpers():
+                with blocked_in_children(), without_helpers():
                     cluster = _connect(
                         ray,
                         timeout_s,
@@ -344,7 +345,7 @@ def _start(
 
 
 @contextlib.contextmanager
-def _without_helpers() -> Iterator[None]:
+def without_helpers() -> Iterator[None]:
     """Keep Ray from starting three processes that only serve its dashboard, logs and autoscaler.
 
     Each of them imports Ray again: on two cores they were half of a start's seven seconds.

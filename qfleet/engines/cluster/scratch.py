@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qfleet.core.files import read_text
-from qfleet.storage.rundir import RunLock, is_locked
+from qfleet.storage.locks import RunLock, is_locked
 
 GRACE_S = 30.0
 """Time that killed processes have to end."""

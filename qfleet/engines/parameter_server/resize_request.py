@@ -17,7 +17,7 @@ from qfleet.core.errors import QfleetError, UserError
 from qfleet.core.files import atomic_write_text, read_text
 from qfleet.engines.parameter_server.limits import count_workers
 from qfleet.storage.checkpoint import has_checkpoint
-from qfleet.storage.rundir import is_locked
+from qfleet.storage.locks import is_locked
 from qfleet.storage.vacancy import how_to_start_anew
 
 FILE, ANSWER = ".workers", ".workers-answer"

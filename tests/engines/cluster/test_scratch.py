@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qfleet.engines.cluster import scratch
-from qfleet.storage.rundir import RunLock
+from qfleet.storage.locks import RunLock
 from support.processes import is_alive, needs_proc, python, start
 from support.waiting import finish
 
