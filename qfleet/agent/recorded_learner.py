@@ -293,6 +293,10 @@ class RecordedLearner(Learner):
             self._newest_of[count] = self._newest
         self._newest = None
 
+    def forget_recordings(self) -> None:
+        """Take bursts step by step from now on; what the recordings used may then be closed."""
+        self._recorded.clear()
+
     def _replayed(self, count: int, samples: Batch | None) -> None:
         self._train(self._draw(count) if samples is None else samples)
 

@@ -295,7 +295,8 @@ class Config:
     """How collecting and learning are divided among threads, processes and devices; auto measures
     and reports its choice."""
     env_groups: int = field(0, "engine", low=0)
-    """Pipeline: groups of envs; one steps while actions of another are computed; 0: automatic."""
+    """Pipeline, ranks on GPUs: groups of envs; one steps while actions of another are computed; 0:
+    automatic."""
     block_rows: int = field(0, "engine", low=0)
     """Steps of every env per block; 0: automatic (one train_freq on serial)."""
     replay_slack: int = field(0, "engine", low=0)
@@ -317,7 +318,8 @@ class Config:
     halving_interval: int = field(0, "engine", low=0)
     """Population: env steps between halvings, where the worse half of agents stops; 0: never."""
     graphs: bool = field(True, "engine")
-    """Pipeline, device: capture updates (device: also env steps) as CUDA graphs where possible."""
+    """Record updates (device: also env steps) as CUDA graphs where possible; pipeline, device, and
+    ranks with a GPU each."""
     lockstep: bool = field(False, "engine", engines=("auto", "serial", "pipeline"))
     """Pipeline: collect and learn in turn, which on a CPU gives the same numbers as serial."""
     seed: int = field(0, "optimisation", common=True, low=0)

@@ -16,6 +16,7 @@ import torch
 from qfleet.accelerator.streams import has_streams
 from qfleet.config.config import FIELDS, Config
 from qfleet.config.validation import validate
+from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.engines import registry
 from qfleet.engines.all_reduce.world import with_launched_workers
@@ -146,6 +147,8 @@ def _with_shape(config: Config) -> Config:
         envs = _that_share_evenly(config, envs)
     groups = config.env_groups
     if not on_pipeline:
+        if groups > 1 and config.engine == "all-reduce":
+            raise ConfigError("env_groups is for ranks on a GPU; leave it out on CPUs")
         groups = 1
     if groups == 0:
         # On a CPU inference wants the cores that the other group would step on, and whole batches:

@@ -150,7 +150,7 @@ class Parts:
     """The seed of each environment."""
     clock: Clock
     timers: list[Timers]
-    """One per thread; the first is the learner's."""
+    """One per thread; the first is the learner's, or the mean of all workers of a cluster."""
     collector: EpisodeSource
     model: Model
     evaluator: PolicyEvaluator
@@ -162,6 +162,8 @@ class Parts:
     members: Sequence[int] = (0,)
     """Numbers of the agents that train here; agent 0 if there is no population."""
     draw_timeline: Callable[[Trace, Path], object] = draw_timeline
+    driver: Timers | None = None
+    """Of this process, if ``timers`` are those of workers."""
 
     @property
     def config(self) -> Config:
@@ -170,6 +172,11 @@ class Parts:
     @property
     def faults(self) -> FaultLog:
         return self.setup.faults
+
+    @property
+    def threads(self) -> list[Timers]:
+        """All timers; those of the thread that evaluates and saves are the first or the last."""
+        return [*self.timers, *([] if self.driver is None else [self.driver])]
 
     def find(self, kind: type[Hook]) -> Hook | None:
         """Return the engine's hook of this class, if it has one."""

@@ -136,8 +136,11 @@ def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B00
             made.callback(ahead.close)
             notes.append(acting.note)
             hooks.append(
-                PipelineHook(config, envs, acting, ahead, timers, clock, place.device, prepared)
-            )
+                PipelineHook(
+                    config, envs, acting, ahead, timers, clock, place.device, prepared,
+                    share=config.envs / counting.envs,
+                )
+            )  # fmt: skip
         else:
             channel = SameWeights()
             collector = Inline(actor, channel, clock)
@@ -193,6 +196,8 @@ class PipelineHook(EngineHook):
     device: torch.device
     prepared: Prepared | None
     """The learner's own rate, if it was measured at the start."""
+    share: float = 1.0
+    """This process's part of the run's env steps."""
 
     def scalars(self, wall_s: float) -> Mapping[str, float | None]:
         learner, collector = (timers.shares(wall_s)["idle"] for timers in self.timers)
@@ -221,6 +226,7 @@ class PipelineHook(EngineHook):
         }
 
     def measure(self, end_to_end: float) -> Stages:
+        end_to_end *= self.share
         if self.prepared is not None:
             learner_only: float | None = self.prepared.learner_rate(self.config, agents=1)
         else:

@@ -104,7 +104,7 @@ def _shares(shares: Mapping[str, Any] | None) -> str:
 
 
 def _time_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return a row for each thread and device; one row for all in results of older versions."""
+    """Return a row for each thread; one row for all in results of older versions."""
     resources = result.get("resources") or {}
     if len(resources) < 2:
         shares = next(iter(resources.values()), result.get("time_share"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,8 +43,6 @@ class Result:
     stopped_by: str
     time_share: dict[str, float | None]
     """Share of the wall time per stage, summed over threads: two busy threads give 2."""
-    resources: dict[str, dict[str, float]]
-    """Each thread's time by stage, in shares that add up to 1."""
     rates: dict[str, float | str | None] | None
     """Env steps per second of each stage alone and of all together; null if not measured."""
     communication: dict[str, int | None]
@@ -55,6 +53,9 @@ class Result:
     """Number, seed, varied values and returns of each agent of a population; else null."""
     fleet: dict[str, Any] | None
     """Account of a run's processes (docs/parameter-server.md); null if there is only one."""
+    resources: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Time of each thread by stage, in shares that add up to 1 (``workers``: the mean of all);
+    empty in results of older versions."""
 
 
 def peak_rss_bytes() -> int:
@@ -103,7 +104,7 @@ def make_result(
         best_eval_return=best_return,
         stopped_by=stopped_by,
         time_share=Timers.merged(parts.timers).shares(wall_s),
-        resources={timers.name: timers.usage(wall_s) for timers in parts.timers},
+        resources={timers.name: timers.usage(wall_s) for timers in parts.threads},
         rates=None,
         faults=parts.faults.counts,
         peak_rss_bytes=peak_rss_bytes(),

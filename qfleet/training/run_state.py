@@ -84,7 +84,7 @@ class RunState:
         self.interrupted_by: int | None = None
         """The signal that requested a stop, if one did."""
         self.not_training_s = 0.0
-        """Seconds spent on evaluations, tournaments and checkpoints."""
+        """Seconds spent on evaluations and checkpoints."""
         self.earlier_wall_s = 0.0
         """Seconds of the invocations before a resume."""
         self.started_s = time.monotonic()
@@ -131,7 +131,7 @@ class RunState:
         began_s = time.perf_counter()
         yield
         ended_s = time.perf_counter()
-        self.parts.timers[0].add(stage, began_s, ended_s)
+        (self.parts.driver or self.parts.timers[0]).add(stage, began_s, ended_s)
         self.not_training_s += ended_s - began_s
 
     def take_episodes(self) -> None:
@@ -194,7 +194,7 @@ class RunState:
         clock, own = self.parts.clock, dict[str, Any]()
         for hook in self._hooks:
             own |= hook.state_dict(self)
-        timers = {str(i): timers.state_dict() for i, timers in enumerate(self.parts.timers)}
+        timers = {str(i): timers.state_dict() for i, timers in enumerate(self.parts.threads)}
         return {
             "env_steps": clock.env_steps,
             "updates": clock.updates,
@@ -220,7 +220,7 @@ class RunState:
             hook.load_state_dict(self, own)
         self._marks = dict(own["marks"])
         self.earlier_wall_s = float(own["wall_s"])
-        for timers, spent in zip(self.parts.timers, own["timers"].values(), strict=False):
+        for timers, spent in zip(self.parts.threads, own["timers"].values(), strict=False):
             timers.load_state_dict(spent)
         self.faults.load_state_dict(own["faults"])
         return restored

@@ -95,6 +95,12 @@ def test_one_worker_is_serial_and_a_run_resumes_with_two(tmp_path: Path) -> None
     # Nothing was applied twice, nothing was lost: what was pushed is in the weights.
     assert [server["applied"] for server in account["servers"]] == [fleet.result.updates] * 2
     assert fleet.result.communication["messages"] > 2 * fleet.result.updates
+    driver, workers = (fleet.result.resources[name] for name in ("driver", "workers"))
+    assert {"evaluate", "save"} <= driver.keys()
+    assert {"env", "learn"} <= workers.keys()
+    assert not {"evaluate", "save"} & workers.keys()
+    assert sum(driver.values()) == pytest.approx(1.0)
+    assert sum(workers.values()) == pytest.approx(1.0)
 
     again = qfleet.resume(tmp_path / "b", workers=2, servers=1, steps=900)
     assert again.result.env_steps >= 900

@@ -43,7 +43,8 @@ def build(setup: Setup) -> Parts:
             made.callback(parts.closing.close)
             if config.replay:
                 # Every rank's memory here, and those of all others when a checkpoint is written.
-                shares = ranks_here + group.size - 1
+                held = ranks_here if parts.memory.device.type == "cpu" else 0
+                shares = held + group.size - 1
                 transitions = shares * rank_config(config, 0).replay_capacity
                 check_replay_fits(config, parts.spec, transitions, torch.device("cpu"))
         except BaseException as error:

@@ -86,7 +86,7 @@ def _train(world: World, number: int, store: Store, told: dict[str, Any]) -> Non
         with contextlib.closing(parts):
             if _obey(parts, faults):  # rank 0 sends what all begin with
                 serial.run(parts, lambda: _obey(parts, faults))
-            group.close()
+        group.close()
     except BaseException as error:
         group.close(error)
         raise

@@ -39,6 +39,10 @@ from qfleet.engines.all_reduce.world import (
 
 START_S = 180.0
 """Deadline of the start of all ranks, which import torch and make their environments."""
+TUNED_S = 900.0
+"""Deadline of the slowest rank's tuning, which may compile."""
+LEAVE_S = 10.0
+"""Deadline of the end of NCCL, which waits for what a lost rank owes it."""
 BEAT_S = 1.0
 """Most seconds between two signs of life."""
 FOREVER = timedelta(days=1000)
@@ -79,6 +83,7 @@ class Group:
         self._passed = 0
         """Number of exchanges of all ranks that this one has begun."""
         self._closed = threading.Event()
+        self._is_closing = False
         self.exchange_s = 0.0
         """Seconds in exchanges, waiting for slower ranks and for orders included."""
         self.bytes_sent = self.messages = 0
@@ -88,7 +93,8 @@ class Group:
     def connect(self, device: torch.device) -> None:
         """Wait until all ranks are ready, and connect them. ``device``: where this rank learns."""
         is_gpu = device.type == "cuda" and dist.is_nccl_available()
-        gpus = self._meet("ready", str(_gpu_id(device)) if is_gpu else "")
+        gpus = self.meet("ready", str(_gpu_id(device)) if is_gpu else "")
+        self.shares_gpus = all(gpus) and len(set(gpus)) < self.size
         if dist.is_initialized():
             raise ConfigError(
                 "torch.distributed is already initialised in this process, which --engine "
@@ -105,7 +111,7 @@ class Group:
                 timeout=timedelta(seconds=0.75 * self._timeout_s),
             )
             self._orders = dist.new_group(timeout=FOREVER, backend="gloo")
-            if all(gpus) and len(set(gpus)) == self.size:
+            if all(gpus) and not self.shares_gpus:
                 self._nccl = dist.new_group(backend="nccl")
         sys.excepthook = shows_errors  # torch's own puts the rank before every line
         # A rank whose main thread waits for its GPU does not see that a connection breaks.
@@ -114,22 +120,18 @@ class Group:
         for work in (self._beat, self._watch) if self._heard_s else (self._beat,):
             threading.Thread(target=work, name=f"rank {self.rank}", daemon=True).start()
 
-    def agree(self, words: str) -> str:
-        """Return the words of rank 0, once all ranks have come here."""
-        return self._meet("agree", words)[0]
-
-    def _meet(self, where: str, words: str) -> list[str]:
+    def meet(self, where: str, words: str, limit_s: float = START_S) -> list[str]:
         """Wait until all ranks have come here; return what each of them says."""
         keys = [f"{where}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], words)
-        until_s = time.monotonic() + START_S
+        until_s = time.monotonic() + limit_s
         while missing := [r for r in range(self.size) if not self._store.check([keys[r]])]:
             for rank in missing:
                 if loss := self._why_ended(rank):
                     raise RankLost(f"rank {rank} of {self.size} did not start: {loss}")
             if time.monotonic() > until_s:
                 raise RankLost(
-                    f"rank {missing[0]} of {self.size} did not start within {START_S:g} s; start "
+                    f"rank {missing[0]} of {self.size} did not start within {limit_s:g} s; start "
                     "as many ranks as --workers says, and check that they reach each other"
                 )
             time.sleep(0.02)
@@ -139,6 +141,7 @@ class Group:
         """Leave; ``error`` is what ended this rank, which the other ranks then report."""
         if self._closed.is_set():
             return
+        self._is_closing = True
         with contextlib.suppress(RuntimeError):  # the store may be gone
             if error is not None and not (self.rank and isinstance(error, RankLost)):
                 self._store.set(f"end/{self.rank}", one_line(error))
@@ -149,8 +152,9 @@ class Group:
                     process.kill()  # a stopped one too
         self._closed.set()
         if self._orders is not None:
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+            leaving = threading.Thread(target=_destroy_groups, daemon=True)
+            leaving.start()
+            leaving.join(LEAVE_S)
 
     def _let_others_leave(self) -> None:
         """Keep the store for a moment, until the other ranks have read which rank is lost."""
@@ -246,20 +250,21 @@ class Group:
 
     def _beat(self) -> None:
         """Write a sign of life each second; on other ranks than 0, also look for that of rank 0."""
-        # A connection of its own: the other one may wait.
-        store = PrefixStore(self._prefix, connect(self._world, serves=False))
-        beats, newest = 0, dict[int, bytes]()
+        beats, newest, store = 0, dict[int, bytes](), None
         while not self._closed.wait(self._beat_s):
             beats += 1
             try:
+                # A connection of its own: the other one may wait.
+                store = store or PrefixStore(self._prefix, connect(self._world, serves=False))
                 store.set(f"beat/{self.rank}", f"{beats} {self._passed}")
                 if self.rank > 0 and store.check(["end/0"]):
                     self._exit(f"rank 0 ended: {store.get('end/0').decode()}")
                 heard = [r for r in self._heard_s if store.check([f"beat/{r}"])]
                 found = {rank: store.get(f"beat/{rank}") for rank in heard}
-            except RuntimeError:
+            except (RuntimeError, ClusterError):
                 if self.rank > 0:
                     self._exit(GONE)
+                self._heard_s.clear()  # nobody is heard from here on, lost or not
                 return
             for rank, beat in found.items():
                 if beat != newest.get(rank):
@@ -268,13 +273,17 @@ class Group:
     def _watch(self) -> None:
         """End this rank if one is silent; a store that is stopped with rank 0 answers no call."""
         while not self._closed.wait(self._beat_s):
-            for rank, heard_s in self._heard_s.items():
+            for rank, heard_s in list(self._heard_s.items()):
                 if time.monotonic() - heard_s > self._timeout_s:
                     self._exit(f"rank {rank} is lost: no sign of life for {self._timeout_s:g} s")
 
     def _exit(self, why: str) -> None:
         """End this rank, whose main thread may wait for ever."""
-        if not self._closed.wait(2 * self._beat_s):  # unless it is about to say so itself
+        # Unless it is about to say so itself. Rank 0 serves the store, which others may wait for.
+        is_ending = self._is_closing and self.rank == 0
+        if not self._closed.wait(2 * self._beat_s) and not is_ending:
+            for process in self._started:
+                process.kill()  # a stopped one too
             sys.stderr.write(f"qfleet: rank {self.rank}: {why}\n")
             sys.stderr.flush()
             os._exit(RankLost.exit_code)
@@ -325,6 +334,11 @@ class Group:
             return None
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         return f"its process {self._started[rank - 1].pid} {how}"
+
+
+def _destroy_groups() -> None:
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
 
 
 def _gpu_id(device: torch.device) -> object:

@@ -21,21 +21,22 @@ from typing import Any
 
 import torch
 
+from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import own_ladder
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
-from qfleet.core.errors import CheckpointError
+from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.seeding import Seeds, mix_seeds
 from qfleet.core.types import EnvSpec, Memory, StateDict
 from qfleet.engines import pipeline
 from qfleet.engines.all_reduce.compression import make_exchange
-from qfleet.engines.all_reduce.group import Group, Order
+from qfleet.engines.all_reduce.group import TUNED_S, Group, Order
 from qfleet.engines.all_reduce.replay import SharedReplay, deal, in_order
 from qfleet.engines.all_reduce.updater import AllReduceUpdater
 from qfleet.engines.factories import make_memory, make_ring, make_updater
 from qfleet.engines.loop import RateLimiter
 from qfleet.engines.parts import LoopParts, Parts, Setup
-from qfleet.engines.placement import Placement
+from qfleet.engines.placement import Placement, learner_device
 from qfleet.engines.tuning import Choice
 from qfleet.envs.latency import latency_of
 from qfleet.memory.columns import check_transitions
@@ -83,21 +84,28 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
         torch.set_num_threads(min(torch.get_num_threads(), cores))
 
     def place(own: Config, spec: EnvSpec, in_background: bool) -> Placement:
+        device = learner_device(own, spec)
+        group.connect(device)
+        if device.type != "cpu" and not group.has_nccl and own.replay_device == "auto":
+            own = own.replace(replay_device="cpu")  # ranks that share a GPU do not see who fits
         place = Placement.of(own, spec, in_background)
-        group.connect(place.device)
-        if place.device.type == "cpu":
+        if device.type == "cpu":
             return place
         # What the host computes or adds up cannot be recorded.
         on_device = config.gradient_compression not in ("top-k", "powersgd")
-        how = "by NCCL" if group.has_nccl else "by way of the host, because ranks share a GPU"
-        group.is_tuning = place.capturable and group.has_nccl and on_device
+        is_recorded = place.capturable and group.has_nccl and on_device
+        if group.has_nccl:
+            _check_alike(group, whole, f"replay on {place.replay.type}")
+        why = ", because ranks share a GPU" if group.shares_gpus else ""
+        how = "by NCCL" if group.has_nccl else f"by way of the host{why}"
+        group.is_tuning = is_recorded
         notes = (*place.notes, f"gradients are added up {how}")
-        return replace(place, capturable=group.is_tuning, notes=notes)
+        return replace(place, capturable=is_recorded, notes=notes)
 
     def agree(choice: Choice) -> Choice:
-        agreed = json.loads(group.agree(json.dumps(asdict(choice))))
+        first = group.meet("tuned", json.dumps(asdict(choice)), TUNED_S)[0]
         group.is_tuning = False
-        return Choice(**agreed)
+        return Choice(**json.loads(first))
 
     def memory(config: Config, spec: EnvSpec, place: Placement, values: Any) -> Memory:
         if not config.replay:
@@ -110,7 +118,8 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
     def updater(weights: FlatWeights, timers: Timers, capturable: bool) -> AllReduceUpdater:
         local, exchange = make_updater(config, weights, capturable), make_exchange(config, weights)
         share = own.batch_size / whole.batch_size
-        updaters.append(AllReduceUpdater(weights, local, group, exchange, share, timers))
+        waits = weights.data.device.type != "cpu" and not group.has_nccl
+        updaters.append(AllReduceUpdater(weights, local, group, exchange, share, timers, waits))
         return updaters[0]
 
     parts = pipeline.build(
@@ -128,6 +137,19 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
     assert isinstance(parts, RankParts)
     parts.updater = updaters[0]
     return parts
+
+
+def _check_alike(group: Group, whole: Config, place: str) -> None:
+    """Refuse ranks that would record updates of different forms."""
+    places = group.meet("placed", place)
+    if len(set(places)) > 1:
+        found = ", ".join(f"rank {rank}: {words}" for rank, words in enumerate(places))
+        raise ConfigError(f"replay fits on some GPUs only ({found}); set --replay-device cpu")
+    if whole.batch_size % group.size:
+        raise ConfigError(
+            f"batch_size {whole.batch_size} must be a multiple of the {group.size} ranks on GPUs, "
+            "which record equal updates; change one of them"
+        )
 
 
 @dataclass(kw_only=True)
@@ -222,9 +244,14 @@ class RankParts(LoopParts):
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "seconds": dict(self.timers[0].seconds),
+            "seconds": Timers.merged(self.timers).seconds,
             "exchange_s": self.group.exchange_s,
         }
+
+    def close(self) -> None:
+        if isinstance(self.learner, RecordedLearner):
+            self.learner.forget_recordings()  # NCCL cannot end before the graphs that use it
+        super().close()
 
     # --- the start of all ranks ---------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
@@ -27,10 +28,14 @@ class AllReduceUpdater(Updater):
         exchange: Exchange,
         share: float,
         timers: Timers,
+        waits: bool = False,
     ) -> None:
-        """``share``: this rank's part of the samples of an update."""
+        """``share``: this rank's part of the samples of an update.
+
+        ``waits``: the exchange needs the gradient on the host, which waits for an accelerator.
+        """
         self._weights, self._local, self._ranks, self.exchange = weights, local, ranks, exchange
-        self._share, self._timers = share, timers
+        self._share, self._timers, self._waits = share, timers, waits
         self.traffic = (0, 0)
         """Bytes and messages that this rank sends per update."""
 
@@ -39,6 +44,8 @@ class AllReduceUpdater(Updater):
     ) -> Mapping[str, Tensor | float]:
         ranks = self._ranks
         if ranks.exchanges:
+            if self._waits:
+                torch.accelerator.synchronize()  # computing is not part of the exchange
             began_s, sent, messages = time.perf_counter(), ranks.bytes_sent, ranks.messages
             self.exchange.sum(self._weights.grad.mul_(self._share), ranks)
             ended_s = time.perf_counter()

@@ -61,6 +61,7 @@ def build(setup: Setup) -> Parts:
         env_seeds=[],
         clock=clock,
         timers=[timers],
+        driver=Timers(name="driver"),
         collector=fleet,
         evaluator=setup.make_evaluator(network, device, closing),
         model=FetchedModel(network, weights, fleet),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
 import qfleet
 from qfleet.agent import schedules
@@ -20,12 +24,14 @@ from qfleet.agent.learner import Learner
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
-from qfleet.core.errors import CheckpointError, ConfigError
+from qfleet.core.errors import CheckpointError, ConfigError, RankLost
 from qfleet.core.types import FIRST, Block, EnvSpec
 from qfleet.engines.all_reduce.compression import make_exchange
-from qfleet.engines.all_reduce.rank import rank_config, whole_config
+from qfleet.engines.all_reduce.group import Group
+from qfleet.engines.all_reduce.rank import _check_alike, rank_config, whole_config
 from qfleet.engines.all_reduce.replay import SharedReplay, deal, in_order
-from qfleet.engines.all_reduce.world import World, launched_world
+from qfleet.engines.all_reduce.world import World, launched_world, see_own_gpu
+from qfleet.engines.auto import settle
 from qfleet.lab.compare import (
     FixedBatches,
     ThreadRanks,
@@ -89,6 +95,54 @@ def test_exploration_follows_the_steps_of_all_ranks(
     told = SMALL | {"steps": 80, "learning_starts": 64, "block_rows": 4}
     qfleet.train("CartPole-v1", run_dir=tmp_path / "run", **told)
     assert asked[:20] == list(range(0, 80, 4))  # two ranks with two envs each: four steps a row
+
+
+# --- the meeting of ranks ---------------------------------------------------------------------
+
+
+def in_group(rank: int, store: Any, size: int = 2, timeout_s: float = 60.0) -> Group:
+    return Group(World(rank, size, rank, size, "127.0.0.1", 1), 0, timeout_s, store)
+
+
+def test_ranks_meet_and_hear_each_other() -> None:
+    store, heard = HashStore(), list[str]()
+    groups = [in_group(rank, store) for rank in (0, 1)]
+    late = threading.Thread(target=lambda: heard.extend(groups[1].meet("tuned", "tf32")))
+    late.start()
+    assert groups[0].meet("tuned", "fp32") == ["fp32", "tf32"]
+    late.join()
+    assert heard == ["fp32", "tf32"]
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    group = in_group(0, HashStore())
+    with pytest.raises(RankLost, match=r"rank 1 of 2 did not start within 0\.1 s"):
+        group.meet("tuned", "fp32", limit_s=0.1)
+
+
+def test_a_silent_rank_ends_one_that_watches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = in_group(0, HashStore(), timeout_s=1.0)
+    said: list[str] = []
+    monkeypatch.setattr(group, "_exit", lambda why: (said.append(why), group._closed.set()))
+    group._heard_s = {1: time.monotonic()}
+    group._watch()
+    assert said == ["rank 1 is lost: no sign of life for 1 s"]
+
+
+def test_ranks_whose_updates_would_differ_are_refused() -> None:
+    whole = tiny_config(engine="all-reduce", workers=2, batch_size=33)
+    alone = SimpleNamespace(size=2, meet=lambda _, words: [words, words])
+    with pytest.raises(ConfigError, match="must be a multiple of the 2 ranks"):
+        _check_alike(alone, whole, "replay on cuda")  # type: ignore[arg-type]
+    apart = SimpleNamespace(size=2, meet=lambda _, words: [words, "replay on cpu"])
+    with pytest.raises(ConfigError, match="rank 1: replay on cpu"):
+        _check_alike(apart, whole.replace(batch_size=32), "replay on cuda")  # type: ignore[arg-type]
+
+
+def test_groups_of_envs_are_for_gpus() -> None:
+    config = tiny_config(engine="all-reduce", workers=2, env_groups=2, envs=4, device="cpu")
+    with pytest.raises(ConfigError, match="ranks on a GPU"):
+        settle(config)
 
 
 # --- two halves of a batch --------------------------------------------------------------------
@@ -329,6 +383,18 @@ def test_the_place_of_a_rank_is_read_from_the_launcher() -> None:
         launched_world(mpi | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
     with pytest.raises(ConfigError, match="not numbers: PMI_RANK=x"):
         launched_world({"PMI_RANK": "x", "PMI_SIZE": "2"})
+
+
+def test_a_rank_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    world = World(rank=5, size=8, local_rank=1, local_size=4, host="127.0.0.1", port=1)
+    for visible, own in (("", "1"), ("4,6,7", "6")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        see_own_gpu(world)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == own
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    see_own_gpu(world._replace(local_rank=4))  # more ranks than GPUs
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
 
 
 def test_a_checkpoint_without_ranks_is_refused(tmp_path: Path) -> None:
