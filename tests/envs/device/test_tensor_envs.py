@@ -34,7 +34,7 @@ from support.messages import says
 QUICK: dict[str, Any] = {
     "steps": 400, "learning_starts": 100, "buffer_size": 300, "eval_freq": 0,
     "max_episode_steps": 30, "tensorboard": False, "envs": 4, "exploration_initial_eps": 0.1,
-    "train_freq": 8, "n_eval_episodes": 1,
+    "train_freq": 8, "n_eval_episodes": 1, "algo": "dqn",
 }  # fmt: skip
 
 
