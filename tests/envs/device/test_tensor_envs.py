@@ -69,7 +69,7 @@ def test_every_game_plays_by_name(env: str) -> None:
 @pytest.mark.parametrize("env", MINATAR_IDS)
 def test_convolutions_go_over_the_board(env: str) -> None:
     """What moves a row down on the board moves a row down in the features."""
-    config, _ = resolve(env)
+    config, _ = resolve(env, "dqn")  # without normalisation, which mixes rows
     spec = make_tensor_env(config).spec
     torso = make_network(config, spec, torch.device("cpu"), 0).torso
     board = torch.zeros((2, *spec.obs_shape), dtype=torch.uint8)
