@@ -1,4 +1,4 @@
-"""The connection between ranks: exchanges of tensors and orders, and the search for lost ranks.
+"""The connection between ranks: they exchange tensors and orders, and find out who is lost.
 
 Rank 0 gives orders, one per turn of the loop; the other ranks wait for them as long as it takes,
 because rank 0 also evaluates and saves. Everything else that ranks exchange has a deadline,
@@ -78,6 +78,8 @@ class Group:
         self._store = PrefixStore(self._prefix, store)
         self._orders: Any = None
         self._nccl: Any = None
+        self.shares_gpus = False
+        """Whether two ranks learn on one GPU."""
         self.is_tuning = False
         """Whether this rank is measured alone, without exchanges."""
         self._passed = 0
