@@ -9,7 +9,7 @@ import pytest
 
 from support import waiting
 from support.messages import holds, says
-from support.processes import python, start
+from support.processes import descendants, needs_proc, python, start, state_of
 from support.waiting import deadline, finish, wait_until
 
 ASLEEP = """
@@ -49,6 +49,23 @@ def test_an_expired_wait_names_the_event_and_shows_the_childs_stack(
         wait_until(lambda: False, "the event", process=child)
     assert holds(str(caught.value), "the event", "in asleep")
     assert child.returncode == -signal.SIGABRT
+
+
+@needs_proc
+def test_an_expired_wait_does_not_wait_for_a_stopped_grandchild(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stopped = "import os; os.kill(os.getpid(), 19)"
+    child = start(
+        python(
+            "-c", f"import subprocess, sys; subprocess.call([sys.executable, '-c', {stopped!r}])"
+        )
+    )
+    wait_until(lambda: "T" in map(state_of, descendants(child.pid)), "a stopped process")
+    monkeypatch.setattr(waiting, "deadline", lambda _: 0.0)
+    monkeypatch.setattr(waiting, "ABORTED_S", 0.5)
+    with pytest.raises(pytest.fail.Exception, match=says("the event")):
+        finish(child, "the event")
 
 
 def test_a_wait_ends_when_its_child_does() -> None:

@@ -47,11 +47,15 @@ def count_lines(path: Path) -> int:
 
 def is_alive(pid: int) -> bool:
     """Return whether a process runs; a zombie has ended and waits for its parent to look."""
+    return state_of(pid) not in ("", "Z")
+
+
+def state_of(pid: int) -> str:
+    """The letter that ps shows: "Z" for a zombie, "T" for a stopped process, "" for none."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state != "Z"
+        return ""
 
 
 def children_of(pid: int) -> list[int]:

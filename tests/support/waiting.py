@@ -6,6 +6,7 @@ its own. When one expires, the stacks of this process, and of a child that is na
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import os
@@ -13,10 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import pytest
+
+from support.processes import descendants
 
 PHASE_S = 60.0
 """For one phase of a test that starts no cluster."""
@@ -97,17 +100,24 @@ def expire(message: str, process: subprocess.Popen[Any] | None = None) -> NoRetu
     """
     faulthandler.dump_traceback(sys.__stderr__ or 2)
     if process is not None:
+        children = list(descendants(process.pid))  # nobody's, once it has ended
         process.send_signal(signal.SIGABRT)
-        message += "\n" + _ended(process)
+        message += "\n" + _ended(process, children)
     pytest.fail(message)
 
 
-def _ended(process: subprocess.Popen[Any]) -> str:
-    """The end of what a child printed; it is killed where it does not end."""
+def _ended(process: subprocess.Popen[Any], children: Iterable[int] = ()) -> str:
+    """The end of what a child printed; it and its children are killed where it does not end."""
     try:
         parts = process.communicate(timeout=ABORTED_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        parts = process.communicate()
+        for pid in children:  # one of them may be stopped, and holds the pipes
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            parts = process.communicate(timeout=ABORTED_S)
+        except subprocess.TimeoutExpired:
+            return "(a process that it left behind holds its output)"
     texts = [part.decode(errors="replace") if isinstance(part, bytes) else part for part in parts]
     return "\n".join(text[-TAIL:] for text in texts if text)

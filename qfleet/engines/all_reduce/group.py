@@ -103,16 +103,19 @@ class Group:
                 "all-reduce does itself; call destroy_process_group first"
             )
         shows_errors = sys.excepthook
+        # The rest of the time is for finding out who is lost.
+        limit = timedelta(seconds=0.75 * self._timeout_s)
         with self._exchange(), _on_loopback(self._world):
             dist.init_process_group(
                 "gloo",
                 store=PrefixStore("ranks", self._store),
                 rank=self.rank,
                 world_size=self.size,
-                # The rest is for finding out who is lost.
-                timeout=timedelta(seconds=0.75 * self._timeout_s),
+                timeout=limit,
             )
-            self._orders = dist.new_group(timeout=FOREVER, backend="gloo")
+            # The others wait for an order as long as rank 0 evaluates or saves.
+            wait = FOREVER if self.rank else limit
+            self._orders = dist.new_group(timeout=wait, backend="gloo")
             if all(gpus) and not self.shares_gpus:
                 self._nccl = dist.new_group(backend="nccl")
         sys.excepthook = shows_errors  # torch's own puts the rank before every line
