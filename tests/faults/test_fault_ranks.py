@@ -16,7 +16,15 @@ import pytest
 
 import qfleet
 from qfleet.storage.checkpoint import list_checkpoints
-from support.processes import count_lines, descendants, is_alive, needs_proc, start, start_qfleet
+from support.processes import (
+    count_lines,
+    descendants,
+    is_alive,
+    needs_proc,
+    python,
+    start,
+    start_qfleet,
+)
 from support.waiting import CLUSTER_S, PHASE_S, deadline, finish, wait_until
 
 pytestmark = [needs_proc, pytest.mark.slow]
@@ -67,6 +75,37 @@ def test_the_survivors_of_a_lost_rank_name_it(tmp_path: Path, number: signal.Sig
     resumed = qfleet.resume(tmp_path / "run", steps=saved + 200, workers=2)
     assert isinstance(resumed, qfleet.Trained)
     assert resumed.result.env_steps >= saved + 200
+
+
+GIVES_ORDERS = """
+import os, signal, subprocess, sys, torch
+from qfleet.core.errors import RankLost
+from qfleet.engines.all_reduce.group import Group, Order, connect
+from qfleet.engines.all_reduce.world import World, listen_locally
+rank, port, listener = int(sys.argv[1]), int(sys.argv[2]), None
+if rank == 0:
+    listener = listen_locally()
+    port = listener.getsockname()[1]
+    other = subprocess.Popen([sys.executable, "-c", sys.argv[3], "1", str(port), ""])
+world = World(rank, 2, rank, 2, "127.0.0.1", port)
+group = Group(world, 0, 4.0, connect(world, rank == 0, listener and listener.detach()))
+group.connect(torch.device("cpu"))
+if rank:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    for _ in range(1000):
+        group.give_order(Order.GO)
+except RankLost as error:
+    print(error, flush=True)
+other.kill()
+os._exit(0)
+"""
+
+
+def test_an_order_to_a_stopped_rank_has_a_deadline() -> None:
+    process = start(python("-c", GIVES_ORDERS, "0", "0", GIVES_ORDERS))
+    output, _ = finish(process, "the end of rank 0")
+    assert "rank 1 of 2 is lost" in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
