@@ -96,12 +96,16 @@ class TrainedSeeds:
 
 
 def draw_learning_curve(folder: Path) -> Path | None:
-    """Draw the returns of a run or of its seeds; None if none was logged, or the disk is full."""
+    """Draw the returns of a run or of its seeds.
+
+    None if each has at most one, which the summary says in less time, or if the disk is full.
+    """
     try:
         runs = [read_run(path) for path in seed_folders(folder)]
         drawn = (run.series(metric)[0] for run in runs for metric in (EVAL_RETURN, ROLLOUT_RETURN))
-        path = folder / "plots" / "learning_curve.png"
-        return learning_curve(group_runs(runs), EVAL_RETURN, path) if any(drawn) else None
+        if all(len(steps) < 2 for steps in drawn):
+            return None
+        return learning_curve(group_runs(runs), EVAL_RETURN, folder / "plots/learning_curve.png")
     except ConfigError as error:
         print(f"qfleet: {error}", file=sys.stderr)
         return None
