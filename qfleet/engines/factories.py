@@ -22,6 +22,7 @@ from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, EnvSpec, Memory, Updater
 from qfleet.engines.placement import Placement, free_device_bytes
 from qfleet.engines.tuning import AUTOCAST
+from qfleet.memory.host_sampler import HostPrioritizedSampler
 from qfleet.memory.ring import Ring
 from qfleet.memory.rollout import Rollout
 from qfleet.memory.samplers import PrioritizedSampler, UniformSampler
@@ -114,7 +115,8 @@ def make_sampler(
     generator = torch.Generator(device=device).manual_seed(seed)
     if not config.prioritized_replay:
         return UniformSampler(generator, capturable)
-    return PrioritizedSampler(
+    on_host = device.type == "cpu" and not capturable
+    return (HostPrioritizedSampler if on_host else PrioritizedSampler)(
         capacity // config.envs,
         config.envs,
         config.prioritized_replay_alpha,

@@ -171,18 +171,20 @@ class UniformSampler(Sampler):
         return [self._choose]
 
 
+TINY = torch.finfo(torch.float32).tiny
+HOST_BLOCK = 64
+"""Leaves per block on a CPU, where the additions count and not the number of operations."""
 BLOCK = 256
 """Leaves per block. A draw costs slots/BLOCK + count × BLOCK additions; for a million slots and
 batches of a few dozen samples the sum is smallest near this value."""
 
 
-def num_blocks(slots: int) -> int:
-    return -(-slots // BLOCK)
-
-
 def prioritized_bytes(slots: int) -> int:
-    """Return the bytes of a PrioritizedSampler's leaves, block sums and block minima."""
-    return num_blocks(slots) * (BLOCK * 4 + 8 + 4)
+    """Return the bytes of a PrioritizedSampler's leaves, block sums and block minima on a CPU.
+
+    Larger blocks need less than a hundredth of it less.
+    """
+    return -(-slots // HOST_BLOCK) * (HOST_BLOCK * 4 + 8 + 4)
 
 
 class PrioritizedSampler(Sampler):
@@ -193,6 +195,9 @@ class PrioritizedSampler(Sampler):
     changed block, never adjusted incrementally, so rounding errors do not accumulate. A slot that
     is not an eligible start has leaf 0.
     """
+
+    block = BLOCK
+    """Leaves per block."""
 
     def __init__(
         self,
@@ -210,8 +215,8 @@ class PrioritizedSampler(Sampler):
         self._reweigh = Compilable(self._set_leaves)
         self._rows, self._num_envs = capacity_rows, num_envs
         self._alpha, self._eps = alpha, eps
-        blocks = num_blocks(capacity_rows * num_envs)
-        self.leaves = torch.zeros(blocks * BLOCK, dtype=torch.float32, device=device)
+        blocks = -(-capacity_rows * num_envs // self.block)
+        self.leaves = torch.zeros(blocks * self.block, dtype=torch.float32, device=device)
         self.block_sums = torch.zeros(blocks, dtype=torch.float64, device=device)
         self.block_minima = torch.full((blocks,), torch.inf, device=device, dtype=torch.float32)
         """Smallest positive leaf of each block; infinity if there is none."""
@@ -244,7 +249,7 @@ class PrioritizedSampler(Sampler):
         # could return a leaf of 0 at a slice's edge; use the largest leaf of the block with the
         # largest sum instead.
         heaviest = self.block_sums.argmax(0, keepdim=True)
-        best = self._blocks().index_select(0, heaviest).argmax(1) + heaviest * BLOCK
+        best = self._blocks().index_select(0, heaviest).argmax(1) + heaviest * self.block
         index = torch.where(leaf > 0, index, best)
         leaf = self.leaves.index_select(0, index)
         # (M·P)^-β over its maximum (M·P_min)^-β: M and the total mass cancel.
@@ -279,7 +284,7 @@ class PrioritizedSampler(Sampler):
         inner = self._blocks().index_select(0, block).cumsum(1, dtype=torch.float64)
         rest = _below(mass - cumulative.index_select(0, block), inner[:, -1]).clamp_(min=0)
         leaf = torch.searchsorted(inner, rest.unsqueeze(1), right=True).squeeze(1)
-        return leaf.clamp_(max=BLOCK - 1).add_(block, alpha=BLOCK)
+        return leaf.clamp_(max=self.block - 1).add_(block, alpha=self.block)
 
     def update(self, index: Tensor, priority: Tensor, /) -> None:
         """Set leaves from absolute errors; slots that are no longer eligible stay 0.
@@ -295,10 +300,7 @@ class PrioritizedSampler(Sampler):
         self._reweigh(index.to(device), priority.detach().to(device=device, dtype=torch.float32))
 
     def _set_leaves(self, index: Tensor, priority: Tensor) -> None:
-        error = priority.abs()
-        leaf = error.add_(self._eps).pow_(self._alpha)
-        # A leaf that underflows would look ineligible.
-        leaf.clamp_(min=torch.finfo(torch.float32).tiny)
+        leaf = self._leaf(priority)
         eligible = self.leaves.index_select(0, index) > 0
         finite = leaf.isfinite()
         largest = torch.where(eligible & finite, leaf, 0.0).amax()
@@ -308,12 +310,16 @@ class PrioritizedSampler(Sampler):
         self.leaves.index_fill_(0, index, 0.0)
         self.leaves.scatter_reduce_(0, index, leaf, "amax")
         if index.shape[0] < self.block_sums.shape[0]:
-            blocks = index.div(BLOCK, rounding_mode="floor")
+            blocks = index.div(self.block, rounding_mode="floor")
             sums, minima = _summarise(self._blocks().index_select(0, blocks))
             self.block_sums.index_copy_(0, blocks, sums)
             self.block_minima.index_copy_(0, blocks, minima)
         else:
             self._refresh(0, self.leaves.shape[0])
+
+    def _leaf(self, error: Tensor) -> Tensor:
+        # A leaf that underflows would look ineligible.
+        return error.abs().add_(self._eps).pow_(self._alpha).clamp_(min=TINY)
 
     def _settle(self) -> None:
         """Update the leaves to the window: clear rows that left it, enter rows that are new."""
@@ -321,27 +327,31 @@ class PrioritizedSampler(Sampler):
         if old == new:
             return
         for start, stop in ring_segments(old.first, min(old.stop, new.first), self._rows):
-            self._put(start, stop, None)
+            self._clear(start, stop)
         for start, stop in ring_segments(max(old.stop, new.first), new.stop, self._rows):
-            skip = (self._flags[start:stop] & SKIP).view(-1)
-            self._put(start, stop, torch.where(skip == 0, self._max_leaf, 0.0))
+            self._enter(start, stop)
         self._settled = new
 
-    def _put(self, start_row: int, stop_row: int, leaf: Tensor | None) -> None:
-        start, stop = start_row * self._num_envs, stop_row * self._num_envs
-        if leaf is None:
-            self.leaves[start:stop].zero_()
-        else:
-            self.leaves[start:stop] = leaf
-        self._refresh(start, stop)
+    def _clear(self, start: int, stop: int) -> None:
+        self.leaves[start * self._num_envs : stop * self._num_envs].zero_()
+        self._refresh(start * self._num_envs, stop * self._num_envs)
+
+    def _enter(self, start: int, stop: int) -> None:
+        skip = (self._flags[start:stop] & SKIP).view(-1)
+        leaf = torch.where(skip == 0, self._max_leaf, 0.0)
+        self.leaves[start * self._num_envs : stop * self._num_envs] = leaf
+        self._refresh(start * self._num_envs, stop * self._num_envs)
 
     def _refresh(self, start: int, stop: int) -> None:
         """Recompute the blocks that hold leaves ``start`` … ``stop`` − 1."""
-        blocks = slice(start // BLOCK, num_blocks(stop))
+        blocks = self._blocks_of(start, stop)
         self.block_sums[blocks], self.block_minima[blocks] = _summarise(self._blocks()[blocks])
 
+    def _blocks_of(self, start: int, stop: int) -> slice:
+        return slice(start // self.block, -(-stop // self.block))
+
     def _blocks(self) -> Tensor:
-        return self.leaves.view(-1, BLOCK)
+        return self.leaves.view(-1, self.block)
 
     def compilables(self) -> list[Compilable]:
         return [self._find, self._reweigh]

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qfleet.core.types import FIRST, SKIP
-from qfleet.memory.samplers import BLOCK, PrioritizedSampler, Window
+from qfleet.memory.host_sampler import HostPrioritizedSampler
+from qfleet.memory.samplers import BLOCK, HOST_BLOCK, PrioritizedSampler, Window
 
 CPU = torch.device("cpu")
 
@@ -19,7 +20,7 @@ def make(
     rows: int, num_envs: int = 1, alpha: float = 0.6, eps: float = 1e-6, seed: int = 0
 ) -> PrioritizedSampler:
     generator = torch.Generator().manual_seed(seed)
-    return PrioritizedSampler(rows, num_envs, alpha, eps, CPU, generator)
+    return HostPrioritizedSampler(rows, num_envs, alpha, eps, CPU, generator)
 
 
 def no_flags(rows: int, num_envs: int = 1) -> torch.Tensor:
@@ -38,8 +39,8 @@ def filled(priority: list[float], alpha: float = 0.6, seed: int = 0) -> Prioriti
 def assert_consistent(sampler: PrioritizedSampler) -> None:
     """Block sums and minima against a plain recomputation from the leaves."""
     leaves = sampler.leaves.tolist()
-    for block in range(len(leaves) // BLOCK):
-        own = leaves[block * BLOCK : (block + 1) * BLOCK]
+    for block in range(len(leaves) // HOST_BLOCK):
+        own = leaves[block * HOST_BLOCK : (block + 1) * HOST_BLOCK]
         assert math.isclose(sampler.block_sums[block].item(), math.fsum(own), rel_tol=1e-12)
         positive = [leaf for leaf in own if leaf > 0]
         assert sampler.block_minima[block].item() == min(positive, default=math.inf)
@@ -178,9 +179,11 @@ def test_no_errors_are_no_change() -> None:
     assert torch.equal(sampler.leaves, before)
 
 
-@pytest.mark.parametrize("at", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK, 3 * BLOCK - 2])
+@pytest.mark.parametrize(
+    "at", [0, 1, HOST_BLOCK - 1, HOST_BLOCK, 2 * HOST_BLOCK - 1, 2 * HOST_BLOCK, 3 * HOST_BLOCK - 2]
+)
 def test_a_lone_start_is_found_wherever_it_lies(at: int) -> None:
-    rows = 3 * BLOCK - 1
+    rows = 3 * HOST_BLOCK - 1
     sampler = make(rows)
     flags = torch.full((rows, 1), SKIP, dtype=torch.uint8)
     flags[at] = 0
@@ -189,14 +192,14 @@ def test_a_lone_start_is_found_wherever_it_lies(at: int) -> None:
 
 
 def test_rounding_at_the_edges_of_slices_never_reaches_an_ineligible_slot() -> None:
-    rows = 4 * BLOCK
+    rows = 4 * HOST_BLOCK
     generator = torch.Generator().manual_seed(2)
     for _ in range(50):
         sampler = make(rows, alpha=1.0)
         flags = torch.randint(0, 2, (rows, 1), generator=generator).to(torch.uint8) * SKIP
-        flags[:BLOCK] = SKIP
-        flags[-BLOCK:] = SKIP
-        flags[BLOCK - 1 :: BLOCK] = SKIP
+        flags[:HOST_BLOCK] = SKIP
+        flags[-HOST_BLOCK:] = SKIP
+        flags[HOST_BLOCK - 1 :: HOST_BLOCK] = SKIP
         sampler.move(Window(0, rows), flags)
         # So many magnitudes that sums in another order differ in their last bits.
         exponent = torch.rand(rows, generator=generator) * 12 - 6
@@ -266,3 +269,35 @@ def test_a_restored_sampler_draws_and_learns_exactly_alike() -> None:
     assert torch.equal(one.leaves, two.leaves)
     assert torch.equal(one.block_sums, two.block_sums)
     assert torch.equal(one.block_minima, two.block_minima)
+
+
+class LargeBlocks(HostPrioritizedSampler):
+    block = BLOCK
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_the_host_draws_and_keeps_what_a_device_would(num_envs: int) -> None:
+    rows, random = 900, torch.Generator().manual_seed(1)
+    flags = torch.where(torch.rand((rows, num_envs), generator=random) < 0.1, SKIP, 0).byte()
+    on_host, plain = (
+        kind(rows, num_envs, 0.6, 1e-6, CPU, torch.Generator().manual_seed(0))
+        for kind in (LargeBlocks, PrioritizedSampler)
+    )
+    stop = 5
+    for count in [1, 3, 64, 200] * 50:
+        stop += int(torch.randint(40, (), generator=random))
+        priority = 10 * torch.randn(count, generator=random)
+        priority[0] = torch.tensor([torch.nan, torch.inf, 1e-30, 1.0])[stop % 4]
+        drawn = []
+        for sampler in (on_host, plain):
+            sampler.move(Window(max(0, stop - rows + 3), stop), flags)
+            middle = sampler.draw(count, 0.4)
+            edges = sampler._find_leaves(torch.tensor([0.0, 1.0], dtype=torch.float64), 0.4)
+            assert (sampler.leaves[edges[0]] > 0).all()
+            drawn.append((*middle, *edges))
+            sampler.update(middle[0], priority)
+        for ours, theirs in zip(*drawn, strict=True):
+            assert torch.equal(ours, theirs)
+        for name in ("leaves", "block_minima"):
+            assert torch.equal(getattr(on_host, name), getattr(plain, name))
+        torch.testing.assert_close(on_host.block_sums, plain.block_sums, rtol=1e-14, atol=0)

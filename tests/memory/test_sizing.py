@@ -11,8 +11,9 @@ import torch
 
 from qfleet.core.errors import MemoryRefusedError
 from qfleet.core.types import EnvSpec
+from qfleet.memory.host_sampler import HostPrioritizedSampler
 from qfleet.memory.ring import Ring
-from qfleet.memory.samplers import PrioritizedSampler, UniformSampler
+from qfleet.memory.samplers import UniformSampler
 from qfleet.memory.sizing import available_bytes, check_fits, largest_capacity, replay_bytes
 from support.messages import says
 
@@ -30,7 +31,7 @@ def test_a_million_atari_transitions_take_one_frame_each() -> None:
 @pytest.mark.parametrize("prioritized", [False, True])
 def test_the_prediction_is_what_a_ring_allocates(tmp_path: Path, prioritized: bool) -> None:
     generator = torch.Generator()
-    sampler = PrioritizedSampler(333, 3, 0.6, 1e-6, CPU, generator)
+    sampler = HostPrioritizedSampler(333, 3, 0.6, 1e-6, CPU, generator)
     ring = Ring(
         CARTPOLE,
         3,

@@ -9,8 +9,9 @@ import torch
 from hypothesis import strategies as st
 
 from qfleet.core.types import BATCH_FIELDS, Batch
+from qfleet.memory.host_sampler import HostPrioritizedSampler
 from qfleet.memory.ring import Ring
-from qfleet.memory.samplers import PrioritizedSampler, Sampler, UniformSampler
+from qfleet.memory.samplers import Sampler, UniformSampler
 from support.episode_model import (
     FAULT,
     GAMMA,
@@ -31,9 +32,9 @@ def uniform(seed: int = 0) -> UniformSampler:
     return UniformSampler(torch.Generator().manual_seed(seed))
 
 
-def prioritized(rows: int, num_envs: int, seed: int = 0) -> PrioritizedSampler:
+def prioritized(rows: int, num_envs: int, seed: int = 0) -> HostPrioritizedSampler:
     generator = torch.Generator().manual_seed(seed)
-    return PrioritizedSampler(rows, num_envs, 0.6, 1e-6, CPU, generator)
+    return HostPrioritizedSampler(rows, num_envs, 0.6, 1e-6, CPU, generator)
 
 
 def assert_equal(left: Batch, right: Batch) -> None:
