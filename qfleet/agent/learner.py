@@ -69,13 +69,15 @@ class Learner:
         self._noise_generator = torch.Generator(device=device).manual_seed(seed)
         self.batch_size = config.batch_size * (self.weights.agents or 1)
         """Samples per update."""
-        most = max(1, BURST_SAMPLES // self.batch_size)
+        most = max(1, BURST_SAMPLES // config.batch_size)  # an agent draws as it would alone
         self.burst_updates = min(most, PRIORITIZED_BURST) if config.prioritized_replay else most
         """Most gradient steps in a burst."""
         # Each batch needs its own noise; a torso's buffers (batch normalisation) depend on the
-        # batch; and IQN's fractions of a whole burst would take gigabytes.
+        # batch; IQN's fractions of a whole burst would take gigabytes; and a population takes one
+        # agent-major batch at a time.
         self._has_buffers = any(True for _ in online.torso.buffers())
-        self._terms_per_batch = config.noisy or self._has_buffers or config.head == "iqn"
+        alone = config.noisy or self._has_buffers or config.head == "iqn"
+        self._terms_per_batch = alone or self.weights.agents is not None
         self._target_updates = 0
         """Number of target update intervals that had passed at the last ``learn``."""
         self.lr_scale = 1.0

@@ -18,7 +18,7 @@ from qfleet.agent.actor import draw_actions, legal_actions
 from qfleet.agent.devices import resolve_device
 from qfleet.agent.evaluation import MOST_ENVS, Evaluation, evaluate_policy, evaluation_config
 from qfleet.agent.inference import make_greedy
-from qfleet.agent.weights import FlatWeights
+from qfleet.agent.weights import FlatWeights, buffers_of
 from qfleet.algorithms.exploration import sample_actions
 from qfleet.config.config import Config, check_fields
 from qfleet.config.files import read_fields
@@ -363,8 +363,12 @@ def _newest_policy(folder: Path, config: Config) -> tuple[StateDict, dict[str, A
         )
     # Rows are padded at their end.
     length = sum(math.prod(shape) for _, shape in checkpoint.meta["layout"])
-    row = learner["weights"][members.index(int(folder.name)), :length]
-    return {"weights": row, "buffers": learner["buffers"]}, checkpoint.meta
+    row = members.index(int(folder.name))
+    own = {
+        "weights": learner["weights"][row, :length],
+        "buffers": buffers_of(learner["buffers"], row),
+    }
+    return own, checkpoint.meta
 
 
 def _print_alert(alert: str) -> None:

@@ -21,6 +21,7 @@ from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import CheckpointError, ConfigError, UnknownNameError
 from qfleet.core.types import StateDict
+from qfleet.memory.agent_rings import AgentRings
 from qfleet.memory.rollout import Rollout
 from qfleet.storage.state_checks import check_like
 
@@ -39,6 +40,8 @@ def draw_values(config: Config) -> dict[str, list[float]]:
     for name, choice in json.loads(config.vary).items():
         if name not in VARIED:
             raise UnknownNameError("field to vary", name, VARIED)
+        if name == "td_lambda" and config.replay:
+            raise ConfigError("vary td_lambda: only rollouts use it; use --algo pqn")
         values[name] = _draw(name, choice, config)
         for value in values[name]:
             # An agent may not have a value that a single run refuses.
@@ -82,7 +85,7 @@ class Agents:
         config: Config,
         members: Sequence[int],
         learner: RecordedLearner,
-        memory: Rollout,
+        memory: Rollout | AgentRings,
         actor: TensorActor,
     ) -> None:
         """``members``: the numbers of the agents, without those that have stopped."""
@@ -103,8 +106,9 @@ class Agents:
         # Divided in double precision: an agent with the run's own rate then gets exactly 1.
         rates = torch.tensor(self.values["learning_rate"], dtype=torch.float64) / base
         self._learner.relative_rates.copy_(rates.unsqueeze(1))
-        self._memory.gamma.copy_(self._of_envs("gamma"))
-        self._memory.td_lambda.copy_(self._of_envs("td_lambda"))
+        self._memory.set_gammas(self.values["gamma"])
+        if isinstance(self._memory, Rollout):
+            self._memory.td_lambda.copy_(self._of_envs("td_lambda"))
         self._actor.final_eps.copy_(self._of_envs("exploration_final_eps"))
 
     def _of_envs(self, name: str) -> Tensor:
@@ -118,10 +122,11 @@ class Agents:
         own = self._config.envs
         columns = {
             "learning_rate": self._learner.rates_in_force(),
-            "gamma": self._memory.gamma[::own].tolist(),
-            "td_lambda": self._memory.td_lambda[::own].tolist(),
+            "gamma": self._memory.gammas(),
             "exploration_final_eps": self._actor.final_eps[::own].tolist(),
         }
+        if isinstance(self._memory, Rollout):
+            columns["td_lambda"] = self._memory.td_lambda[::own].tolist()
         return [
             {name: float(f"{columns[name][row]:.7g}") for name in self.varied}
             for row in range(len(self.members))

@@ -24,7 +24,7 @@ from qfleet.agent.dense_gradient import DenseGradient
 from qfleet.agent.gradients import Gradient, LossInfo, UpdateInfo
 from qfleet.agent.learner import Learner
 from qfleet.agent.recorded_gradients import CompilableGradient, FusedGradient
-from qfleet.agent.weights import FlatWeights
+from qfleet.agent.weights import FlatWeights, buffers_of
 from qfleet.algorithms.objective import Columns, Objective, TargetTerms
 from qfleet.config.config import Config
 from qfleet.core.types import Batch, Clock, Memory, StateDict, Updater
@@ -334,17 +334,22 @@ class RecordedLearner(Learner):
         return [value * self._config.learning_rate for value in relative.view(-1).tolist()]
 
     def copy_agent(self, loser: int, winner: int) -> None:
-        """Copy the weights and the optimiser state of one row to another."""
-        for rows in (self.weights.data, *self._updater.state_dict().values()):
+        """Copy the weights, also the target's, and the optimiser state of one row to another."""
+        own = (self.weights.data, self._target_weights.data)
+        for rows in (*own, *self._updater.state_dict().values()):
             rows[loser].copy_(rows[winner])
 
     @staticmethod
     def select(state: StateDict, rows: list[int]) -> StateDict:
         """Return the state of these agents alone."""
         moments = {name: tensor[rows] for name, tensor in state["optimiser"].items()}
+        own: StateDict = {}
+        for prefix in ("", "target_") if "target_weights" in state else ("",):
+            own[f"{prefix}weights"] = state[f"{prefix}weights"][rows]
+            own[f"{prefix}buffers"] = buffers_of(state[f"{prefix}buffers"], rows)
         return {
             **state,
-            "weights": state["weights"][rows],
+            **own,
             "optimiser": moments,
             "skipped": [state["skipped"][row] for row in rows],
         }

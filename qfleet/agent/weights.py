@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import Lag
+from qfleet.networks.noisy import NOISE
 
 ROW_ALIGNMENT = 16
 """A population's rows are padded with zeros to a multiple of this many weights, so that kernels can
@@ -92,6 +93,12 @@ class FlatWeights:
     def describe(self) -> list[list[object]]:
         """Return names and shapes, for the checkpoint: ``[["torso.0", [4, 64]], …]``."""
         return [[name, list(shape)] for name, shape in self.layout]
+
+
+def buffers_of(buffers: Mapping[str, Tensor], rows: int | list[int]) -> dict[str, Tensor]:
+    """Return a population's buffers for these agents; they differ in the noise of layers alone."""
+    is_own = {name: name.rpartition(".")[2] in NOISE for name in buffers}
+    return {name: b[rows] if is_own[name] else b for name, b in buffers.items()}
 
 
 def join(*gradients: Tensor) -> Tensor:

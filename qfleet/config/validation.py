@@ -138,10 +138,8 @@ def _rules(c: Config) -> Rules:
             "is for a batch that grows with the ranks; set batch_per_rank or use none")
     if c.population > 1:
         no = "does not go with a population"
-        yield not c.replay, "replay", f"{no}, which learns from rollouts; use --algo pqn"
-        yield c.head == "q", "head", f"{no}, which learns Q-values; use --algo pqn"
-        yield not c.target_network, "target_network", f"{no}; switch it off"
-        yield not c.noisy, "noisy", f"{no}, which explores with ε; switch it off"
+        yield c.head in ("q", "c51", "qr"), "head", f"{no}; use q, c51 or qr"
+        yield not c.replay_dir, "replay_dir", f"{no}, which has a memory per agent; leave it out"
         yield c.lr_plateau_patience == 0, "lr_plateau_patience", (
             f"{no}, whose agents do not reach a plateau together; use 0")
         yield not c.exploration_ladder, "exploration_ladder", (

@@ -37,6 +37,7 @@ from qfleet.engines.torch_settings import set_threads
 from qfleet.engines.tuning import apply_precision, may_compile
 from qfleet.envs.device.vector import check_tensor_env
 from qfleet.envs.factory import make_tensors
+from qfleet.memory.agent_rings import AgentRings
 from qfleet.memory.rollout import Rollout
 from qfleet.telemetry.bottleneck import StageRates
 
@@ -96,7 +97,7 @@ def build(setup: Setup) -> LoopParts:
         )
         if config.population > 1:
             assert isinstance(learner, RecordedLearner)
-            assert isinstance(memory, Rollout)
+            assert isinstance(memory, Rollout | AgentRings)
             hooks.append(PopulationHook(Agents(config, members, learner, memory, actor)))
         episodes = TensorEvaluator(
             learner.q_values,

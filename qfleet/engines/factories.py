@@ -22,6 +22,7 @@ from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, EnvSpec, Memory, Updater
 from qfleet.engines.placement import Placement, free_device_bytes
 from qfleet.engines.tuning import AUTOCAST
+from qfleet.memory.agent_rings import AgentRings
 from qfleet.memory.host_sampler import HostPrioritizedSampler
 from qfleet.memory.ring import Ring
 from qfleet.memory.rollout import Rollout
@@ -50,10 +51,14 @@ def make_memory(
     place: Placement,
     state_values: Callable[[Tensor], Tensor],
     members: Sequence[int] = (0,),
-) -> Ring | Rollout:
-    """Return a replay ring, or a rollout, which uses ``state_values`` for its returns."""
+) -> Ring | AgentRings | Rollout:
+    """Return a replay ring per agent, or a rollout, which uses ``state_values`` for its returns."""
+    seeds = [Seeds.of(seed).memory for seed in agent_seeds(config, members)]
     if config.replay:
-        return make_ring(config, spec, place, Seeds.of(config.seed).memory)
+        if len(seeds) > 1:
+            check_replay_fits(config, spec, len(seeds) * config.replay_capacity, place.replay)
+        rings = [make_ring(config, spec, place, seed) for seed in seeds]
+        return rings[0] if config.population == 1 else AgentRings(rings, config.batch_size)
     return Rollout(
         spec,
         config.envs * len(members),
@@ -61,7 +66,7 @@ def make_memory(
         config.gamma,
         config.td_lambda,
         state_values,
-        [Seeds.of(seed).memory for seed in agent_seeds(config, members)],
+        seeds,
         place.replay,
         batch_size=config.batch_size,
         epochs=config.gradient_steps * config.batch_size // config.train_freq,
@@ -172,7 +177,7 @@ def make_learner(
     device, seeds = place.device, Seeds.of(config.seed)
     online = make_networks(config, spec, device, members)
     has_target = config.replay or config.target_network
-    target = make_network(config, spec, device, seeds.network) if has_target else online
+    target = make_networks(config, spec, device, members) if has_target else online
     target.share_statistics(online)
     for network in (online, target):  # first: the learner chooses a gradient that fits
         network.autocast_dtype = AUTOCAST.get(config.precision)

@@ -132,21 +132,28 @@ class Ring:
         self._eligible_row = -1
         """A row known to hold an eligible start, counted like the rows of a ``Window``."""
 
-        powers = [gamma**k for k in range(n_steps + 1)]
-        self._gamma_powers = torch.tensor(powers, dtype=torch.float32, device=device)
+        self._gamma_powers = torch.empty(n_steps + 1, device=device)
         # Masks as tensors: wrapping a Python number costs more than the operation on it.
         self._terminated = torch.tensor(TERMINATED, dtype=torch.uint8, device=device)
         self._skip = torch.tensor(SKIP, dtype=torch.uint8, device=device)
-        all_flag_values = range((TERMINATED | SKIP | FIRST) + 1)
-        self._discount_by_flags = torch.tensor(
-            [0.0 if flags & TERMINATED else gamma for flags in all_flag_values],
-            dtype=torch.float32,
-            device=device,
-        )
+        self._discount_by_flags = torch.empty((TERMINATED | SKIP | FIRST) + 1, device=device)
+        self.set_gamma(gamma)
         self._return_powers = self._gamma_powers[1:n_steps].unsqueeze(1)
         # Offsets in slots: of the rows that an n-step return sums over, and of the rows of a stack.
         self._return_offsets = (torch.arange(n_steps, device=device) * num_envs).unsqueeze(1)
         self._stack_offsets = torch.arange(1 - spec.frame_stack, 1, device=device) * num_envs
+
+    def set_gamma(self, gamma: float) -> None:
+        """Set the discount, in place: recorded kernels read it."""
+        powers = [gamma**k for k in range(len(self._gamma_powers))]
+        self._gamma_powers.copy_(torch.tensor(powers))
+        all_flag_values = range(len(self._discount_by_flags))
+        discounts = [0.0 if flags & TERMINATED else gamma for flags in all_flag_values]
+        self._discount_by_flags.copy_(torch.tensor(discounts))
+
+    def gamma(self) -> float:
+        """Return the discount, from the tensor that kernels read."""
+        return float(self._gamma_powers[1])
 
     def __len__(self) -> int:
         return min(self._total_rows, self.rows) * self.num_envs

@@ -98,6 +98,14 @@ class Rollout:
         self._valued_at_once = on_host if device.type == "cpu" else rows
         """Rows per forward pass of the value network."""
 
+    def set_gammas(self, gammas: Sequence[float]) -> None:
+        """Set the discount of every agent, in place: recorded kernels read it."""
+        self.gamma.copy_(torch.tensor(gammas).repeat_interleave(self.num_envs // self._agents))
+
+    def gammas(self) -> list[float]:
+        """Return the discount of every agent, from the tensor that kernels read."""
+        return self.gamma[:: self.num_envs // self._agents].tolist()
+
     def __len__(self) -> int:
         """Return the number of transitions whose next observation is known."""
         return max(0, min(self._written - 1, self.rows)) * self.num_envs

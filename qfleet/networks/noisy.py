@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+NOISE = ("noise_in", "noise_out")
+"""Buffers of a noisy layer."""
+
 
 class NoisyLinear(nn.Module):
     """A linear layer with factorised Gaussian noise.
@@ -27,8 +30,8 @@ class NoisyLinear(nn.Module):
         self.bias_mu = nn.Parameter(torch.empty(fan_out).uniform_(-bound, bound))
         self.weight_sigma = nn.Parameter(torch.full((fan_in, fan_out), sigma0 * bound))
         self.bias_sigma = nn.Parameter(torch.full((fan_out,), sigma0 * bound))
-        self.register_buffer("noise_in", _shape_noise(torch.randn(fan_in)))
-        self.register_buffer("noise_out", _shape_noise(torch.randn(fan_out)))
+        self.register_buffer("noise_in", shape_noise(torch.randn(fan_in)))
+        self.register_buffer("noise_out", shape_noise(torch.randn(fan_out)))
 
     def weight(self) -> Tensor:
         """Return the current weights, including the noise."""
@@ -64,8 +67,8 @@ def draw_noise(layers: Sequence[NoisyLinear], generator: torch.Generator) -> Ten
 def store_noise(layers: Sequence[NoisyLinear], draw: Tensor) -> None:
     buffers = [noise for layer in layers for noise in (layer.noise_in, layer.noise_out)]
     sizes = [len(noise) for noise in buffers]
-    torch._foreach_copy_(buffers, torch.split(_shape_noise(draw), sizes))
+    torch._foreach_copy_(buffers, torch.split(shape_noise(draw), sizes))
 
 
-def _shape_noise(draw: Tensor) -> Tensor:
+def shape_noise(draw: Tensor) -> Tensor:
     return draw.sign() * draw.abs().sqrt()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from qfleet.core.errors import ConfigError
+from qfleet.networks.noisy import NOISE, shape_noise
 from qfleet.networks.plainly import plainly
 from qfleet.networks.qnetwork import QNetwork
 
@@ -37,7 +38,7 @@ class Population(QNetwork):
         self.agents = len(networks)
         self.head_kind, self.num_actions = first.head_kind, first.num_actions
         self.allows_shortcuts, self.autocast_dtype, self.masked = False, None, first.masked
-        self._noisy_layers = []
+        self._noisy_layers = list(first._noisy_layers)
         # In a list, so that its parameters are not registered as parameters of the population.
         self._template = [first]
         self._names = [name for name, _ in first.named_parameters()]
@@ -45,9 +46,12 @@ class Population(QNetwork):
         for name in self._names:
             stacked = torch.stack([parameters[name].detach() for parameters in each])
             self.register_parameter(name.replace(".", "/"), nn.Parameter(stacked))
-        # Constants, equal for all agents; a saved policy needs them.
-        for name, buffer in first.named_buffers():
-            self.register_buffer(name.replace(".", "/"), buffer)
+        buffers = [dict(network.named_buffers()) for network in networks]
+        self._noise = [name for name in buffers[0] if name.rpartition(".")[2] in NOISE]
+        for name, buffer in buffers[0].items():
+            # Others are constants, equal for all agents; a saved policy needs them.
+            stacked = torch.stack([own[name] for own in buffers]) if name in self._noise else buffer
+            self.register_buffer(name.replace(".", "/"), stacked)
 
     @property
     def torso(self) -> nn.Module:  # type: ignore[override]
@@ -65,6 +69,9 @@ class Population(QNetwork):
         parameters: dict[str, Tensor] = {
             name: self.get_parameter(name.replace(".", "/")) for name in self._names
         }
+        if self._noise:
+            template.train(self.training)  # without noise in eval mode
+            parameters |= self._stored_noise()
 
         def one(parameters: dict[str, Tensor], obs: Tensor) -> Any:
             return functional_call(template, parameters, (obs,))
@@ -72,3 +79,18 @@ class Population(QNetwork):
         with plainly():
             output: Tensor = vmap(one)(parameters, obs.view(self.agents, -1, *obs.shape[1:]))
         return output.flatten(0, 1)
+
+    def draw_noise(self, generator: torch.Generator) -> Tensor:
+        """Return normal random numbers, ``[K, …]``, for the noisy layers of all agents."""
+        size = sum(buffer.shape[1] for buffer in self._stored_noise().values())
+        shape = (self.agents, size)
+        return torch.randn(shape, generator=generator, device=generator.device)
+
+    @torch.no_grad()
+    def store_noise(self, draw: Tensor) -> None:
+        buffers = list(self._stored_noise().values())
+        sizes = [buffer.shape[1] for buffer in buffers]
+        torch._foreach_copy_(buffers, torch.split(shape_noise(draw), sizes, dim=1))
+
+    def _stored_noise(self) -> dict[str, Tensor]:
+        return {name: self.get_buffer(name.replace(".", "/")) for name in self._noise}

@@ -23,6 +23,7 @@ from qfleet.core.files import append_bytes
 from qfleet.engines.device import PopulationHook
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
+from qfleet.memory.agent_rings import AgentRings
 from qfleet.memory.rollout import Rollout
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import Trace
@@ -139,11 +140,12 @@ def narrowed(parts: Parts, kept: list[int], trace: Trace | None) -> Parts:
     rows = [members.index(agent) for agent in kept]
     smaller = build(parts.config, parts.faults, trace=trace, members=kept)
     clock, state = parts.clock, parts.state_dict()
+    memory = AgentRings if parts.config.replay else Rollout
     smaller.clock.env_steps, smaller.clock.updates = clock.env_steps, clock.updates
     smaller.load_state_dict(
         {
             "learner": RecordedLearner.select(state["learner"], rows),
-            "memory": Rollout.select(state["memory"], rows, own),
+            "memory": memory.select(state["memory"], rows, own),
             "actor": TensorActor.select(state["actor"], rows, own),
             "agents": Agents.select(state["agents"], rows),
         }

@@ -14,7 +14,6 @@ from torch import Tensor
 import qfleet
 from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.population import draw_values
-from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError, DivergedError, FaultRateError, QfleetError
 from qfleet.core.types import Batch, Episode
@@ -121,11 +120,6 @@ def test_discrete_observations_go_into_a_population() -> None:
     parts = build(configure(env="qfleet.envs.device.maze:Maze"), FaultLog())
     registry.run(parts, lambda: parts.clock.env_steps < 128)
     assert parts.clock.updates == 16
-
-
-def test_replay_is_refused() -> None:
-    with pytest.raises(ConfigError, match=says("--algo pqn")):
-        validate(resolve("CartPole-v1", "dqn", "none", fields={"population": 2})[0])
 
 
 def test_seeds_and_a_population_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,163 @@
+"""Populations with replay: agent k is the run of seed + k, and each has noise of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.func import functional_call
+
+import qfleet
+from qfleet.agent.population import draw_values
+from qfleet.config.config import Config
+from qfleet.config.validation import validate
+from qfleet.core.errors import ConfigError, MemoryRefusedError
+from qfleet.engines import registry
+from qfleet.engines.parts import Parts
+from qfleet.engines.registry import build
+from qfleet.memory.agent_rings import AgentRings
+from qfleet.networks.population import Population
+from qfleet.telemetry.faults import FaultLog
+from qfleet.training.run import Run
+from qfleet.training.run_state import RunOptions
+from qfleet.training.tournament import agents_of, narrowed
+from support.configs import tiny_config
+from support.messages import says
+
+AGENTS = 4
+FIELDS: dict[str, Any] = {
+    "engine": "device", "device": "cpu", "threads": 1, "population": AGENTS, "seed": 3,
+    "envs": 2, "steps": 1000, "learning_starts": 40, "train_freq": 8, "gradient_steps": 2,
+    "buffer_size": 300, "target_update_interval": 40, "max_episode_steps": 30,
+    "learning_rate": 1e-3, "optimizer_eps": 1e-2,
+}  # fmt: skip
+PER = {"prioritized_replay": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "dqn": {},
+    "double": {"double": True, "dueling": True, "tau": 0.5},
+    "prioritised": {**PER, "double": True, "n_steps": 3},
+    "c51": {**PER, "algo": "c51", "n_atoms": 21},
+    "qr": {"algo": "qr-dqn", "n_quantiles": 20},
+    "munchausen": {"munchausen": True},
+}
+RAINBOW = {"algo": "rainbow", "n_steps": 3, "n_atoms": 21}
+
+
+def configure(**changes: Any) -> Config:
+    return tiny_config(**{**FIELDS, **changes})
+
+
+def advanced(config: Config, updates: int) -> Parts:
+    parts = build(config, FaultLog())
+    registry.run(parts, lambda: parts.clock.updates < updates)
+    assert parts.clock.updates == updates
+    return parts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_agent_is_the_single_run_of_its_seed_and_values(kind: str) -> None:
+    vary = json.dumps({"gamma": [0.9, 0.99], "learning_rate": [5e-4, 1e-3, 5e-4, 1e-3]})
+    config = configure(vary=vary, **KINDS[kind])
+    whole = advanced(config, 100)
+    for agent in range(AGENTS):
+        alone = advanced(agents_of(whole).config_of(agent), 100)
+        assert alone.config.gamma == (0.9 if agent < 2 else 0.99)
+        ours = whole.learner.weights.row(agent)
+        torch.testing.assert_close(ours, alone.learner.weights.data, rtol=0, atol=1e-5)
+        other = whole.learner.weights.row((agent + 1) % AGENTS)
+        assert not torch.allclose(other, alone.learner.weights.data, rtol=0, atol=1e-2)
+
+
+def test_it_learns_from_its_own_samples_alone() -> None:
+    """The control of the test above: with the samples of another agent, it is another run."""
+    alone = advanced(configure().replace(population=1), 100)
+    parts = build(configure(), FaultLog())
+    assert isinstance(parts.memory, AgentRings)
+    parts.memory._rings.reverse()
+    registry.run(parts, lambda: parts.clock.updates < 100)
+    ours = parts.learner.weights.row(0)
+    assert not torch.allclose(ours, alone.learner.weights.data, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("fields", [KINDS["prioritised"], RAINBOW], ids=["prioritised", "rainbow"])
+def test_survivors_of_a_halving_go_on_where_they_were(fields: dict[str, Any]) -> None:
+    kept = [1, 3]
+    whole, parts = (advanced(configure(**fields), 20) for _ in range(2))
+    smaller = narrowed(parts, kept, None)
+    if "algo" not in fields:  # otherwise the noise of fewer agents is drawn
+        for some in (whole, smaller):
+            registry.run(some, lambda some=some: some.clock.updates < 40)
+    ours, theirs = smaller.learner.weights.data, whole.learner.weights.data[kept]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    registry.run(smaller, lambda: smaller.clock.updates < 60)
+
+
+def test_a_copied_agent_has_the_target_network_of_the_other() -> None:
+    parts = advanced(configure(), 20)
+    parts.learner.copy_agent(0, 2)
+    state = parts.learner.state_dict()
+    for name in ("weights", "target_weights"):
+        assert state[name][0].equal(state[name][2])
+        assert not state[name][1].equal(state[name][2])
+
+
+def test_rainbow_agents_have_noise_of_their_own() -> None:
+    network = advanced(configure(**RAINBOW), 10).learner.online
+    assert isinstance(network, Population)
+    network.store_noise(network.draw_noise(torch.Generator().manual_seed(0)))
+    obs = torch.randn(AGENTS, 5, 4)
+    together = network(obs.flatten(0, 1)).unflatten(0, (AGENTS, 5))
+    parameters = dict(network.named_parameters()) | dict(network.named_buffers())
+    names = {name.replace("/", ".") for name, _ in network.named_parameters()}
+    for agent in range(AGENTS):
+        own = {
+            name.replace("/", "."): value[agent]
+            for name, value in parameters.items()
+            if name.replace("/", ".") in names or "noise" in name
+        }
+        alone = functional_call(network.template.train(), own, (obs[agent],))
+        torch.testing.assert_close(together[agent], alone, rtol=1e-4, atol=1e-5)
+    same = obs[:1].expand(AGENTS, -1, -1).flatten(0, 1)
+    network.eval()
+    quiet = network(same)
+    network.store_noise(network.draw_noise(torch.Generator().manual_seed(1)))
+    assert quiet.equal(network(same))
+    assert not quiet.equal(network.train()(same))
+
+
+def test_a_rainbow_population_stops_resumes_and_plays(tmp_path: Path) -> None:
+    config = configure(**RAINBOW, steps=400, eval_freq=200, checkpoint_freq=200)
+    whole = Run(config, tmp_path / "whole", RunOptions()).go()
+    Run(config, tmp_path / "parted", RunOptions(stop_after=200)).go()
+    resumed = qfleet.resume(tmp_path / "parted")
+    assert isinstance(resumed, qfleet.Trained)
+    assert whole.agents == resumed.result.agents
+    obs = torch.zeros(4).numpy()
+    for which in ("best", "last"):
+        policies = [
+            qfleet.load(tmp_path / run / "agents" / "2", which=which) for run in ("whole", "parted")
+        ]
+        assert policies[0].weights.data.equal(policies[1].weights.data)
+        assert policies[0].act(obs) in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"algo": "iqn"}, "head iqn c51"),
+        ({"replay_dir": "somewhere"}, "replay_dir agent"),
+        ({"vary": '{"td_lambda": [0.5]}'}, "td_lambda rollouts"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=says(*words.split())):
+        draw_values(validate(configure(**changes)))
+
+
+def test_the_memories_of_all_agents_must_fit() -> None:
+    with pytest.raises(MemoryRefusedError):
+        build(configure(buffer_size=5 * 10**8, steps=10**9), FaultLog())
