@@ -33,6 +33,8 @@ REFERENCE_S = 0.012
 """Processor time of the loop on the slow cores for which the seconds were chosen."""
 ABORTED_S = 10.0
 """For a child to print its stacks and to end, after SIGABRT."""
+TITLE = 80
+"""Characters of a process's title that a failure shows."""
 TAIL = 4000
 """Characters of a child's output that a failure shows."""
 
@@ -96,13 +98,18 @@ def finish(process: subprocess.Popen[Any], what: str, seconds: float = PHASE_S) 
 def expire(message: str, process: subprocess.Popen[Any] | None = None) -> NoReturn:
     """Fail, after printing the stacks of all threads here and of the child's main process.
 
+    The message has the titles of the processes below it.
+
     Children that ``support.processes`` starts print their stacks on SIGABRT.
     """
     faulthandler.dump_traceback(sys.__stderr__ or 2)
     if process is not None:
-        children = list(descendants(process.pid))  # nobody's, once it has ended
+        children = descendants(process.pid)  # nobody's, once it has ended
         process.send_signal(signal.SIGABRT)
         message += "\n" + _ended(process, children)
+        message += "\n" + "\n".join(
+            ["its processes:", *(title[:TITLE] for title in children.values())]
+        )
     pytest.fail(message)
 
 
