@@ -69,7 +69,8 @@ class Learner:
         self._noise_generator = torch.Generator(device=device).manual_seed(seed)
         self.batch_size = config.batch_size * (self.weights.agents or 1)
         """Samples per update."""
-        most = max(1, BURST_SAMPLES // config.batch_size)  # an agent draws as it would alone
+        # With replay, an agent of a population draws as many at once as it would alone.
+        most = max(1, BURST_SAMPLES // (config.batch_size if config.replay else self.batch_size))
         self.burst_updates = min(most, PRIORITIZED_BURST) if config.prioritized_replay else most
         """Most gradient steps in a burst."""
         # Each batch needs its own noise; a torso's buffers (batch normalisation) depend on the

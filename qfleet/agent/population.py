@@ -42,6 +42,8 @@ def draw_values(config: Config) -> dict[str, list[float]]:
             raise UnknownNameError("field to vary", name, VARIED)
         if name == "td_lambda" and config.replay:
             raise ConfigError("vary td_lambda: only rollouts use it; use --algo pqn")
+        if name == "exploration_final_eps" and config.noisy:
+            raise ConfigError("vary exploration_final_eps: noisy agents explore without ε")
         values[name] = _draw(name, choice, config)
         for value in values[name]:
             # An agent may not have a value that a single run refuses.
@@ -109,7 +111,8 @@ class Agents:
         self._memory.set_gammas(self.values["gamma"])
         if isinstance(self._memory, Rollout):
             self._memory.td_lambda.copy_(self._of_envs("td_lambda"))
-        self._actor.final_eps.copy_(self._of_envs("exploration_final_eps"))
+        if not self._config.noisy:  # which explores without ε
+            self._actor.final_eps.copy_(self._of_envs("exploration_final_eps"))
 
     def _of_envs(self, name: str) -> Tensor:
         return torch.tensor(self.values[name]).repeat_interleave(self._config.envs)

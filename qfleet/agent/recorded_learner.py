@@ -155,6 +155,8 @@ class RecordedLearner(Learner):
 
     def _make_target_move(self) -> None:
         if isinstance(self._target_move, Tensor):
+            if self._target_move.is_cpu and not self._target_move:
+                return  # on a device, to look would make the host wait
             # Exact at both ends: a weight of 0 keeps, a weight of 1 copies.
             self._target_weights.data.lerp_(self.weights.data, self._target_move)
             self._target_move.zero_()

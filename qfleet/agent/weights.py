@@ -60,6 +60,10 @@ class FlatWeights:
         length = sum(math.prod(shape) for _, shape in self.layout)
         return self.data[agent, :length].clone()
 
+    def row_buffers(self, agent: int) -> dict[str, Tensor]:
+        """Return one agent's buffers, as a single network has them."""
+        return self.buffers() if self.agents is None else buffers_of(self.buffers(), agent)
+
     def grad_views(self) -> list[Tensor]:
         """Return views of the flat gradient in the parameters' shapes."""
         return self._views(self.grad)

@@ -162,6 +162,7 @@ def _finish_seeds(trained: TrainedSeeds, arguments: RunArguments) -> int:
                 f"95 % confidence {low:.1f} to {high:.1f}"
             )
         print(f"  folder     {short(trained.folder)}")
-        print(f"  curve      {trained.curve and short(trained.curve)}")
+        if trained.curve is not None:
+            print(f"  curve      {short(trained.curve)}")
     interrupted = trained.runs[-1].interrupted_by
     return 128 + interrupted if interrupted else 0

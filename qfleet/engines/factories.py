@@ -55,10 +55,16 @@ def make_memory(
     """Return a replay ring per agent, or a rollout, which uses ``state_values`` for its returns."""
     seeds = [Seeds.of(seed).memory for seed in agent_seeds(config, members)]
     if config.replay:
-        if len(seeds) > 1:
-            check_replay_fits(config, spec, len(seeds) * config.replay_capacity, place.replay)
-        rings = [make_ring(config, spec, place, seed) for seed in seeds]
-        return rings[0] if config.population == 1 else AgentRings(rings, config.batch_size)
+        if config.population == 1:
+            return make_ring(config, spec, place, seeds[0])
+        # When half of the agents stop, those of the others are copied.
+        most = len(seeds) + (-(-len(seeds) // 2) if config.halving_interval else 0)
+        check_replay_fits(config, spec, config.replay_capacity, place.replay, memories=most)
+        rings = {
+            agent: make_ring(config, spec, place, seed)
+            for agent, seed in zip(members, seeds, strict=True)
+        }
+        return AgentRings(rings, config.batch_size)
     return Rollout(
         spec,
         config.envs * len(members),
@@ -99,9 +105,9 @@ def make_ring(
 
 
 def check_replay_fits(
-    config: Config, spec: EnvSpec, transitions: int, device: torch.device
+    config: Config, spec: EnvSpec, transitions: int, device: torch.device, memories: int = 1
 ) -> None:
-    """Raise MemoryRefusedError unless replay memories of this many transitions in all fit."""
+    """Raise MemoryRefusedError unless so many ``memories`` of this many transitions fit."""
     check_fits(
         spec,
         config.envs,
@@ -110,6 +116,7 @@ def check_replay_fits(
         budget_bytes=None if device.type == "cpu" else free_device_bytes(device),
         on_disk=Path(config.replay_dir) if config.replay_dir else None,
         compression=config.replay_compression,
+        memories=memories,
     )
 
 

@@ -223,8 +223,8 @@ def compare(first: Config, second: Config, updates: int) -> Comparison:
     for config in (first, second):
         if config.engine not in ("auto", "serial", "all-reduce"):
             raise ConfigError(f"compare knows serial and all-reduce, not --engine {config.engine}")
-        if not config.replay or config.envs == 0:
-            raise ConfigError("compare needs algorithms with replay, and envs of at least 1")
+        if not config.replay or config.envs == 0 or config.population > 1:
+            raise ConfigError("compare needs one agent, with replay, and envs of at least 1")
     settings = TorchSettings()
     try:
         spec, batches = collect_batches(first, updates)

@@ -6,7 +6,7 @@ would draw.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -22,12 +22,15 @@ T = TypeVar("T")
 
 
 class AgentRings:
-    """A memory of K rings; agent k owns the k-th of K equal groups of adjacent envs."""
+    """A memory of K rings; the k-th of K equal groups of adjacent envs belongs to the k-th."""
 
-    def __init__(self, rings: Sequence[Ring], batch_size: int) -> None:
-        """``batch_size``: samples of one agent in a batch."""
-        self._rings, self._batch_size = list(rings), batch_size
-        self.device = rings[0].device
+    def __init__(self, rings: Mapping[int, Ring], batch_size: int) -> None:
+        """``rings`` by agent, in order. ``batch_size``: samples of one agent in a batch."""
+        # Checkpoints have their names: one shares files with the checkpoint before it where a name
+        # and a version are the same, and rows change when agents stop.
+        self._names = [str(agent) for agent in rings]
+        self._rings, self._batch_size = list(rings.values()), batch_size
+        self.device = self._rings[0].device
 
     def set_gammas(self, gammas: Sequence[float]) -> None:
         """Set the discount of every agent, in place: recorded kernels read it."""
@@ -81,19 +84,20 @@ class AgentRings:
             ring.close()
 
     def state_dict(self) -> StateDict:
-        rings = {str(row): ring.state_dict() for row, ring in enumerate(self._rings)}
-        return {"rings": rings, "total_rows": rings["0"]["total_rows"]}  # the same of all
+        each = [ring.state_dict() for ring in self._rings]
+        rings = dict(zip(self._names, each, strict=True))
+        return {"rings": rings, "total_rows": each[0]["total_rows"]}  # the same of all
 
     def load_state_dict(self, state: StateDict) -> None:
-        rings = {str(row): ring for row, ring in enumerate(self._rings)}
+        rings = dict(zip(self._names, self._rings, strict=True))
         check_like(state["rings"], rings, "memory/rings", free=rings)
         if any(stored["total_rows"] != state["total_rows"] for stored in state["rings"].values()):
             raise CheckpointError("memory: the agents have different numbers of rows")
-        for row, ring in rings.items():
-            ring.load_state_dict(state["rings"][row])
+        for name, ring in rings.items():
+            ring.load_state_dict(state["rings"][name])
 
     @staticmethod
-    def select(state: StateDict, agents: list[int], _own: int) -> StateDict:
-        """Return the state of these agents alone."""
-        rings = {str(row): state["rings"][str(agent)] for row, agent in enumerate(agents)}
-        return {**state, "rings": rings}
+    def select(state: StateDict, rows: list[int], _own: int) -> StateDict:
+        """Return the state of the agents in these rows alone."""
+        rings = list(state["rings"].items())
+        return {**state, "rings": dict(rings[row] for row in rows)}

@@ -182,7 +182,7 @@ batches of a few dozen samples the sum is smallest near this value."""
 def prioritized_bytes(slots: int) -> int:
     """Return the bytes of a PrioritizedSampler's leaves, block sums and block minima on a CPU.
 
-    Larger blocks need less than a hundredth of it less.
+    Larger blocks need a thirtieth less, and are rounded up to whole ones.
     """
     return -(-slots // HOST_BLOCK) * (HOST_BLOCK * 4 + 8 + 4)
 

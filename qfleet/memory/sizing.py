@@ -46,8 +46,9 @@ def check_fits(
     budget_bytes: int | None = None,
     on_disk: Path | None = None,
     compression: Compression = "none",
+    memories: int = 1,
 ) -> None:
-    """Raise MemoryRefusedError if a Ring of this capacity would not fit.
+    """Raise MemoryRefusedError if a Ring of this capacity, or several, would not fit.
 
     ``budget_bytes`` replaces the measured available memory (for example, for a GPU); ``on_disk`` is
     the folder of a memory-mapped ring, whose free disk space is then checked instead of RAM.
@@ -59,17 +60,19 @@ def check_fits(
     else:
         available = available_bytes()
     usable = available * USABLE_PERCENT // 100
-    needed = replay_bytes(spec, num_envs, capacity, prioritized, compression)
+    needed = memories * replay_bytes(spec, num_envs, capacity, prioritized, compression)
     if needed <= usable:
         return
-    largest = largest_capacity(spec, num_envs, prioritized, available, compression)
+    share = available // memories
+    largest = largest_capacity(spec, num_envs, prioritized, share, compression)
     where = "of memory is available" if on_disk is None else f"is free for '{on_disk}'"
     fix = f"use --buffer-size {largest} or less" if largest else "no --buffer-size fits"
-    if on_disk is None and compression == "none":
+    if on_disk is None and compression == "none" and memories == 1:
         fix += ", or keep it in files with --replay-dir"
+    times = f"{memories} × " if memories > 1 else ""
     raise MemoryRefusedError(
-        f"replay of {capacity} transitions needs {_human(needed)} but {_human(available)} {where} "
-        f"({USABLE_PERCENT} % usable); {fix}"
+        f"replay of {times}{capacity} transitions needs {_human(needed)} but "
+        f"{_human(available)} {where} ({USABLE_PERCENT} % usable); {fix}"
     )
 
 

@@ -70,7 +70,6 @@ class Population(QNetwork):
             name: self.get_parameter(name.replace(".", "/")) for name in self._names
         }
         if self._noise:
-            template.train(self.training)  # without noise in eval mode
             parameters |= self._stored_noise()
 
         def one(parameters: dict[str, Tensor], obs: Tensor) -> Any:
@@ -79,6 +78,12 @@ class Population(QNetwork):
         with plainly():
             output: Tensor = vmap(one)(parameters, obs.view(self.agents, -1, *obs.shape[1:]))
         return output.flatten(0, 1)
+
+    def train(self, mode: bool = True) -> Population:
+        """Noisy layers use their noise in training mode."""
+        self.template.train(mode)
+        super().train(mode)
+        return self
 
     def draw_noise(self, generator: torch.Generator) -> Tensor:
         """Return normal random numbers, ``[K, …]``, for the noisy layers of all agents."""

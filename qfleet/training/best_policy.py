@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from qfleet.agent.weights import buffers_of
 from qfleet.core.errors import CheckpointError
 from qfleet.core.files import atomic_write_text
 from qfleet.core.types import StateDict
@@ -30,10 +29,7 @@ def save_best(
     for agent in better:
         row = parts.members.index(agent)
         weights = parts.model.weights
-        buffers = weights.buffers()
-        if population is not None:
-            buffers = buffers_of(buffers, row)
-        own: StateDict = {"weights": weights.row(row), "buffers": buffers}
+        own: StateDict = {"weights": weights.row(row), "buffers": weights.row_buffers(row)}
         folders = [run / "best"] if agent == standings.leader else []
         if population is not None:
             folders.append(agent_folder(run, agent) / "best")

@@ -24,7 +24,7 @@ class Publish(Hook):
         if run.writers.is_tracking and not policy.exists():
             policy = run.folder / "last.safetensors"
             weights = run.parts.model.weights
-            state = {"weights": weights.row(0), "buffers": weights.buffers()}
+            state = {"weights": weights.row(0), "buffers": weights.row_buffers(0)}
             meta = {"config": asdict(run.config), "spec": spec_to_json(run.parts.spec)}
             try:
                 save_policy_file(policy, state, meta)

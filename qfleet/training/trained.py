@@ -102,8 +102,8 @@ def draw_learning_curve(folder: Path) -> Path | None:
     """
     try:
         runs = [read_run(path) for path in seed_folders(folder)]
-        drawn = (run.series(metric)[0] for run in runs for metric in (EVAL_RETURN, ROLLOUT_RETURN))
-        if all(len(steps) < 2 for steps in drawn):
+        metrics = (EVAL_RETURN, ROLLOUT_RETURN) if len(runs) == 1 else (EVAL_RETURN,)
+        if all(len(run.series(metric)[0]) < 2 for run in runs for metric in metrics):
             return None
         return learning_curve(group_runs(runs), EVAL_RETURN, folder / "plots/learning_curve.png")
     except ConfigError as error:

@@ -159,9 +159,16 @@ def advance(parts: Parts, rollouts: int) -> None:
     registry.run(parts, lambda: parts.clock.env_steps < steps)
 
 
-@pytest.mark.parametrize("optimizer", ["radam", "adam", "rmsprop", "sgd"])
-def test_an_agent_is_the_single_run_of_its_seed_and_values(optimizer: str) -> None:
-    config = configure(vary=RATES, optimizer=optimizer)
+TARGET = {"target_network": True, "target_update_interval": 64}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [*({"optimizer": name} for name in ("radam", "adam", "rmsprop", "sgd")), TARGET],
+    ids=str,
+)
+def test_an_agent_is_the_single_run_of_its_seed_and_values(changes: dict[str, Any]) -> None:
+    config = configure(vary=RATES, **changes)
     whole = build(config, FaultLog())
     advance(whole, 1)
     together = whole.collector.take_episodes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,20 @@ import torch
 from torch.func import functional_call
 
 import qfleet
+from qfleet.agent.device_actor import TensorActor
 from qfleet.agent.population import draw_values
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError, MemoryRefusedError
+from qfleet.core.types import Block, EnvSpec
 from qfleet.engines import registry
 from qfleet.engines.parts import Parts
 from qfleet.engines.registry import build
+from qfleet.memory import ring, sizing
 from qfleet.memory.agent_rings import AgentRings
+from qfleet.memory.sizing import USABLE_PERCENT, replay_bytes
 from qfleet.networks.population import Population
+from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog
 from qfleet.training.run import Run
 from qfleet.training.run_state import RunOptions
@@ -28,6 +34,7 @@ from support.configs import tiny_config
 from support.messages import says
 
 AGENTS = 4
+CARTPOLE = EnvSpec("CartPole-v1", (4,), "float32", 2)
 FIELDS: dict[str, Any] = {
     "engine": "device", "device": "cpu", "threads": 1, "population": AGENTS, "seed": 3,
     "envs": 2, "steps": 1000, "learning_starts": 40, "train_freq": 8, "gradient_steps": 2,
@@ -71,14 +78,18 @@ def test_an_agent_is_the_single_run_of_its_seed_and_values(kind: str) -> None:
         assert not torch.allclose(other, alone.learner.weights.data, rtol=0, atol=1e-2)
 
 
-def test_it_learns_from_its_own_samples_alone() -> None:
-    """The control of the test above: with the samples of another agent, it is another run."""
+def test_with_the_steps_of_another_agent_it_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
     alone = advanced(configure().replace(population=1), 100)
-    parts = build(configure(), FaultLog())
-    assert isinstance(parts.memory, AgentRings)
-    parts.memory._rings.reverse()
-    registry.run(parts, lambda: parts.clock.updates < 100)
-    ours = parts.learner.weights.row(0)
+    extend = AgentRings.extend
+
+    def extend_others(memory: AgentRings, block: Block) -> None:
+        memory._rings.reverse()
+        extend(memory, block)
+        memory._rings.reverse()
+
+    monkeypatch.setattr(AgentRings, "extend", extend_others)
+    ours = advanced(configure(), 100).learner.weights.row(0)
     assert not torch.allclose(ours, alone.learner.weights.data, rtol=0, atol=1e-3)
 
 
@@ -150,6 +161,10 @@ def test_a_rainbow_population_stops_resumes_and_plays(tmp_path: Path) -> None:
         ({"algo": "iqn"}, "head iqn c51"),
         ({"replay_dir": "somewhere"}, "replay_dir agent"),
         ({"vary": '{"td_lambda": [0.5]}'}, "td_lambda rollouts"),
+        (
+            {"noisy": True, "vary": '{"exploration_final_eps": [0.1]}'},
+            "exploration_final_eps noisy",
+        ),
     ],
     ids=str,
 )
@@ -158,6 +173,44 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], words: str) -> Non
         draw_values(validate(configure(**changes)))
 
 
-def test_the_memories_of_all_agents_must_fit() -> None:
-    with pytest.raises(MemoryRefusedError):
-        build(configure(buffer_size=5 * 10**8, steps=10**9), FaultLog())
+@pytest.mark.parametrize(("halving", "memories"), [(0, 4), (500, 6)])
+def test_the_memories_of_all_agents_must_fit(
+    halving: int, memories: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While half of the agents stop, the memories of the others are there twice."""
+    config = configure(halving_interval=halving)
+    needed = replay_bytes(CARTPOLE, config.envs, config.replay_capacity, False)
+    usable = memories * needed * 100 // USABLE_PERCENT
+    monkeypatch.setattr(sizing, "available_bytes", lambda: usable - 2 * needed)
+    told = says(f"{memories}", "×", f"{config.replay_capacity}", "--buffer-size")
+    with pytest.raises(MemoryRefusedError, match=told) as caught:
+        build(config, FaultLog())
+    assert "--replay-dir" not in str(caught.value)
+    fits = re.search(r"--buffer-size (\d+)", str(caught.value))
+    assert fits is not None
+    build(config.replace(buffer_size=int(fits[1])), FaultLog()).close()
+    monkeypatch.setattr(sizing, "available_bytes", lambda: usable + needed)
+    build(config, FaultLog()).close()
+
+
+def test_noisy_agents_explore_without_epsilon() -> None:
+    actor = advanced(configure(**RAINBOW), 10).collector
+    assert isinstance(actor, TensorActor)
+    assert not actor.final_eps.any()
+
+
+def test_stopped_agents_leave_no_frames_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints share files: those of a row must not be taken for another agent's."""
+    monkeypatch.setattr(ring, "SEGMENT_BYTES", 16 * 2 * 4 * 8)
+    config = configure(steps=400, halving_interval=200, checkpoint_freq=100, buffer_size=2000)
+    run = Run(config, tmp_path / "run", RunOptions())
+    run.go()
+    assert len(run.parts.members) == 2
+    shown = run.parts.memory.state_dict()["rings"]
+    stored = load_checkpoint(tmp_path / "run" / "checkpoints").parts["memory"]["rings"]
+    assert list(stored) == list(shown) == [str(agent) for agent in run.parts.members]
+    for name, own in shown.items():
+        ours, theirs = (torch.cat(list(one["frames"].tensors)) for one in (own, stored[name]))
+        assert ours.equal(theirs)

@@ -22,8 +22,14 @@ FIELDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def populated(**changes: Any) -> Config:
-    return configure("CartPole-v1", "pqn", **{**FIELDS, **changes})
+REPLAY: dict[str, Any] = {
+    "algo": "dqn", "train_freq": 16, "gradient_steps": 4, "learning_starts": 64,
+    "buffer_size": 400, "prioritized_replay": True, "noisy": True,
+}  # fmt: skip
+
+
+def populated(algo: str = "pqn", **changes: Any) -> Config:
+    return configure("CartPole-v1", algo, **{**FIELDS, **changes})
 
 
 def assert_same_agents(whole: Path, parted: Path) -> None:
@@ -48,8 +54,10 @@ def assert_same_agents(whole: Path, parted: Path) -> None:
         pytest.param({"pbt_interval": 160}, (240, 320), marks=pytest.mark.slow),
         # Before, at and after halvings.
         pytest.param({"halving_interval": 240}, (160, 240, 400), marks=pytest.mark.slow),
+        pytest.param(REPLAY | {"pbt_interval": 160}, (240, 320), marks=pytest.mark.slow),
+        pytest.param(REPLAY | {"halving_interval": 240}, (160, 240, 400), marks=pytest.mark.slow),
     ],
-    ids=["plain", "pbt", "halving"],
+    ids=["plain", "pbt", "halving", "pbt-replay", "halving-replay"],
 )
 def test_stopped_and_resumed_it_is_the_whole_run(
     changes: dict[str, Any], stops: tuple[int, ...], tmp_path: Path

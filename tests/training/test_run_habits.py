@@ -235,3 +235,18 @@ def test_an_atari_video_is_in_colour_and_shows_the_game_that_is_played(tmp_path:
     assert total > 0
     for pool in pools:
         pool.close()
+
+
+@pytest.mark.parametrize(("eval_freq", "is_drawn"), [(0, False), (150, True)])
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_curve_has_two_points_or_is_not_drawn(
+    eval_freq: int, is_drawn: bool, seeds: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    words = "train CartPole-v1 --preset none --steps 300 --log-interval 1000 --no-tensorboard"
+    words += f" --eval-freq {eval_freq} --seeds {seeds} --run-dir {folder}"
+    assert main(words.split()) == 0
+    assert (folder / "plots" / "learning_curve.png").exists() == is_drawn
+    told = capsys.readouterr().out
+    assert "None" not in told
+    assert ("learning_curve.png" in told) == is_drawn

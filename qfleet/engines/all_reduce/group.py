@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -127,10 +127,18 @@ class Group:
 
     def meet(self, where: str, words: str, limit_s: float = START_S) -> list[str]:
         """Wait until all ranks have come here; return what each of them says."""
-        keys = [f"{where}/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], words)
+        self.arrive(where, words)
+        self.await_ranks(where, range(self.size), limit_s)
+        return [self._store.get(f"{where}/{rank}").decode() for rank in range(self.size)]
+
+    def arrive(self, where: str, words: str = "") -> None:
+        """Say that this rank has come here."""
+        self._store.set(f"{where}/{self.rank}", words)
+
+    def await_ranks(self, where: str, ranks: Iterable[int], limit_s: float) -> None:
+        """Wait until these ranks have come here."""
         until_s = time.monotonic() + limit_s
-        while missing := [r for r in range(self.size) if not self._store.check([keys[r]])]:
+        while missing := [r for r in ranks if not self._store.check([f"{where}/{r}"])]:
             for rank in missing:
                 if loss := self._why_ended(rank):
                     raise RankLost(f"rank {rank} of {self.size} did not start: {loss}")
@@ -140,7 +148,6 @@ class Group:
                     "as many ranks as --workers says, and check that they reach each other"
                 )
             time.sleep(0.02)
-        return [self._store.get(key).decode() for key in keys]
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave; ``error`` is what ended this rank, which the other ranks then report."""

@@ -43,6 +43,9 @@ from qfleet.memory.columns import check_transitions
 from qfleet.storage.state_checks import check_like
 from qfleet.telemetry.timers import Timers
 
+IN_STEP = "in-step"
+"""Where rank 0 waits for a rank that takes over its state."""
+
 
 def whole_config(config: Config) -> Config:
     """Return the settings of all ranks as one learner: batch_size and rate are the effective ones.
@@ -268,6 +271,8 @@ class RankParts(LoopParts):
             }
             self.group.give_order(Order.TAKE_STATE, rank)
             self.group.send_state(start, rank)
+            # A large memory takes longer than the next order may.
+            self.group.await_ranks(IN_STEP, [rank], TUNED_S)
         self._others, self._rings = [], []
 
     def get_in_step(self) -> None:
@@ -282,3 +287,4 @@ class RankParts(LoopParts):
             self._refill(list(start["pieces"].values()))
         if own:
             self.load_own_state(own)
+        self.group.arrive(IN_STEP)
