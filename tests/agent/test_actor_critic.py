@@ -82,7 +82,6 @@ def close(actual: Tensor, expected: object, atol: float = 1e-6) -> None:
         ("a3c", {"value_weight": -0.1}, "value_weight -0.1"),
         ("a3c", {"entropy_weight": -0.1}, "entropy_weight -0.1"),
         ("a3c", {"population": 2, "engine": "device"}, "head actor-critic population"),
-        ("n-step-q", {"population": 2, "engine": "device"}, "target_network True population"),
         ("n-step-q", {"double": True}, "double True replay"),
     ],
     ids=str,

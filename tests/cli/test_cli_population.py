@@ -61,7 +61,7 @@ def test_an_agent_of_a_game_is_filmed(tmp_path: Path) -> None:
         (["--seeds", "2"], "population 4 does not go with several seeds"),
         (["--vary", '{"batch_size": [1]}'], "unknown field to vary 'batch_size'"),
         (["--halving-interval", "64", "--pbt-interval", "64"], "does not go with pbt_interval 64"),
-        (["--algo", "dqn"], "replay True does not go with a population"),
+        (["--algo", "iqn"], "head 'iqn' does not go with a population; use q, c51 or qr"),
     ],
     ids=str,
 )
