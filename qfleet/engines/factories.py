@@ -57,7 +57,7 @@ def make_memory(
     if config.replay:
         if config.population == 1:
             return make_ring(config, spec, place, seeds[0])
-        # When half of the agents stop, those of the others are copied.
+        # When half of the agents stop, the memories of the others are copied.
         most = len(seeds) + (-(-len(seeds) // 2) if config.halving_interval else 0)
         check_replay_fits(config, spec, config.replay_capacity, place.replay, memories=most)
         rings = {
@@ -107,7 +107,7 @@ def make_ring(
 def check_replay_fits(
     config: Config, spec: EnvSpec, transitions: int, device: torch.device, memories: int = 1
 ) -> None:
-    """Raise MemoryRefusedError unless so many ``memories`` of this many transitions fit."""
+    """Raise MemoryRefusedError unless these ``memories``, each of ``transitions``, fit."""
     check_fits(
         spec,
         config.envs,

@@ -1,4 +1,4 @@
-"""The connection between ranks: they exchange tensors and orders, and find out who is lost.
+"""The connection between ranks: it carries tensors and orders, and finds lost ranks.
 
 Rank 0 gives orders, one per turn of the loop; the other ranks wait for them as long as it takes,
 because rank 0 also evaluates and saves. Everything else that ranks exchange has a deadline,
