@@ -319,6 +319,7 @@ def test_the_pipeline_trains_and_resumes_on_the_device(
             "steps": 3200, "learning_starts": 800, "buffer_size": 4000, "envs": 8,
             "env_groups": 2, "eval_freq": 0, "n_eval_episodes": 1, "max_episode_steps": 100,
             "tensorboard": False, "compile": "off", "log_interval": 400, "engine": "pipeline",
+            "inference_device": "cuda",
         },
     )  # fmt: skip
     options = qfleet.RunOptions(stage_rates=True)
@@ -499,6 +500,7 @@ def test_a_block_of_the_device_engine_is_not_waited_for() -> None:
     """The host queues collecting and learning; torch says so where it would have to wait."""
     config, _ = resolve(
         "MinAtar/Breakout-v1",
+        "dqn",
         fields={
             "steps": 10**6, "learning_starts": 640, "buffer_size": 50_000, "envs": 64,
             "train_freq": 16, "compile": "off", "precision": "fp32", "engine": "device",

@@ -1,8 +1,8 @@
 """CUDA graphs: device work is recorded once and replayed with one launch.
 
 In: a function that launches kernels and never synchronises with the host. Out: a function that does
-the same with one launch. Only CUDA (and ROCm, which torch calls CUDA too) can record; elsewhere the
-function itself is returned, and ``why_no_graphs`` says why.
+the same with one launch. Only CUDA (and ROCm, which torch calls CUDA too) can record; elsewhere,
+and if a GPU refuses it, the function itself is returned, and ``why_not_recorded`` says why.
 """
 
 from __future__ import annotations
@@ -15,12 +15,18 @@ WARM_UPS = 3
 """Calls before recording, for lazy initialisation, library heuristics and compilation."""
 
 _STREAMS: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_REFUSED: dict[tuple[torch.device, str], str] = {}
+"""Why the newest recording of a role was refused."""
 
 
-def why_no_graphs(device: torch.device) -> str | None:
-    """Return why this device cannot record graphs; None if it can."""
-    if device.type == "cuda":
-        return None
+def can_record(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def why_not_recorded(device: torch.device, role: str) -> str | None:
+    """Return why this device cannot record graphs, or refused this role's; None if it did not."""
+    if can_record(device):
+        return _REFUSED.get((device, role))
     return f"torch cannot record graphs on {device.type}"
 
 
@@ -37,8 +43,9 @@ def record(
     Recordings of one ``role`` must not be replayed concurrently: matrix libraries keep one scratch
     buffer per stream that they were recorded on, and each role has one stream.
     """
-    if why_no_graphs(device) is not None:
+    if not can_record(device):
         return function
+    _REFUSED.pop((device, role), None)
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
@@ -51,9 +58,15 @@ def record(
             function()
     torch.cuda.current_stream(device).wait_stream(side)
     torch.cuda.synchronize(device)
-    # Thread-local, so that other threads may use the device in the meantime.
-    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-        function()
+    try:
+        # Thread-local, so that other threads may use the device in the meantime.
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            function()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # by a driver, or by an operation that cannot be recorded
+        _REFUSED[device, role] = str(error).partition("\n")[0]
+        return function
     return graph.replay
 
 

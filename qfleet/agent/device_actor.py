@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.graphs import record
+from qfleet.accelerator.stream_timer import StreamTimer
 from qfleet.agent import schedules
 from qfleet.agent.actor import legal_actions
 from qfleet.algorithms.exploration import epsilon_ladder, sample_actions
@@ -91,14 +92,14 @@ def running_sums(before: Tensor, reward: Tensor, opened: Tensor) -> Tensor:
     return total - torch.where(last_opened < 0, 0.0, at_opening)
 
 
-class _Now(NamedTuple):
+class Now(NamedTuple):
     """The environments between two steps."""
 
     episodes: Episodes
     obs: Tensor
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """The results of a step."""
 
     obs: Tensor
@@ -109,6 +110,20 @@ class _Row(NamedTuple):
     over: Tensor
     steps: Tensor
     """Steps of the episode, this one included; 0: the next observation opens an episode."""
+
+
+def step_envs(
+    env: TensorEnv, now: Now, q: Tensor, explores: Tensor, drawn: Tensor
+) -> tuple[Now, Row]:
+    """Take the best action by ``q``, or one by ``drawn`` where an env ``explores``."""
+    anything = legal_actions(env.spec, now.obs, drawn)
+    return _act(env, now, torch.where(explores, anything, q.argmax(dim=1)))
+
+
+def _act(env: TensorEnv, now: Now, action: Tensor) -> tuple[Now, Row]:
+    after, step = step_episodes(env, now.episodes, action)
+    ends = (step.terminated, step.opened, after.over)
+    return Now(after, step.obs), Row(now.obs, action, step.reward, *ends, after.steps)
 
 
 class TensorActor:
@@ -136,7 +151,7 @@ class TensorActor:
         """
         self._env, self._config, self._device = env, config, device
         self._channel, self._clock, self._resample_noise = channel, clock, resample_noise
-        self._working = timers.span("env")
+        self._working, self.device_time = timers.span("env"), StreamTimer(device)
         self.spec, self.num_envs = env.spec, len(seeds)
         self._max_rows = max_rows
         self._samples = config.head == "actor-critic"
@@ -148,7 +163,7 @@ class TensorActor:
         with torch.no_grad():
             # Recorded kernels use fixed addresses: these tensors are written in place.
             episodes = hold_episodes(begin_episodes(env, seeds.to(device)))
-            self._now = _Now(episodes, env.observe(episodes.inner).clone())
+            self._now = Now(episodes, env.observe(episodes.inner).clone())
             self._returns = torch.zeros(n, dtype=torch.float64, device=device)
             """Unclipped returns of the running episodes."""
             own = [explorer_counters(seed, self._own, device) for seed in seeds_of_agents]
@@ -186,8 +201,8 @@ class TensorActor:
         self._taken = 0
         self._waiting: list[Episode] = []
         # Compiled separately: the network may be qfleet's own kernels, which need no compiler.
-        self._values, self._step = Compilable(q_values), Compilable(self._step_of)
-        self._values.on, self._step.on = compiled and compile_values, compiled
+        self._values, self.step = Compilable(q_values), Compilable(self._step_of)
+        self._values.on, self.step.on = compiled and compile_values, compiled
         whole = functools.partial(self._rollout, max_rows)
         self._launch: Callable[[], None] = self._recorded(whole) if config.graphs else whole
 
@@ -201,10 +216,11 @@ class TensorActor:
             # A kernel argument, not a copy from host memory, which could change before it happens.
             progress = self._clock.progress
             self._fallen.fill_(min(1.0, progress / self._span) if self._span else 1.0)
-            if rows == self._max_rows:
-                self._launch()
-            else:
-                self._rollout(rows)
+            with self.device_time:
+                if rows == self._max_rows:
+                    self._launch()
+                else:
+                    self._rollout(rows)
         block = self._block
         return Block(
             block.obs[:rows], block.action[:rows], block.reward[:rows], block.flags[:rows], version
@@ -213,7 +229,7 @@ class TensorActor:
     @property
     def compile_failure(self) -> str | None:
         """Why compiling a step failed; None if it did not."""
-        return self._step.failure or self._values.failure
+        return self.step.failure or self._values.failure
 
     def _recorded(self, whole: Callable[[], None]) -> Callable[[], None]:
         """Record a whole block as one launch if the device supports it; restore the state."""
@@ -240,30 +256,23 @@ class TensorActor:
             if self._samples
             else draw_exploration(counters, rates, self.spec)
         )
-        now, steps = self._now, list[_Row]()
+        now, steps = self._now, list[Row]()
         opening = now.episodes.steps == 0
         for row in range(rows):
-            now, step = self._step(now, self._values(now.obs), *(draw[row] for draw in draws))
+            now, step = self.step(now, self._values(now.obs), *(draw[row] for draw in draws))
             steps.append(step)
         self._write(steps, opening)
         copy_episodes(self._now.episodes, now.episodes)
         self._now.obs.copy_(now.obs)
         self._explorers.copy_(counters[-1])
 
-    def _step_of(self, now: _Now, q: Tensor, *draws: Tensor) -> tuple[_Now, _Row]:
+    def _step_of(self, now: Now, q: Tensor, *draws: Tensor) -> tuple[Now, Row]:
         """``draws``: which envs explore, and their actions; for a policy, a number in [0, 1)."""
-        episodes, obs = now
         if self._samples:
-            action = sample_actions(q, *draws)
-        else:
-            explores, drawn = draws
-            anything = legal_actions(self.spec, obs, drawn)
-            action = torch.where(explores, anything, q.argmax(dim=1))
-        after, step = step_episodes(self._env, episodes, action)
-        ends = (step.terminated, step.opened, after.over)
-        return _Now(after, step.obs), _Row(obs, action, step.reward, *ends, after.steps)
+            return _act(self._env, now, sample_actions(q, *draws))
+        return step_envs(self._env, now, q, *draws)
 
-    def _write(self, written: list[_Row], opening: Tensor) -> None:
+    def _write(self, written: list[Row], opening: Tensor) -> None:
         """Write the collected rows; flags and returns are computed once per block, not per row."""
         columns = [list(column) for column in zip(*written, strict=True)]
         rows, block = len(written), self._block

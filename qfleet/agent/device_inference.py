@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable
 from qfleet.accelerator.graphs import record
+from qfleet.accelerator.stream_timer import StreamTimer
 from qfleet.accelerator.streams import stream_of
 from qfleet.agent.inference import Inference
 from qfleet.algorithms.exploration import sample_actions
@@ -28,7 +29,7 @@ from qfleet.networks.qnetwork import QNetwork
 PACKED_BYTES = 8 + 4 + 1
 """Bytes of a row's action, reward and flags."""
 TIMED_EVERY = 32
-"""One in this many copies of frames is timed."""
+"""One in this many calls is timed."""
 
 
 class Traffic:
@@ -65,6 +66,7 @@ class DeviceInference(Inference):
         self._samples = network.head_kind == "actor-critic"
         self.stream = stream_of(device, urgent=True)
         self.traffic = Traffic()
+        self.device_time = StreamTimer(device, TIMED_EVERY)
         dtype = spec.torch_dtype
         stack = (spec.frame_stack,) if spec.frame_stack > 1 else ()
         self._incoming = [
@@ -99,6 +101,7 @@ class DeviceInference(Inference):
         self._noise.manual_seed(self._seed)
         torch.accelerator.synchronize(self._device)
         self.traffic = Traffic()
+        self.device_time.reset()
 
     @torch.no_grad()
     def _forward(self, group: int) -> None:
@@ -154,7 +157,8 @@ class DeviceInference(Inference):
             if timed:
                 self._copy_end.record(self.stream)
             self._send_opened(group, opened)
-            self._graphs[group]()
+            with self.device_time:
+                self._graphs[group]()
             self._host_actions[group].copy_(self._actions[group], non_blocking=True)
             self._done.record(self.stream)
             if self._frames_stay:  # after the actions, which do not depend on it

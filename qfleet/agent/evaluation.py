@@ -167,10 +167,17 @@ class HostEvaluator:
     """Plays the evaluations of a run on the host. The first one makes its environments."""
 
     def __init__(
-        self, config: Config, network: QNetwork, device: torch.device, seed: int, faults: FaultLog
+        self,
+        config: Config,
+        network: QNetwork,
+        device: torch.device,
+        seed: int,
+        faults: FaultLog,
+        apart: bool = False,
     ) -> None:
+        """``apart``: as for ``make_envs``."""
         self._config, self._network, self._device = config, network, device
-        self._seed, self._faults = seed, faults
+        self._seed, self._faults, self._apart = seed, faults, apart
         self._envs: VectorEnv | None = None
 
     def play(self, give_up: GiveUp) -> Evaluation | None:
@@ -178,7 +185,9 @@ class HostEvaluator:
         config, episodes = self._config, self._config.n_eval_episodes
         if self._envs is None:
             own, count = evaluation_config(config), min(episodes, MOST_ENVS)
-            self._envs = make_envs(own, count, self._seed, training=False, on_fault=self._faults)
+            self._envs = make_envs(
+                own, count, self._seed, training=False, on_fault=self._faults, apart=self._apart
+            )
         envs, epsilon, max_steps = self._envs, config.eval_eps, config.eval_max_steps
         return evaluate_policy(
             self._network, envs, episodes, epsilon, self._device, self._seed, max_steps, give_up,

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qfleet.accelerator.graphs import record, why_no_graphs
+from qfleet.accelerator.graphs import can_record, record
 from qfleet.algorithms.exploration import sample_actions
 from qfleet.core.seeding import restore_generator
 from qfleet.core.types import Block
@@ -112,7 +112,7 @@ def make_greedy(
     """
     if device.type == "cpu" and network.is_plain_mlp:
         return _HostMLP(network)
-    if batch is not None and why_no_graphs(device) is None:
+    if batch is not None and can_record(device):
         return _RecordedNetwork(network, device, batch)
 
     @torch.inference_mode()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qfleet.accelerator.compiling import Compilable, switch
 from qfleet.accelerator.graphs import record
+from qfleet.accelerator.stream_timer import StreamTimer
 from qfleet.accelerator.streams import SideStream
 from qfleet.agent import schedules
 from qfleet.agent.dense_gradient import DenseGradient
@@ -78,6 +79,7 @@ class RecordedLearner(Learner):
         self._beside = SideStream(
             device, "learner, beside", worthwhile=busy and not self._has_buffers
         )
+        self.device_time = StreamTimer(device)
         self._capturable = capturable
         self._draws_recorded = capturable and memory.device.type == device.type
         self._target_move: Tensor | float = 0.0
@@ -118,10 +120,11 @@ class RecordedLearner(Learner):
     def burst(self, count: int) -> None:
         """Take ``count`` gradient steps on samples drawn at once, by one launch if recorded."""
         recorded = self._recorded.get(count)
-        if recorded is None:
-            self._train(self._draw(count))
-        else:
-            recorded()
+        with self.device_time:
+            if recorded is None:
+                self._train(self._draw(count))
+            else:
+                recorded()
 
     def _read_schedules(self) -> None:
         """Update what depends on the clock."""
@@ -252,9 +255,13 @@ class RecordedLearner(Learner):
         return values.to(obs.device)
 
     def q_values(self, obs: Tensor) -> Tensor:
+        return self.q_values_of(self.online, self.weights, obs)
+
+    def q_values_of(self, network: QNetwork, weights: FlatWeights, obs: Tensor) -> Tensor:
+        """Return the values by a copy of the online network."""
         if self._fused is not None and self._fused.takes(len(obs)):
-            return self._fused.q_values(self.weights.data, obs)
-        return self.online.q_values(obs)
+            return self._fused.q_values(weights.data, obs)
+        return network.q_values(obs)
 
     # --- recording ----------------------------------------------------------------------------
 

@@ -90,6 +90,13 @@ class FlatWeights:
             if name.startswith("torso."):  # those of heads are constants of the configuration
                 self.buffers()[name].copy_(buffer)
 
+    def mirror(self, other: FlatWeights) -> None:
+        """Copy the weights and buffers of a network of the same shape, agent by agent."""
+        self.data.copy_(other.data)
+        ours = self.buffers()
+        for name, buffer in other.buffers().items():
+            ours[name].copy_(buffer)
+
     def buffers(self) -> dict[str, Tensor]:
         """Return the module's buffers by name, such as the running statistics of a torso."""
         return {name.replace("/", "."): buffer for name, buffer in self._module.named_buffers()}

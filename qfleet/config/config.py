@@ -214,7 +214,7 @@ class Config:
     """Start with the weights of this run's best policy, or of a file that policy.save wrote;
     optimiser, replay and schedules start anew."""
     compile: Literal["auto", "on", "off"] = field("auto", "engine")
-    """torch.compile: auto measures it on accelerators and uses it where it is faster."""
+    """torch.compile: auto uses it on accelerators, in runs that are long enough to repay it."""
     precision: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = field("auto", "engine")
     """Precision of matrix products and convolutions; auto is fp32 on a CPU, tf32 for qfleet's own
     kernels, and measured otherwise. tf32 and fp16 (with a loss scale) are for accelerators; bf16 is

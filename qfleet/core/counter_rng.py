@@ -44,16 +44,20 @@ def _mixed(bits: Tensor) -> Tensor:
     return bits ^ _shifted(bits, 31)
 
 
-def draw_bits(counters: Tensor, lane: int) -> Tensor:
-    """Return 32 random bits as int64 ``[N]``; the same counter and lane give the same bits."""
-    return _shifted(_mixed(counters + _signed(_LANE * (lane + 1))), 32)
+def draw_bits(counters: Tensor, lane: int | Tensor) -> Tensor:
+    """Return 32 random bits as int64 ``[N]``; the same counter and lane give the same bits.
+
+    Several draws at once are ``counters`` ``[N, 1]`` and ``lane`` ``[L]``.
+    """
+    offset = _signed(_LANE * (lane + 1)) if isinstance(lane, int) else (lane + 1) * _signed(_LANE)
+    return _shifted(_mixed(counters + offset), 32)
 
 
-def draw_uniform(counters: Tensor, lane: int) -> Tensor:
+def draw_uniform(counters: Tensor, lane: int | Tensor) -> Tensor:
     """Return float32 ``[N]``, uniform in [0, 1), multiples of 2⁻²⁴."""
     return (draw_bits(counters, lane) >> 8).to(torch.float32) * 2.0**-24
 
 
-def draw_below(counters: Tensor, lane: int, bound: int | Tensor) -> Tensor:
+def draw_below(counters: Tensor, lane: int | Tensor, bound: int | Tensor) -> Tensor:
     """Return int64 ``[N]`` in [0, bound); the bias is less than bound / 2³²."""
     return (draw_bits(counters, lane) * bound) >> 32

@@ -9,36 +9,44 @@ evaluations, checkpoints, and at the end. Populations train here: their agents a
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
 
-from qfleet.accelerator.graphs import why_no_graphs
+from qfleet.accelerator.compiling import import_early
+from qfleet.accelerator.fused_radam import why_no_kernels
+from qfleet.accelerator.graphs import why_not_recorded
+from qfleet.accelerator.stream_timer import StreamTimer
+from qfleet.agent.beside import Beside
 from qfleet.agent.device_actor import TensorActor
 from qfleet.agent.device_evaluation import TensorEvaluator
 from qfleet.agent.evaluation import Evaluation, GiveUp
 from qfleet.agent.population import Agents, agent_seeds
 from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import rows_per_block
+from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds, env_seeds
 from qfleet.core.types import Clock, StateDict
 from qfleet.engines import serial
-from qfleet.engines.factories import make_learner, make_memory
+from qfleet.engines.factories import copy_network, evaluates_beside, make_learner, make_memory
 from qfleet.engines.loop import SameWeights
 from qfleet.engines.parts import EngineHook, LoopParts, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.recording import prepare_learner
 from qfleet.engines.stage_rates import Stages, make_stages
 from qfleet.engines.torch_settings import set_threads
-from qfleet.engines.tuning import apply_precision, may_compile
+from qfleet.engines.tuning import SAVED_PER_STEP_S, apply_precision, may_compile
 from qfleet.envs.device.vector import check_tensor_env
 from qfleet.envs.factory import make_tensors
 from qfleet.memory.agent_rings import AgentRings
 from qfleet.memory.rollout import Rollout
+from qfleet.networks.fused_cnn import fits
 from qfleet.telemetry.bottleneck import StageRates
 
 
@@ -52,6 +60,10 @@ def build(setup: Setup) -> LoopParts:
         place = Placement.of(config, spec, in_background=False)
         device = place.device
         check_tensor_env(env, device)
+        saved_s = config.steps / config.envs * SAVED_PER_STEP_S
+        compiled = place.capturable and may_compile(config, device, saved_s)
+        if compiled:
+            import_early()
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = setup.make_timers("learner")
@@ -62,15 +74,21 @@ def build(setup: Setup) -> LoopParts:
             config, spec, place, memory, clock, timers, members=members, use_kernels=True
         )
         notes, hooks = list(place.notes), list[EngineHook]()
+        is_fused = isinstance(learner, RecordedLearner) and learner.is_fused
+        if place.capturable and not is_fused and fits(config, spec, learner.online):
+            notes.append(f"torch's kernels instead of our own: {why_no_kernels(device)}")
         learner_only = 0.0
         if place.capturable:
             assert isinstance(learner, RecordedLearner), "devices with streams record updates"
-            prepared = prepare_learner(config, spec, learner, memory, device)
+            prepared = prepare_learner(
+                config, spec, learner, memory, device, thorough=setup.thorough, tell=setup.tell
+            )
             timers.load_state_dict({})  # trials are not part of the run
             notes.append(prepared.note)
             learner_only = prepared.learner_rate(config, len(members))
+            choice = prepared.tuning.choice
         else:
-            apply_precision(config, learner.networks)
+            choice = apply_precision(config, learner.networks)
         channel = SameWeights()
         started_s = time.monotonic()
         # Steps are tried before they are recorded; a torso's own buffers must not keep the effects.
@@ -78,8 +96,8 @@ def build(setup: Setup) -> LoopParts:
         # The seeds of all agents: those of agents that have stopped are part of the run's record.
         every = [Seeds.of(seed) for seed in agent_seeds(config, range(config.population))]
         seeds_of_envs = [env_seeds(own.envs, config.envs) for own in every]
-        compiled = place.capturable and may_compile(config, device)
-        is_fused = isinstance(learner, RecordedLearner) and learner.is_fused
+        if compiled:
+            setup.tell(f"preparing steps on {device}: compiled")
         actor = TensorActor(
             env,
             torch.tensor([seeds_of_envs[agent] for agent in members]).view(-1),
@@ -99,8 +117,15 @@ def build(setup: Setup) -> LoopParts:
             assert isinstance(learner, RecordedLearner)
             assert isinstance(memory, Rollout | AgentRings)
             hooks.append(PopulationHook(Agents(config, members, learner, memory, actor)))
+        q_values, copy = learner.q_values, cast("FlatWeights | None", None)
+        if evaluates_beside(config, device):
+            assert isinstance(learner, RecordedLearner)
+            network, copy = copy_network(config, spec, learner.weights, choice, members)
+            q_values = functools.partial(learner.q_values_of, network, copy)
+        is_greedy = config.head != "actor-critic"
+        shares_step = compiled and is_greedy and config.n_eval_episodes <= config.envs
         episodes = TensorEvaluator(
-            learner.q_values,
+            q_values,
             env,
             # All agents of a population play the same episodes.
             torch.tensor(env_seeds(seeds.eval_envs, config.n_eval_episodes)),
@@ -110,16 +135,27 @@ def build(setup: Setup) -> LoopParts:
             config.eval_max_steps,
             config.graphs,
             agents=len(members),
+            # Compiled once for both: for as many environments, with greedy actions.
+            step=actor.step if shares_step else None,
+            envs=config.envs if shares_step else 0,
         )
+        all_timers, device_times = [timers], dict[str, StreamTimer]()
+        evaluator: Beside | DeviceEvaluator = DeviceEvaluator(episodes, learner.online)
+        if copy is not None:
+            all_timers.append(setup.make_timers("evaluator"))
+            evaluator = Beside(episodes.play, learner.weights, copy, all_timers[-1])
+            made.callback(evaluator.close)
         if place.capturable:
-            learner.online.eval()
-            episodes.prepare()  # now, not in the middle of the run
-            learner.online.train()
+            assert isinstance(learner, RecordedLearner)
+            device_times = {"env": actor.device_time, "learn": learner.device_time}
+            device_times["evaluate"] = episodes.device_time
+            actor.device_time.reset()
             for buffer, before in buffers:
                 buffer.copy_(before)
             hooks.append(StagesHook(config, device, actor, learner_only))
-            recorded = config.graphs and why_no_graphs(device) is None
-            how = f"{rows_per_block(config)} steps a launch" if recorded else "not recorded"
+            how = f"{rows_per_block(config)} steps a launch"
+            if not config.graphs or (refused := why_not_recorded(device, "actor")):
+                how = f"not recorded ({refused if config.graphs else 'as asked'})"
             if compiled:
                 failure = actor.compile_failure
                 how += ", compiled" if failure is None else f", not compiled ({failure})"
@@ -130,14 +166,15 @@ def build(setup: Setup) -> LoopParts:
             device=device,
             env_seeds=[seed for own in seeds_of_envs for seed in own],
             clock=clock,
-            timers=[timers],
+            timers=all_timers,
             collector=actor,
-            evaluator=DeviceEvaluator(episodes, learner.online),
+            evaluator=evaluator,
             memory=memory,
             learner=learner,
             channel=channel,
             notes=notes,
             hooks=hooks,
+            device_times=device_times,
             members=members,
             closing=made.pop_all(),
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qfleet.accelerator.streams import has_streams
 from qfleet.agent.learner import Learner
 from qfleet.agent.population import agent_seeds
 from qfleet.agent.recorded_learner import RecordedLearner
@@ -21,7 +22,7 @@ from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, EnvSpec, Memory, Updater
 from qfleet.engines.placement import Placement, free_device_bytes
-from qfleet.engines.tuning import AUTOCAST
+from qfleet.engines.tuning import AUTOCAST, Choice, apply_choice
 from qfleet.memory.agent_rings import AgentRings
 from qfleet.memory.host_sampler import HostPrioritizedSampler
 from qfleet.memory.ring import Ring
@@ -202,3 +203,26 @@ def make_learner(
         capturable=place.capturable or config.population > 1,
         fused=fuse(config, spec, online, device) if use_kernels else None,
     )
+
+
+def evaluates_beside(config: Config, device: torch.device) -> bool:
+    """Return whether evaluations are played while the training goes on.
+
+    Not on a CPU, where both would share the cores, and not where training depends on the result.
+    """
+    depends = config.lr_plateau_patience or config.pbt_interval or config.halving_interval
+    has_it = config.engine in ("pipeline", "device") and not config.lockstep
+    return has_it and has_streams(device) and config.eval_freq > 0 and not depends
+
+
+def copy_network(
+    config: Config,
+    spec: EnvSpec,
+    weights: FlatWeights,
+    choice: Choice,
+    members: Sequence[int] = (0,),
+) -> tuple[QNetwork, FlatWeights]:
+    """Return a network like that of ``weights``, for evaluations beside training, and its own."""
+    network = make_networks(config, spec, weights.data.device, members).eval()
+    apply_choice(choice, [network], [])
+    return network, FlatWeights(network)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from qfleet.accelerator.stream_timer import StreamTimer
+from qfleet.agent.beside import Beside
 from qfleet.agent.evaluation import Evaluation, GiveUp, HostEvaluator
 from qfleet.agent.learner import Learner
 from qfleet.agent.weights import FlatWeights
@@ -29,6 +31,7 @@ from qfleet.core.types import (
 from qfleet.engines.loop import RateLimiter
 from qfleet.engines.stage_rates import Stages
 from qfleet.envs.factory import make_envs
+from qfleet.envs.registry import ale_game
 from qfleet.memory.columns import check_transitions
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.storage.state_checks import check_like
@@ -48,6 +51,10 @@ class Setup(NamedTuple):
     trace: Trace | None = None
     members: Sequence[int] | None = None
     """Agents of a population that train; None: all."""
+    thorough: bool = False
+    """Measure every choice for the accelerator instead of taking the usual one."""
+    tell: Callable[[str], None] = lambda _: None
+    """Called with what is being done, if it may take seconds."""
 
     @property
     def seeds(self) -> Seeds:
@@ -58,6 +65,8 @@ class Setup(NamedTuple):
         config, seed, envs = self.config, self.seeds.envs, list[VectorEnv]()
         seed = mix_seeds(seed, self.restarted_at) if self.restarted_at else seed
         groups = max(1, config.env_groups)
+        if ale_game(config.env):  # a fifth of a second each
+            self.tell(f"creating {config.envs} environments")
         for group in range(groups):
             size = config.envs // groups + (group < config.envs % groups)
             group_seed = mix_seeds(seed, group) if group else seed
@@ -69,10 +78,15 @@ class Setup(NamedTuple):
         return Timers(self.trace.lane(lane) if self.trace else None, lane)
 
     def make_evaluator(
-        self, network: QNetwork, device: torch.device, closing: contextlib.ExitStack
+        self,
+        network: QNetwork,
+        device: torch.device,
+        closing: contextlib.ExitStack,
+        apart: bool = False,
     ) -> HostEvaluator:
+        """``apart``: training goes on meanwhile."""
         seed = self.seeds.eval_envs
-        evaluator = HostEvaluator(self.config, network, device, seed, self.faults)
+        evaluator = HostEvaluator(self.config, network, device, seed, self.faults, apart)
         closing.callback(evaluator.close)
         return evaluator
 
@@ -161,6 +175,8 @@ class Parts:
     hooks: list[EngineHook] = field(default_factory=list)
     members: Sequence[int] = (0,)
     """Numbers of the agents that train here; agent 0 if there is no population."""
+    device_times: Mapping[str, StreamTimer] = field(default_factory=dict)
+    """Stage → the accelerator's time for it, if it is measured."""
     draw_timeline: Callable[[Trace, Path], object] = draw_timeline
     driver: Timers | None = None
     """Of this process, if ``timers`` are those of workers."""
@@ -174,9 +190,29 @@ class Parts:
         return self.setup.faults
 
     @property
+    def beside(self) -> Beside | None:
+        """The evaluator, if it plays while the training goes on."""
+        return self.evaluator if isinstance(self.evaluator, Beside) else None
+
+    @property
     def threads(self) -> list[Timers]:
         """All timers; those of the thread that evaluates and saves are the first or the last."""
         return [*self.timers, *([] if self.driver is None else [self.driver])]
+
+    def resources(self, wall_s: float, run_s: float) -> dict[str, dict[str, float]]:
+        """Return the shares of stages and idle of every thread and the accelerator: each adds to 1.
+
+        ``wall_s``: seconds of the run; ``run_s``: those of this invocation, which the accelerator
+        was timed in.
+        """
+        shares = {timers.name: timers.usage(wall_s) for timers in self.threads}
+        if self.device_times:
+            busy = {stage: timer.seconds / run_s for stage, timer in self.device_times.items()}
+            # Work on several streams overlaps.
+            total = max(1.0, sum(busy.values()))
+            own = {stage: share / total for stage, share in busy.items() if share > 0}
+            shares[self.device.type] = {**own, "idle": max(0.0, 1.0 - sum(own.values()))}
+        return shares
 
     def find(self, kind: type[Hook]) -> Hook | None:
         """Return the engine's hook of this class, if it has one."""

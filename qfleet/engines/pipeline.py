@@ -20,8 +20,13 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.accelerator.compiling import switch
+from qfleet.accelerator.stream_timer import StreamTimer
+from qfleet.accelerator.streams import has_streams
 from qfleet.agent.actor import Actor, Inline
 from qfleet.agent.ahead import Ahead
+from qfleet.agent.beside import Beside
+from qfleet.agent.device_inference import DeviceInference
+from qfleet.agent.evaluation import HostEvaluator
 from qfleet.agent.inference import HostInference, Inference
 from qfleet.agent.learner import Learner
 from qfleet.agent.recorded_learner import RecordedLearner
@@ -38,7 +43,7 @@ from qfleet.core.types import (
     WeightsChannel,
 )
 from qfleet.engines import serial
-from qfleet.engines.factories import make_learner, make_memory
+from qfleet.engines.factories import copy_network, evaluates_beside, make_learner, make_memory
 from qfleet.engines.loop import SameWeights
 from qfleet.engines.parts import EngineHook, LoopParts, Setup
 from qfleet.engines.placement import Acting, Placement, inference_rate, place_inference
@@ -93,7 +98,10 @@ def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B00
         notes, hooks, prepared = list(place.notes), list[EngineHook](), None
         if place.capturable:
             assert isinstance(learner, RecordedLearner), "devices with streams record updates"
-            prepared = prepare_learner(config, spec, learner, memory, place.device, variant.agree)
+            prepared = prepare_learner(
+                config, spec, learner, memory, place.device, variant.agree, setup.thorough,
+                setup.tell,
+            )  # fmt: skip
             timers[0].load_state_dict({})  # trials are not part of the run
             notes.append(prepared.note)
             hooks.append(TuningHook(prepared.tuning))
@@ -106,7 +114,9 @@ def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B00
         inference: Inference
         if place.ahead or (config.lockstep and not config.normalize_observations):
             sizes = [group.num_envs for group in envs]
-            acting = place_inference(config, spec, sizes, place, learner.weights, choice)
+            acting = place_inference(
+                config, spec, sizes, place, learner.weights, choice, setup.thorough
+            )
             timers.append(setup.make_timers("collector"))
             inference, blocks = acting.inference, BLOCKS_AHEAD
         else:
@@ -144,6 +154,15 @@ def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B00
         else:
             channel = SameWeights()
             collector = Inline(actor, channel, clock)
+        evaluator: Beside | HostEvaluator
+        if evaluates_beside(config, place.device):
+            network, copy = copy_network(config, spec, learner.weights, choice)
+            player = setup.make_evaluator(network, place.device, made, apart=True)
+            timers = [*timers, setup.make_timers("evaluator")]
+            evaluator = Beside(player.play, learner.weights, copy, timers[-1])
+            made.callback(evaluator.close)
+        else:
+            evaluator = setup.make_evaluator(learner.online, place.device, made)
         return variant.parts(
             setup=setup,
             spec=spec,
@@ -152,17 +171,25 @@ def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B00
             clock=clock,
             timers=timers,
             collector=collector,
-            evaluator=setup.make_evaluator(learner.online, place.device, made),
+            evaluator=evaluator,
             memory=memory,
             learner=learner,
             channel=channel,
             notes=notes,
             hooks=hooks,
+            device_times=_device_times(learner, inference),
             closing=made.pop_all(),
         )
 
 
 run = serial.run
+
+
+def _device_times(learner: Learner, inference: Inference) -> dict[str, StreamTimer]:
+    times = {"act": inference.device_time} if isinstance(inference, DeviceInference) else {}
+    if isinstance(learner, RecordedLearner) and has_streams(learner.weights.data.device):
+        times["learn"] = learner.device_time
+    return times
 
 
 def _actor_threads(place: Placement) -> int | None:

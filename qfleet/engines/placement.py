@@ -23,6 +23,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import EnvSpec
+from qfleet.engines.measured_cache import recall, remember
 from qfleet.engines.tuning import Choice, apply_choice
 from qfleet.memory.sizing import USABLE_PERCENT, replay_bytes
 from qfleet.networks.factory import make_network
@@ -174,14 +175,21 @@ def place_inference(
     place: Placement,
     source: FlatWeights,
     choice: Choice,
+    thorough: bool = False,
 ) -> Acting:
-    """Return the actor's own network on the fastest device, measured at this group size."""
-    asked = config.inference_device
+    """Return the actor's own network on the fastest device, measured at this group size.
+
+    ``thorough``: also measure what is known.
+    """
+    asked, known = config.inference_device, None
     devices = [torch.device("cpu")]
+    key = {"layout": source.describe(), "groups": group_sizes, "choice": str(choice)}
     if asked != "auto":
         devices = [resolve_device(asked, spec)]
     elif place.device.type != "cpu":
         devices.append(place.device)
+        known = None if thorough else recall("inference", key)
+        devices = [device for device in devices if known in (None, device.type)] or devices
     options = []
     for device in devices:
         if device.type != "cpu" and not _same(device, place.device):
@@ -192,7 +200,10 @@ def place_inference(
         options.append((acting, device))
     best, device = max(options, key=lambda option: option[0].env_steps_per_s)
     rates = ", ".join(f"{d} {a.env_steps_per_s:,.0f}/s" for a, d in options)
-    how = "asked for" if asked != "auto" else "measured" if len(options) > 1 else "no accelerator"
+    how = "asked for" if asked != "auto" else "known" if known else "no accelerator"
+    if len(options) > 1:
+        how = "measured"
+        remember("inference", key, device.type)
     return best._replace(note=f"inference on {device} ({how}: {rates})")
 
 

@@ -47,9 +47,13 @@ def build(
     restarted_at: int = 0,
     trace: Trace | None = None,
     members: Sequence[int] | None = None,
+    *,
+    thorough: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Parts:
     """Create all parts of a run with the engine of its configuration; see ``Setup``."""
-    parts = engine(config.engine).build(Setup(config, faults, restarted_at, trace, members))
+    setup = Setup(config, faults, restarted_at, trace, members, thorough, tell)
+    parts = engine(config.engine).build(setup)
     try:
         check_evaluation_env(config, parts.spec)
     except BaseException:

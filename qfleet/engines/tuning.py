@@ -1,8 +1,9 @@
-"""Tuning: measure precisions and compiling on the real learner, and cache the fastest choice.
+"""Tuning: the precision of updates, and whether they are compiled.
 
 In: a learner and its memory on an accelerator. Out: a ``Choice`` that is applied, recorded bursts
-included, and the time of one update for every choice that was measured. The cache is a file by
-hardware, network and versions (``measured_cache.py``).
+included, and the time of one update for every choice that was measured. A run takes what has always
+been the fastest, if it works; `qfleet doctor --tune` measures all choices. The choice is kept in a
+file by hardware, network and versions (``measured_cache.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ from qfleet.networks.qnetwork import QNetwork
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TIMED_CALLS = 10
+COMPILING_S = 8.0
+"""Seconds that compiling takes at the start of a run, if torch has kept the code of an earlier one
+(H200 machine: 6 s of them are imports)."""
+SAVED_PER_UPDATE_S, SAVED_PER_STEP_S = 100e-6, 150e-6
+"""Seconds that compiling saves per update and per step of all tensor envs (H200: an update of Pong
+389 to 229 µs, a step of MinAtar's Breakout, 167 kernels, about 200 to 25 µs)."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +52,10 @@ class Tuning:
 
 
 def candidates(config: Config, device: torch.device) -> list[Choice]:
-    """Return the precisions to measure, uncompiled; the first one must work.
+    """Return the possible precisions, uncompiled: the first one must work, the last is preferred.
 
-    bf16 is the fastest, but is measured only if the configuration sets it: in the one comparable
-    Pong run, learning started later than with tf32 (docs/performance.md).
+    bf16 is the fastest, but is used only if the configuration sets it: in the one comparable Pong
+    run, learning started later than with tf32 (docs/performance.md).
     """
     precisions: list[Precision] = ["fp32", "tf32"]
     if config.precision != "auto":
@@ -58,8 +65,10 @@ def candidates(config: Config, device: torch.device) -> list[Choice]:
     return [Choice(precision, compiled=False) for precision in precisions]
 
 
-def may_compile(config: Config, device: torch.device) -> bool:
-    return config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
+def may_compile(config: Config, device: torch.device, saved_s: float) -> bool:
+    """Return whether to compile functions that then save ``saved_s`` in the whole run."""
+    repays = device.type == "cuda" and saved_s > COMPILING_S
+    return config.compile == "on" or (config.compile == "auto" and repays)
 
 
 def apply_choice(choice: Choice, networks: list[QNetwork], compilables: list[Compilable]) -> None:
@@ -90,16 +99,18 @@ def tune(
     compiles: bool,
     time_update: Callable[[Choice], float],
     key: Mapping[str, Any],
+    thorough: bool = False,
 ) -> Tuning:
-    """Return the fastest option, measured by ``time_update`` unless the cache has it.
+    """Return the last option, compiled if it ``compiles``, or what works of the others.
 
-    Compiling takes tens of seconds, so it is measured for the best precision only. An option that
-    fails (for example without a compiler) is skipped, except the first one.
+    ``thorough``: measure them all by ``time_update``, and return the fastest. Compiling takes tens
+    of seconds, so it is measured for the best precision only. An option that fails (for example
+    without a compiler) is skipped, except the first one. What the cache has is not tried again.
     """
     known = recall("tuning", key)
     with contextlib.suppress(KeyError, TypeError):  # no entry, or one of another version
         choice = Choice(**known["choice"])
-        if choice.precision in {option.precision for option in options}:
+        if choice.precision in {o.precision for o in options} and known["thorough"] >= thorough:
             return Tuning(choice, known["update_s"], known["failed"], from_cache=True)
     times: dict[Choice, float] = {}
     failed: dict[str, str] = {}
@@ -112,14 +123,20 @@ def tune(
                 raise
             failed[str(option)] = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0]}"
 
-    for option in options:
-        attempt(option)
-    if compiles:
-        attempt(dataclasses.replace(min(times, key=lambda o: times[o]), compiled=True))
+    if thorough:
+        for option in options:
+            attempt(option)
+        if compiles:
+            attempt(dataclasses.replace(min(times, key=lambda o: times[o]), compiled=True))
+    else:
+        for option in reversed(options):
+            for compiled in (True, False) if compiles else (False,):
+                if not times:
+                    attempt(dataclasses.replace(option, compiled=compiled))
     best = min(times, key=lambda option: times[option])
     seconds = {str(option): s for option, s in times.items()}
     value = {"choice": dataclasses.asdict(best), "update_s": seconds, "failed": failed}
-    remember("tuning", key, value)
+    remember("tuning", key, {**value, "thorough": thorough})
     return Tuning(best, seconds, failed, from_cache=False)
 
 

@@ -40,12 +40,16 @@ class AtariEnvs(BaseEnvs):
         *,
         training: bool,
         colour: bool = False,
+        num_threads: int | None = None,
     ) -> None:
-        """Create the pool. ``colour``: return full-size colour frames instead, for videos only."""
+        """Create the pool. ``colour``: return full-size colour frames instead, for videos only.
+
+        ``num_threads``: None for those of a whole group of envs.
+        """
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
         frame_stack = config.frame_stack or 4
         options: dict[str, Any] = {
-            "num_threads": pool_threads(config, num_envs, training=training),
+            "num_threads": num_threads or pool_threads(config, num_envs, training=training),
             "max_num_frames_per_episode": config.max_episode_steps * config.frame_skip
             or MAX_FRAMES,
             "repeat_action_probability": config.sticky_actions,

@@ -6,12 +6,12 @@ spaces     the supported spaces, and their canonical form
 adapters   conversion of other spaces to supported ones
 guard      one environment with fault handling
 sync       N guarded environments, stepped one after another
-processes  N guarded environments in worker processes, which are replaced when they die or hang
+processes  N environments in worker processes, which are replaced when they die or hang
 worker     the code that runs inside a worker process
 native     Gymnasium's own vector environments
-atari      ale-py's C++ pool
+atari      ale-py's C++ pool, in this process or, with many games, in worker processes
 envpool    EnvPool's C++ pool
-threads    the number of threads of a C++ pool
+threads    the number of threads and processes of C++ pools
 latency    a wrapper that delays the steps of any of these
 device     tensor environments: MinAtar, some classic control tasks, the user's own
 grid       the maze of ``qfleet lab maze``
@@ -34,24 +34,35 @@ _NATIVE_MIN_ENVS = 8
 """Fewest envs for which ``auto`` chooses ``native``. With few envs numpy's cost per call makes a
 vectorised CartPole slower than single ones: with one env, five times; they break even between four
 and eight."""
+PROCESSES_FROM = 32
+"""Fewest training envs of all groups for which Atari pools live in worker processes. ale-py creates
+one game after another, 0.16 to 0.24 s each, and holds the GIL meanwhile: in this process 128 games
+took 20 s in which no other thread ran."""
 
 
 def make_envs(
-    config: Config, num_envs: int, seed: int, *, training: bool, on_fault: OnFault
+    config: Config,
+    num_envs: int,
+    seed: int,
+    *,
+    training: bool,
+    on_fault: OnFault,
+    apart: bool = False,
 ) -> VectorEnv:
     """Make ``num_envs`` environments from a configuration.
 
     ``training`` False (evaluation) disables episodic life and latency. ``on_fault`` is called for
-    every fault that was handled; other faults raise EnvironmentFault.
+    every fault that was handled; other faults raise EnvironmentFault. ``apart``: in a process of
+    their own, if creating them would stop the threads of this one.
     """
-    envs = _make_quick(config, num_envs, seed, training, on_fault)
+    envs = _make_quick(config, num_envs, seed, training, on_fault, apart)
     if training and config.step_latency_s > 0:
         return DelayedEnvs(envs, config.step_latency_s)
     return envs
 
 
 def _make_quick(
-    config: Config, num_envs: int, seed: int, training: bool, on_fault: OnFault
+    config: Config, num_envs: int, seed: int, training: bool, on_fault: OnFault, apart: bool
 ) -> VectorEnv:
     import_modules(config)
     if is_tensor_env(config.env):
@@ -70,6 +81,13 @@ def _make_quick(
             from qfleet.envs.envpool import EnvPoolEnvs
 
             return EnvPoolEnvs(config, game, num_envs, seed, training=training)
+        is_large = config.envs >= PROCESSES_FROM and num_envs > 1  # a single env shows the spec
+        is_alone = config.engine not in ("actors", "parameter-server")  # which have processes
+        in_processes = apart or (training and is_large and is_alone)
+        if in_processes and config.vectorize == "auto":
+            from qfleet.envs.processes import ProcessEnvs
+
+            return ProcessEnvs(config, num_envs, seed, on_fault, game, training=training)
         # Imported only when needed, because importing ale-py takes a fifth of a second.
         from qfleet.envs.atari import AtariEnvs
 

@@ -5,6 +5,10 @@ environments one after another (``worker.py``). Every environment is guarded ins
 Workers are started by a fork server: forking this process, with its threads and perhaps a GPU, is
 unsafe, and spawning would import all modules again for each worker, which is slow.
 
+Many Atari games live in worker processes too, fewer ones, each with a C++ pool for its share of the
+games. The workers create their pools side by side, and this process need not wait for them until
+the first reset.
+
 A worker that dies is replaced, and one that does not answer in time is killed and replaced: in that
 step its environments' rows are invalid and start new episodes. More than ``max_env_restarts`` of
 these failures without a completed step in between raise EnvironmentFault. Every wait has a
@@ -18,11 +22,15 @@ import functools
 import itertools
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import struct
+import threading
 import time
-from multiprocessing.connection import Connection, wait
+from collections.abc import Iterator
+from multiprocessing import forkserver, spawn
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
@@ -32,14 +40,14 @@ from numpy.typing import NDArray
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, EnvironmentFault, one_line
 from qfleet.core.seeding import env_seeds, mix_seeds
-from qfleet.core.types import StateDict, Step
+from qfleet.core.types import EnvSpec, StateDict, Step
 from qfleet.envs.base import BaseEnvs
 from qfleet.envs.closing import CLOSE_S, close_env
 from qfleet.envs.guard import OnFault
 from qfleet.envs.registry import make_single, single_spec, uses_masks
 from qfleet.envs.state import as_dict
 from qfleet.envs.sync import check_env_count
-from qfleet.envs.threads import cores_for
+from qfleet.envs.threads import cores_for, pool_processes, pool_threads
 from qfleet.envs.worker import (
     MASKS,
     NO_MASKS,
@@ -54,6 +62,12 @@ from qfleet.envs.worker import (
 
 _BOOT_S = 60.0
 """Timeout of a new process until its first reply; ``env_timeout_s`` is the timeout of commands."""
+_BOOT_GAME_S = 2.0
+"""Added to it for each Atari game of the process: creating one takes 0.3 s on a busy machine."""
+_START_S = 60.0
+"""Timeout of the thread that starts the processes of Atari games."""
+_STARTING = threading.Lock()
+"""Held while ``multiprocessing`` is changed by ``_without_script``."""
 _RESTARTS = "process_restarts"
 """Key that this pool adds to the state of an environment, next to the guard's keys."""
 
@@ -72,6 +86,7 @@ class _Worker:
     def __init__(self, context: Any, share: Share) -> None:
         self._context, self._share = context, share
         self._timeout_s = _timeout_s(share.config)
+        self.boot_s = _BOOT_S + (_BOOT_GAME_S * len(share.envs) if share.game else 0.0)
         self.envs = share.envs
         first, last = share.envs[0], share.envs[-1]
         numbers = f"env {first}" if first == last else f"envs {first}-{last}"
@@ -89,8 +104,14 @@ class _Worker:
         _set_deadline(self._pipe, self._timeout_s)
         process = self._context.Process(target=serve, args=(self._share, worker_end), daemon=True)
         try:
-            process.start()
+            with _without_script() if self._share.game else contextlib.nullcontext():
+                process.start()
             self._process = process
+            # Wait for the sentinel too: a process that the environment started may keep the pipe
+            # open. ``connection.wait`` would register both again for every reply, see ``receive``.
+            self._ready = select.poll()
+            self._ready.register(self._pipe, select.POLLIN)
+            self._ready.register(process.sentinel, select.POLLIN)
         except (OSError, EOFError) as error:
             text = f"the process of {self.name} could not be started: {one_line(error)}"
             self.loss = _Loss("env_process", text, "use fewer envs")
@@ -113,11 +134,9 @@ class _Worker:
         """Return the reply to the last command; None if the worker is lost."""
         if self.loss is not None:
             return None
-        assert self._process is not None
-        # Wait for the sentinel too: a process that the environment started may keep the pipe open.
-        ready = wait((self._pipe, self._process.sentinel), max(0.0, deadline_s - time.monotonic()))
+        ready = self._ready.poll(1000 * max(0.0, deadline_s - time.monotonic()))
         error: OSError | EOFError = EOFError() if ready else BlockingIOError()
-        if self._pipe in ready:
+        if any(file == self._pipe.fileno() for file, _ in ready):
             try:
                 reply = self._pipe.recv_bytes()
                 self.is_up = True
@@ -131,13 +150,15 @@ class _Worker:
         assert self._process is not None
         if isinstance(error, BlockingIOError):
             if not self.is_up:
-                text = f"the process of {self.name} did not start within {_BOOT_S:g} s"
+                text = f"the process of {self.name} did not start within {self.boot_s:g} s"
                 return _Loss("env_timeout", text, "use fewer envs")
             text = f"{self.name} did not answer within env_timeout_s {self._timeout_s:g}"
             return _Loss("env_timeout", text, "fix the environment, raise env_timeout_s")
         # The pipe closes shortly before the exit code is available.
         self._process.join(CLOSE_S)
         text = f"the process of {self.name} died (exit code {self._process.exitcode})"
+        if self._share.game:
+            return _Loss("env_process", text, "use fewer envs if memory is short")
         fix = "run it with --vectorize sync to see why"
         if not self.is_up:
             # Each process imports the user's script again, which must not start training there.
@@ -147,17 +168,18 @@ class _Worker:
     def end(self, grace_s: float) -> list[tuple[str, str]]:
         """Wait for the process to end, and kill it if it does not; kill a lost one at once.
 
-        Return faults of environments that were closed.
+        Also one that is not up: it has no guarded environments yet, and may be busy with creating
+        games for a long time. Return faults of environments that were closed.
         """
         if self._process is None or self._process.pid is None:
             return []
         until_s = time.monotonic() + grace_s
-        faults, is_closed = list[tuple[str, str]](), self.loss is not None
+        faults, is_closed = list[tuple[str, str]](), self.loss is not None or not self.is_up
         while self.loss is None and not is_closed:  # also replies to earlier commands
             reply = unpack(self.receive(until_s) or b"{}")
             faults += [(kind, message) for kind, message in reply.get("faults", ())]
             is_closed = "closed" in reply
-        if self.loss is None:
+        if self.loss is None and self.is_up:
             self._process.join(max(0.0, until_s - time.monotonic()))
         if not is_closed and self._process.is_alive():
             faults.append(("env_close", f"{self.name} did not close within {CLOSE_S:g} s, killed"))
@@ -197,28 +219,65 @@ class ProcessEnvs(BaseEnvs):
 
     in_background = True
 
-    def __init__(self, config: Config, num_envs: int, seed: int, on_fault: OnFault) -> None:
-        context = _context()
-        # Not in this process: an environment that hangs or crashes must not do so here.
-        masked = uses_masks(config, functools.partial(_look_for_masks, context))
-        probe = make_single(config, masked=masked)
-        super().__init__(single_spec(config, probe), env_seeds(seed, num_envs), num_envs)
+    def __init__(
+        self,
+        config: Config,
+        num_envs: int,
+        seed: int,
+        on_fault: OnFault,
+        game: str | None = None,
+        *,
+        training: bool = True,
+    ) -> None:
+        """Start the workers, those of an Atari game in a thread.
+
+        ``game``: its ROM name, None for other environments. ``training``: as for ``make_envs``.
+        """
+        context = _context(game)
+        spec = _probe(context, config, on_fault) if game is None else _atari_spec(config, game)
+        super().__init__(spec, env_seeds(seed, num_envs), num_envs)
         self._on_fault = on_fault
-        if problem := close_env(probe):
-            on_fault("env_close", f"environment '{config.env}' {problem}")
         self._max_restarts = config.max_env_restarts
         self._timeout_s = _timeout_s(config)
         self._restarts = [0] * num_envs
         self._side = 0
         raw = context.RawArray("b", Slab.size_bytes(self.spec, num_envs))
         self._slab = Slab(raw, self.spec, num_envs)
-        self._steps = self._slab.steps(slice(None))
-        count = min(num_envs, cores_for(config))
+        self._steps = self._slab.steps(slice(None), lives=config.episodic_life and training)
+        count, threads = min(num_envs, cores_for(config)), 0
+        if game is not None:
+            count = pool_processes(config, num_envs) if training else 1
+            threads = -(-pool_threads(config, num_envs, training=training) // count)
         cuts = [num_envs * i // count for i in range(count + 1)]
-        self._workers = [
-            _Worker(context, Share(config, self.spec, num_envs, range(start, stop), raw))
-            for start, stop in itertools.pairwise(cuts)
-        ]
+        own = (game, threads, training)
+
+        def start() -> None:
+            self._started = [
+                _Worker(
+                    context,
+                    Share(config, spec, num_envs, range(a, b), raw, *own, tuple(self.seeds[a:b])),
+                )
+                for a, b in itertools.pairwise(cuts)
+            ]
+
+        self._started = list[_Worker]()
+        self._starting: threading.Thread | None = None
+        if game is None:
+            start()
+        else:  # the fork server may still be importing
+            self._starting = threading.Thread(target=start, daemon=True)
+            self._starting.start()
+
+    @property
+    def _workers(self) -> list[_Worker]:
+        if self._starting is not None:
+            self._starting.join(_START_S)
+            self._starting = None
+        if not self._started:
+            raise EnvironmentFault(
+                f"no process for '{self.spec.env_id}' within {_START_S:g} s; use fewer envs"
+            )
+        return self._started
 
     def reset(self) -> NDArray[Any]:
         self._side ^= 1
@@ -253,7 +312,8 @@ class ProcessEnvs(BaseEnvs):
 
     def _wait_until_up(self, workers: list[_Worker]) -> None:
         assert not self._is_in_flight, "call recv() first: a step is in flight"
-        self._gather([worker for worker in workers if not worker.is_up], _BOOT_S)
+        booting = [worker for worker in workers if not worker.is_up]
+        self._gather(booting, max((worker.boot_s for worker in booting), default=0.0))
 
     def _worker_seeds(self, worker: _Worker) -> list[int]:
         return [
@@ -298,6 +358,8 @@ class ProcessEnvs(BaseEnvs):
                     step.reward[i] = 0.0
                     step.terminated[i] = step.truncated[i] = False
                     step.invalid[i] = step.fresh[i] = True
+                    if step.life_lost is not None:
+                        step.life_lost[i] = False
             self._start(lost)
 
     def _count_failure(self, worker: _Worker) -> None:
@@ -349,22 +411,65 @@ class ProcessEnvs(BaseEnvs):
 
     def close(self) -> None:
         """Tell the workers to close their environments, and kill workers that take too long."""
-        for worker in self._workers:
+        if self._starting is not None:
+            self._starting.join(_START_S)
+        for worker in self._started:
             if worker.pid is not None:
                 worker.send(Command.CLOSE)
         deadline_s = time.monotonic() + CLOSE_S
-        for worker in self._workers:
+        for worker in self._started:
             for fault in worker.end(max(0.0, deadline_s - time.monotonic())):
                 self._on_fault(*fault)
 
 
-def _context() -> Any:
+def _context(game: str | None) -> Any:
     """Return the multiprocessing context. Its type depends on the system, hence Any."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", __name__])
+    context.set_forkserver_preload(["qfleet.envs.atari" if game else "__main__", __name__])
+    # Its imports take seconds: begin now, because the spec is not yet known.
+    forkserver.ensure_running()
     return context
+
+
+@contextlib.contextmanager
+def _without_script() -> Iterator[None]:
+    """Start processes that do not import the user's script.
+
+    Atari games do not need it. A script without ``if __name__ == '__main__'`` would train again in
+    every process, and it need not know how many games make qfleet start processes.
+    """
+    with _STARTING:
+        prepare = spawn.get_preparation_data
+        spawn.get_preparation_data = lambda name: {
+            key: value for key, value in prepare(name).items() if not key.startswith("init_main")
+        }
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = prepare
+
+
+def _probe(context: Any, config: Config, on_fault: OnFault) -> EnvSpec:
+    """Return the spec of an environment, by making one."""
+    # Not in this process: an environment that hangs or crashes must not do so here.
+    masked = uses_masks(config, functools.partial(_look_for_masks, context))
+    probe = make_single(config, masked=masked)
+    spec = single_spec(config, probe)
+    if problem := close_env(probe):
+        on_fault("env_close", f"environment '{config.env}' {problem}")
+    return spec
+
+
+@functools.lru_cache(maxsize=1)  # all groups have the same
+def _atari_spec(config: Config, game: str) -> EnvSpec:
+    """Return the spec of an Atari game, by making one; ConfigError if options are wrong."""
+    # Imported only when needed, because importing ale-py takes a fifth of a second.
+    from qfleet.envs.atari import AtariEnvs
+
+    with contextlib.closing(AtariEnvs(config, game, 1, 0, training=True)) as envs:
+        return envs.spec
 
 
 def _timeout_s(config: Config) -> float:

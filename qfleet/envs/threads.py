@@ -1,4 +1,4 @@
-"""Cores for environments; time limit and number of threads of a C++ pool of Atari games."""
+"""Cores for environments; time limit, threads and processes of C++ pools of Atari games."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ SHARE = 1.5
 actions, few enough that inference does not wait for a core. With 128 envs in 4 groups on 16 cores,
 one thread per core for each group (4 threads per core in all) made 24.0k steps/s where 1.5 made
 26.5k; the envs alone made 29.0k and 30.4k."""
+PROCESSES_PER_CORE = 0.5
+"""Worker processes per core over all groups, if pools of Atari games live in processes. More would
+create the games sooner, but every process is one more message per step."""
 
 
 def cores_for(config: Config) -> int:
@@ -31,3 +34,9 @@ def pool_threads(config: Config, num_envs: int, *, training: bool) -> int:
     groups = config.env_groups if training else 1
     threads = cores if groups <= 1 else -(-int(SHARE * cores) // groups)
     return max(1, min(num_envs, threads))
+
+
+def pool_processes(config: Config, num_envs: int) -> int:
+    """Return the number of processes for the pools of one group of envs."""
+    processes = int(PROCESSES_PER_CORE * cores_for(config)) // max(1, config.env_groups)
+    return max(1, min(num_envs, processes))

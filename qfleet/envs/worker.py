@@ -4,6 +4,9 @@ Commands arrive through a pipe and actions through shared memory; observations, 
 are written to shared memory, and a reply through the pipe says that they are complete. Messages are
 bytes and JSON. Only the arguments that multiprocessing needs to start the process are pickled.
 
+Environments are guarded and created by START or LOAD. Atari games are a C++ pool, which is slow to
+create: the process creates it before its first reply, while the parent does something else.
+
 =======  ======================================  =================================================
 command  payload                                 reply
 =======  ======================================  =================================================
@@ -29,6 +32,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -40,9 +44,10 @@ from numpy.typing import NDArray
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, QfleetError, one_line
 from qfleet.core.signals import FOREIGN_ERRORS
-from qfleet.core.types import EnvSpec, Step
+from qfleet.core.types import EnvSpec, StateDict, Step
 from qfleet.envs.closing import CLOSE_S
 from qfleet.envs.registry import look_for_masks
+from qfleet.envs.state import as_dict
 from qfleet.envs.sync import GuardedEnvs
 
 
@@ -74,10 +79,11 @@ class Slab:
             offset_bytes += arrays[-1].nbytes
         self._reward, self.action, self._obs, self._flags = arrays
 
-    def steps(self, envs: slice) -> list[Step]:
-        """Return the rows of these envs on each side."""
+    def steps(self, envs: slice, *, lives: bool) -> list[Step]:
+        """Return the rows of these envs on each side. ``lives``: with ``life_lost``, else None."""
         sides = zip(self._obs, self._reward, self._flags, strict=True)
-        return [Step(obs[envs], reward[envs], *flags[:, envs]) for obs, reward, flags in sides]
+        used = slice(None if lives else -1)
+        return [Step(obs[envs], reward[envs], *flags[used, envs]) for obs, reward, flags in sides]
 
     @staticmethod
     def size_bytes(spec: EnvSpec, num_envs: int) -> int:
@@ -92,8 +98,8 @@ def _columns(spec: EnvSpec, num_envs: int) -> list[tuple[tuple[int, ...], np.dty
         ((2, num_envs), np.dtype(np.float64)),
         ((num_envs,), np.dtype(np.int64)),
         ((2, num_envs, *spec.obs_shape), np.dtype(spec.obs_dtype)),
-        # terminated, truncated, invalid, fresh
-        ((2, 4, num_envs), np.dtype(np.bool_)),
+        # terminated, truncated, invalid, fresh, life_lost
+        ((2, 5, num_envs), np.dtype(np.bool_)),
     ]
 
 
@@ -108,6 +114,14 @@ class Share:
     envs: range
     raw: Any
     """The pool's shared memory."""
+    game: str | None = None
+    """ROM name of an Atari game; None: another environment."""
+    num_threads: int = 0
+    """Threads of the worker's own pool of Atari games."""
+    training: bool = True
+    """Whether the games are for training, not for evaluations."""
+    seeds: tuple[int, ...] = ()
+    """The seeds of the first episodes of these games."""
 
 
 def exit_with_masks(config: Config, pipe: Connection) -> None:
@@ -126,6 +140,7 @@ def serve(share: Share, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A separate process group, so that processes started by environments can be killed with it.
     os.setpgid(0, 0)
+    _let_parent_finish()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     worker = Worker(share)
     reply = EMPTY_REPLY
@@ -143,6 +158,16 @@ def serve(share: Share, pipe: Connection) -> None:
         pipe.send_bytes(pack({"closed": True, "faults": worker.take_faults()}))
 
 
+def _let_parent_finish() -> None:
+    """Run this process, when a command wakes it, only after the parent waits or has used its slice.
+
+    Otherwise a worker may preempt the parent before the parent has sent the command to the others.
+    """
+    if hasattr(os, "SCHED_BATCH"):  # Linux
+        with contextlib.suppress(OSError):  # a sandbox may refuse it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def _end_with_parent() -> None:
     """Kill this process after its parent has died, even if an environment hangs."""
     parent = multiprocessing.parent_process()
@@ -153,16 +178,63 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+class AtariShare:
+    """A worker's own pool of Atari games, with the interface of ``GuardedEnvs``."""
+
+    def __init__(self, share: Share, sides: Sequence[Step]) -> None:
+        # Imported only when needed, because importing ale-py takes a fifth of a second.
+        from qfleet.envs.atari import AtariEnvs
+
+        assert share.game is not None
+        self._envs = AtariEnvs(
+            share.config,
+            share.game,
+            len(share.envs),
+            seed=0,
+            training=share.training,
+            num_threads=share.num_threads,
+        )
+        self._sides = sides
+        # A reset with seeds creates the games anew: also before it is needed.
+        self._envs.seeds = list(share.seeds)
+        self._opening: NDArray[Any] | None = self._envs.reset()
+
+    def seed(self, seeds: list[int]) -> None:
+        if seeds != self._envs.seeds:
+            self._envs.seeds, self._opening = seeds, None
+
+    def start(self, side: int) -> None:
+        obs, self._opening = self._opening, None
+        self._sides[side].obs[:] = self._envs.reset() if obs is None else obs
+
+    def step(self, actions: list[int], side: int) -> None:
+        made = self._envs.step(np.array(actions))
+        for column, rows in zip(self._sides[side], made, strict=True):
+            if column is not None:
+                column[:] = rows
+
+    def states(self) -> None:
+        """Return None: the state of ale-py's pool is not accessible."""
+
+    def load_states(self, states: Sequence[StateDict]) -> None:
+        self._envs.load_state_dict(as_dict(list(states)))
+
+    def close(self) -> None:
+        self._envs.close()
+
+
 class Worker:
-    """The guarded environments of one share."""
+    """The environments of one share: guarded ones, or a pool of Atari games."""
 
     def __init__(self, share: Share) -> None:
         self._share = share
         slab = Slab(share.raw, share.spec, share.num_envs)
         rows = slice(share.envs.start, share.envs.stop)
         self._action: NDArray[np.int64] = slab.action[rows]
-        self._sides = slab.steps(rows)
-        self._envs: GuardedEnvs | None = None
+        self._sides = slab.steps(rows, lives=share.config.episodic_life and share.training)
+        self._envs: GuardedEnvs | AtariShare | None = None
+        if share.game is not None:
+            self._envs = AtariShare(share, self._sides)
         self._seeds: dict[int, int] = {}
         self._faults: list[tuple[str, str]] = []
 
@@ -191,11 +263,14 @@ class Worker:
             text = f"environment '{self._share.spec.env_id}' failed: {one_line(error)}"
         return pack({"error": text, "faults": self.take_faults()})
 
-    def _build(self, env_seeds: list[int]) -> GuardedEnvs:
+    def _build(self, env_seeds: list[int]) -> GuardedEnvs | AtariShare:
         """Create environments with these seeds; keep existing ones if the seeds are equal.
 
-        Creating an environment may be slow.
+        Creating an environment may be slow. A pool of Atari games is kept: it only takes the seeds.
         """
+        if isinstance(self._envs, AtariShare):
+            self._envs.seed(env_seeds)
+            return self._envs
         seeds = dict(zip(self._share.envs, env_seeds, strict=True))
         if self._envs is None or seeds != self._seeds:
             self.close()

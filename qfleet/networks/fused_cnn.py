@@ -31,13 +31,12 @@ BOARD = 10
 """Side of the boards that the kernels support."""
 
 
-def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device) -> FusedCNN | None:
-    """Return the kernels for this network, or None if they do not support it or the machine."""
+def fits(config: Config, spec: EnvSpec, network: QNetwork) -> bool:
+    """Return whether the kernels support this network, on machines that support them."""
     one = network.template if isinstance(network, Population) else network
     torso = one.torso
-    fits = (
-        why_no_kernels(device) is None
-        and config.precision not in ("bf16", "fp16")
+    return (
+        config.precision not in ("bf16", "fp16")
         and config.graphs
         and isinstance(torso, MinAtarCNN)
         and torso.by_position
@@ -50,8 +49,13 @@ def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device)
         and config.batch_size % TILE == 0
         and config.batch_size * config.population <= MOST_SAMPLES
     )
-    if not fits:
+
+
+def fuse(config: Config, spec: EnvSpec, network: QNetwork, device: torch.device) -> FusedCNN | None:
+    """Return the kernels for this network, or None if they do not support it or the machine."""
+    if not fits(config, spec, network) or why_no_kernels(device) is not None:
         return None
+    one = network.template if isinstance(network, Population) else network
     agents = network.agents if isinstance(network, Population) else 1
     precision: Literal["tf32", "ieee"] = "ieee" if config.precision == "fp32" else "tf32"
     sizes = [parameter.numel() for parameter in one.parameters()]

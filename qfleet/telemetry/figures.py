@@ -6,7 +6,9 @@ matplotlib is imported when a figure is created, because commands that draw noth
 from __future__ import annotations
 
 import functools
+import importlib
 import io
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +42,16 @@ STYLE: dict[Any, Any] = {
 }
 BESIDE = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
 """Arguments of a legend at the right of its axes."""
+
+
+def load_early() -> None:
+    """Import what plots need in a thread: while an accelerator trains, the host has the time."""
+
+    def load() -> None:
+        for name in ("figure", "backends.backend_agg"):
+            importlib.import_module(f"matplotlib.{name}")
+
+    threading.Thread(target=load, daemon=True).start()
 
 
 @contextmanager

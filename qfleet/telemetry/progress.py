@@ -17,6 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -83,6 +84,7 @@ class Progress:
         self._live: Live | None = None
         self._activity = ""
         """What the run does instead of training."""
+        self._preparing: Status | None = None
 
     def __enter__(self) -> Progress:
         return self
@@ -90,7 +92,17 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def tell(self, text: str) -> None:
+        """Show what is done before the training begins."""
+        if self._mode == "live":
+            self._preparing = self._preparing or self._console.status("")
+            self._preparing.update(text)
+            self._preparing.start()
+        elif self._mode == "plain":
+            self.message(f"{text} …")
+
     def start(self, env_steps: int) -> None:
+        self._end_preparing()
         self._env_steps = env_steps
         self._points.clear()
         self._points.append((self._clock(), env_steps))
@@ -156,7 +168,12 @@ class Progress:
             text = text.encode(encoding, "replace").decode(encoding)
         self._console.out(text, highlight=False)
 
+    def _end_preparing(self) -> None:
+        if self._preparing is not None:
+            self._preparing.stop()
+
     def stop(self) -> None:
+        self._end_preparing()
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from qfleet.agent.weights import FlatWeights
 from qfleet.core.errors import CheckpointError
 from qfleet.core.files import atomic_write_text
 from qfleet.core.types import StateDict
@@ -22,19 +23,27 @@ from qfleet.training.standings import Standings
 
 
 def save_best(
-    run: Path, parts: Parts, standings: Standings, better: Iterable[int], faults: FaultLog
+    run: Path,
+    parts: Parts,
+    standings: Standings,
+    better: Iterable[int],
+    faults: FaultLog,
+    weights: FlatWeights,
+    env_steps: int,
 ) -> None:
-    """Save the policies of the agents in ``better``; count a failure to write as a fault."""
+    """Save the policies of the agents in ``better``; count a failure to write as a fault.
+
+    ``weights``, of all agents, are those that were evaluated, after ``env_steps``.
+    """
     population = parts.find(PopulationHook)
     for agent in better:
         row = parts.members.index(agent)
-        weights = parts.model.weights
         own: StateDict = {"weights": weights.row(row), "buffers": weights.row_buffers(row)}
         folders = [run / "best"] if agent == standings.leader else []
         if population is not None:
             folders.append(agent_folder(run, agent) / "best")
         meta = {
-            "env_steps": parts.clock.env_steps,
+            "env_steps": env_steps,
             "spec": spec_to_json(parts.spec),
             "layout": weights.describe(),
             "return": standings.agents[agent].evaluated,

@@ -139,7 +139,7 @@ def tune_pipeline(env: str) -> TuningReport:
     config, _ = settle(validate(base.replace(engine="pipeline")))
     settings = TorchSettings()
     try:
-        parts = build(config, FaultLog())
+        parts = build(config, FaultLog(), thorough=True)
         parts.close()
     finally:
         settings.restore()

@@ -9,18 +9,15 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 
-from qfleet.agent.evaluation import Evaluation
 from qfleet.config.config import Config
-from qfleet.core.errors import CheckpointError, EnvironmentFault
+from qfleet.core.errors import CheckpointError
 from qfleet.core.types import StateDict
 from qfleet.storage.checkpoint import save_checkpoint
 from qfleet.storage.spec_json import spec_to_json
-from qfleet.storage.state_checks import check_like
 from qfleet.telemetry.timers import Timers
 from qfleet.training import tournament
-from qfleet.training.best_policy import save_best
 from qfleet.training.callbacks import Hook
-from qfleet.training.early_stopping import EarlyStopping
+from qfleet.training.evaluate import Evaluate
 from qfleet.training.publish import Publish
 from qfleet.training.result import learning_scalars
 from qfleet.training.run_state import RunState
@@ -28,7 +25,7 @@ from qfleet.training.run_state import RunState
 
 def standard_hooks(config: Config) -> list[Hook]:
     """Return the hooks of a run, in the order in which they run."""
-    evaluate = Evaluate(config)
+    evaluate = Evaluate(config, Save())
     return [HandleEngine(), Log(), evaluate, Compete(evaluate), Stop(), Save(), Publish()]
 
 
@@ -93,93 +90,6 @@ class Log(Hook):
 
     def load_state_dict(self, run: RunState, state: StateDict) -> None:
         run.divergence.load_state_dict(state["watch"])
-
-
-class Evaluate(Hook):
-    """Plays the greedy policy every ``eval_freq`` env steps, keeps the best, and stops early."""
-
-    def __init__(self, config: Config) -> None:
-        self._early_stopping = EarlyStopping(config)
-
-    def on_step(self, run: RunState) -> None:
-        if run.config.eval_freq and run.due("eval", run.config.eval_freq):
-            run.postpone("eval")  # a resume repeats an evaluation that was cut short
-            self.evaluate(run)
-            if run.evaluated_at == run.parts.clock.env_steps:
-                run.due("eval", run.config.eval_freq)
-
-    def on_finish(self, run: RunState) -> None:
-        if run.evaluated_at != run.parts.clock.env_steps and not run.is_out_of_time():
-            # An interrupted run only reports: resumed, it evaluates when an uninterrupted one does.
-            complete = run.stopped_by not in ("stop_after", "max_wall", "SIGINT", "SIGTERM")
-            self.evaluate(run, counts=complete)
-        if run.evaluated_at != run.parts.clock.env_steps and run.stopped_by == "steps":
-            # Not finished: a resume evaluates.
-            run.stopped_by = run.reason_to_stop() if run.interrupted_by else "max_wall"
-        if run.best_return is None and run.evaluation is not None:
-            save_best(run.folder, run.parts, run.standings, run.parts.members, run.faults)
-
-    def evaluate(self, run: RunState, counts: bool = True) -> None:
-        """Play the greedy policy. ``counts`` False: only report, stop nothing and keep nothing."""
-        with run.not_training("evaluate"):
-            self._play(run, counts)
-
-    def _play(self, run: RunState, counts: bool) -> None:
-        config, parts, standings = run.config, run.parts, run.standings
-        episodes = config.n_eval_episodes * len(parts.members)
-        try:
-            with run.progress.evaluating(episodes) as show:
-                evaluation = parts.evaluator.play(lambda done: show(done) or run.is_out_of_time())
-        except EnvironmentFault:
-            Save().on_finish(run)
-            raise
-        if evaluation is None:
-            return
-        if line := evaluation.why_ended(episodes, config.eval_max_steps):
-            run.progress.message(line)
-        run.evaluation, run.evaluated_at = evaluation, parts.clock.env_steps
-        better = standings.add_evaluation(evaluation, parts.members, counts=counts)
-        if not counts:
-            return
-        scalars = {
-            "eval/mean_reward": evaluation.mean,
-            "eval/std_reward": evaluation.std,
-            "eval/mean_ep_length": evaluation.mean_length,
-            **standings.evaluation_scalars(parts.members),
-        }
-        run.writers.write(parts.clock.env_steps, scalars)
-        stop, lower_rate = self._early_stopping.add(evaluation.mean)
-        run.best_return = self._early_stopping.best_return
-        if stop:
-            run.stop(stop)
-        save_best(run.folder, parts, standings, better, run.faults)
-        if lower_rate:
-            parts.model.lr_scale *= config.lr_plateau_factor
-            run.progress.message(f"plateau: learning rate scaled to {parts.model.lr_scale:g}")
-        run.call("on_evaluation", evaluation)
-
-    def keep_best(self, run: RunState, best_return: float) -> None:
-        """Keep a policy with this return, found after the checkpoint that a run resumes from."""
-        best = self._early_stopping.best_return
-        run.best_return = best_return if best is None else max(best_return, best)
-        self._early_stopping.best_return = run.standings.agents[0].best = run.best_return
-
-    def state_dict(self, run: RunState) -> StateDict:
-        evaluation = run.evaluation
-        return {
-            "judge": self._early_stopping.state_dict(),
-            "evaluation": None if evaluation is None else asdict(evaluation),
-            "evaluated_at": run.evaluated_at,
-        }
-
-    def load_state_dict(self, run: RunState, state: StateDict) -> None:
-        self._early_stopping.load_state_dict(state["judge"])
-        run.best_return = self._early_stopping.best_return
-        if state["evaluation"] is not None:
-            like = {"returns": (0.0,), "lengths": (0,), "unfinished": 0}
-            check_like({"unfinished": 0} | state["evaluation"], like, "evaluation")
-            run.evaluation = Evaluation(**state["evaluation"])
-        run.evaluated_at = state["evaluated_at"]
 
 
 class Compete(Hook):

@@ -54,8 +54,8 @@ class Result:
     fleet: dict[str, Any] | None
     """Account of a run's processes (docs/parameter-server.md); null if there is only one."""
     resources: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Time of each thread by stage, in shares that add up to 1 (``workers``: the mean of all);
-    empty in results of older versions."""
+    """Time of each thread and of the accelerator by stage, in shares that add up to 1 (``workers``:
+    the mean of all); empty in results of older versions."""
 
 
 def peak_rss_bytes() -> int:
@@ -71,12 +71,16 @@ def make_result(
     parts: Parts,
     *,
     wall_s: float,
+    run_s: float,
     evaluation: Evaluation | None,
     best_return: float | None,
     standings: Standings,
     stopped_by: str,
 ) -> Result:
-    """Return the result so far; ``rates`` are filled in after they are measured."""
+    """Return the result so far; ``rates`` are filled in after they are measured.
+
+    ``run_s``: seconds of this invocation, ``wall_s`` those before a resume included.
+    """
     config, clock = parts.config, parts.clock
     samples = clock.updates * config.batch_size
     agents = None
@@ -104,7 +108,7 @@ def make_result(
         best_eval_return=best_return,
         stopped_by=stopped_by,
         time_share=Timers.merged(parts.timers).shares(wall_s),
-        resources={timers.name: timers.usage(wall_s) for timers in parts.threads},
+        resources=parts.resources(wall_s, run_s),
         rates=None,
         faults=parts.faults.counts,
         peak_rss_bytes=peak_rss_bytes(),

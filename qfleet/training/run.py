@@ -36,11 +36,13 @@ from qfleet.storage.locks import RunLock
 from qfleet.storage.rundir import RESERVE
 from qfleet.storage.state_checks import check_like, reading
 from qfleet.storage.vacancy import check_regular_files, check_vacant
+from qfleet.telemetry.figures import load_early
 from qfleet.telemetry.trace import Trace, write_chrome_trace
 from qfleet.telemetry.writers import Writers, drop_metrics_beyond
 from qfleet.training import tournament
 from qfleet.training.callbacks import Callbacks
-from qfleet.training.hooks import Evaluate, Save, standard_hooks
+from qfleet.training.evaluate import Evaluate
+from qfleet.training.hooks import Save, standard_hooks
 from qfleet.training.result import Result, make_result
 from qfleet.training.run_state import RunOptions, RunState
 
@@ -99,7 +101,9 @@ class Run(RunState):
             members = checkpoint.parts.get("agents", {}).get("members")
             if members is not None:
                 check_like(members, (0,), "agents/members", most=self.config.population - 1)
-        self.parts = registry.build(self.config, self.faults, restarted_at, self._trace, members)
+        self.parts = registry.build(
+            self.config, self.faults, restarted_at, self._trace, members, tell=self.progress.tell
+        )
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         with reading(f"cannot load '{checkpoint.path}' (edited, or of another version of qfleet)"):
@@ -179,6 +183,8 @@ class Run(RunState):
         network = describe_choice(self.config, self.parts.spec)
         self.show([self.options.note, self._chosen, network, *self.parts.notes])
         self.progress.start(resumed)
+        if self.parts.device.type != "cpu":
+            load_early()
         self._began_at = resumed
         self.call("on_start")
 
@@ -252,6 +258,7 @@ class Run(RunState):
         return make_result(
             self.parts,
             wall_s=self.wall_s(),
+            run_s=time.monotonic() - self.started_s,
             evaluation=self.evaluation,
             best_return=self.best_return,
             standings=self.standings,

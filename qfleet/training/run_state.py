@@ -102,6 +102,10 @@ class RunState:
         """Make ``what`` due again at once."""
         self._marks[what] -= 1
 
+    def settle(self, what: str) -> None:
+        """Take ``postpone`` back: it is done."""
+        self._marks[what] += 1
+
     def stop(self, reason: str) -> None:
         """End the run after this turn; the first reason counts."""
         self.stopped_by = self.stopped_by or reason

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from qfleet.agent import device_evaluation, evaluation
+from qfleet.agent.device_actor import step_envs
 from qfleet.agent.device_evaluation import CHUNK, TensorEvaluator
 from qfleet.agent.evaluation import evaluate_policy
 from qfleet.config.presets import resolve
@@ -52,6 +54,28 @@ def test_a_limit_of_steps_cuts_the_same_episodes_as_evaluate_policy(max_steps: i
     enough = evaluate_on_device(network.q_values, env, 3, 0.0, CPU, 3, max_steps=3 * (CHUNK + 9))
     assert enough is not None
     assert (enough.unfinished, enough.lengths) == (0, [CHUNK + 9] * 3)
+
+
+@pytest.mark.parametrize("agents", [1, 2])
+def test_spare_environments_change_nothing(agents: int) -> None:
+    """They are stepped where a function was compiled for more environments than episodes."""
+    env, network = game("MinAtar/Breakout-v1")
+    sizes, played, seen = [], [], list[int]()
+
+    def step(*given: Any) -> Any:
+        sizes.append(len(given[0].obs))
+        return step_envs(env, *given)
+
+    for more in ({}, {"step": step, "envs": 5}, {"envs": 2}):
+        evaluator = TensorEvaluator(
+            network.q_values, env, torch.arange(3), 0.2, CPU, 5, 9000, agents=agents, **more
+        )
+        played.append(evaluator.play(seen.append))
+    assert played[0] == played[1] == played[2]
+    assert played[0] is not None
+    assert len(played[0].returns) == 3 * agents
+    assert set(sizes) == {5 * agents}
+    assert min(seen) == 0  # finished episodes, without the spare ones
 
 
 def test_an_evaluator_that_was_cut_starts_afresh_and_each_agent_has_its_own_limit() -> None:

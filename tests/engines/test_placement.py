@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,24 +250,29 @@ def test_inference_elsewhere_than_the_learner_is_refused(monkeypatch: pytest.Mon
     ("rates", "best"), [({"cpu": 50.0, "cuda": 70.0}, "cuda"), ({"cpu": 80.0, "cuda": 70.0}, "cpu")]
 )
 def test_with_an_accelerator_the_quicker_one_chooses(
-    rates: dict[str, float], best: str, monkeypatch: pytest.MonkeyPatch
+    rates: dict[str, float], best: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    built = []
+
     def acting_on(device: torch.device, *_: object) -> Acting:
         host: Any = None
+        built.append(device.type)
         return Acting(host, host, lambda: None, None, rates[device.type], "")
 
     monkeypatch.setattr(placement, "_acting_on", acting_on)
-    acting = place_inference(
-        PIPELINE,
-        VECTORS,
-        [2, 2],
-        Placement(CUDA, CUDA, ahead=True, capturable=True),
-        FlatWeights(network_on(CPU)),
-        Choice("fp32", compiled=False),
+    given: Any = (
+        *(PIPELINE, VECTORS, [2, 2], Placement(CUDA, CUDA, ahead=True, capturable=True)),
+        *(FlatWeights(network_on(CPU)), Choice("fp32", compiled=False)),
     )
+    acting = place_inference(*given)
     assert acting.env_steps_per_s == max(rates.values())
     told = f"cpu {rates['cpu']:.0f}/s, cuda {rates['cuda']:.0f}/s"
     assert acting.note == f"inference on {best} (measured: {told})"
+    again = place_inference(*given)
+    assert built == ["cpu", "cuda", best]  # what is known is not measured again
+    assert again.note == f"inference on {best} (known: {best} {rates[best]:.0f}/s)"
+    assert place_inference(*given, thorough=True).note == acting.note
 
 
 # --- the device engine ------------------------------------------------------------------------

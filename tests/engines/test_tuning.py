@@ -16,6 +16,7 @@ from qfleet.core.types import EnvSpec
 from qfleet.engines.cluster.state_arrays import copy_state
 from qfleet.engines.torch_settings import TorchSettings
 from qfleet.engines.tuning import (
+    COMPILING_S,
     Choice,
     apply_choice,
     apply_precision,
@@ -57,7 +58,7 @@ class Stopwatch:
 
 def test_the_quickest_is_chosen_and_compiling_tried_for_it_alone() -> None:
     watch = Stopwatch({"fp32": 3.0, "tf32": 1.0, "bf16": 2.0, "tf32, compiled": 0.5})
-    tuning = tune(OPTIONS, True, watch, KEY)
+    tuning = tune(OPTIONS, True, watch, KEY, thorough=True)
     assert tuning.choice == Choice("tf32", compiled=True)
     assert watch.asked == ["fp32", "tf32", "bf16", "tf32, compiled"]
     assert tuning.update_s == {"fp32": 3.0, "tf32": 1.0, "bf16": 2.0, "tf32, compiled": 0.5}
@@ -66,12 +67,12 @@ def test_the_quickest_is_chosen_and_compiling_tried_for_it_alone() -> None:
 
 def test_compiling_that_does_not_pay_is_not_chosen() -> None:
     watch = Stopwatch({"fp32": 2.0, "fp32, compiled": 2.5})
-    assert tune([FP32], True, watch, KEY).choice == FP32
+    assert tune([FP32], True, watch, KEY, thorough=True).choice == FP32
 
 
 def test_nothing_is_compiled_unasked() -> None:
     watch = Stopwatch({"fp32": 2.0, "tf32": 3.0, "bf16": 4.0})
-    assert tune(OPTIONS, False, watch, KEY).choice == FP32
+    assert tune(OPTIONS, False, watch, KEY, thorough=True).choice == FP32
     assert watch.asked == ["fp32", "tf32", "bf16"]
 
 
@@ -82,7 +83,7 @@ def test_what_fails_is_passed_over_and_reported() -> None:
         "bf16": 2.0,
         "bf16, compiled": OSError(),
     }
-    tuning = tune(OPTIONS, True, Stopwatch(table), KEY)
+    tuning = tune(OPTIONS, True, Stopwatch(table), KEY, thorough=True)
     assert tuning.choice == BF16
     assert tuning.update_s == {"fp32": 3.0, "bf16": 2.0}
     assert tuning.failed == {"tf32": "RuntimeError: no such unit", "bf16, compiled": "OSError: -"}
@@ -91,9 +92,11 @@ def test_what_fails_is_passed_over_and_reported() -> None:
 def test_the_first_option_must_work() -> None:
     watch = Stopwatch({"fp32": RuntimeError("out of memory"), "tf32": 1.0, "bf16": 1.0})
     with pytest.raises(RuntimeError, match="out of memory"):
-        tune(OPTIONS, False, watch, KEY)
+        tune(OPTIONS, False, watch, KEY, thorough=True)
     again = Stopwatch({"fp32": 1.0})
-    assert tune([FP32], False, again, KEY).from_cache is False  # a failure is not remembered
+    assert (
+        tune([FP32], False, again, KEY, thorough=True).from_cache is False
+    )  # a failure is not remembered
 
 
 def test_what_was_found_is_remembered_by_its_key() -> None:
@@ -103,16 +106,41 @@ def test_what_was_found_is_remembered_by_its_key() -> None:
         "bf16": 1.0,
         "bf16, compiled": 0.5,
     }
-    first = tune(OPTIONS, True, Stopwatch(table), KEY)
+    first = tune(OPTIONS, True, Stopwatch(table), KEY, thorough=True)
     idle = Stopwatch({})
-    second = tune(OPTIONS, True, idle, KEY)
+    second = tune(OPTIONS, True, idle, KEY, thorough=True)
     assert second.from_cache is True
     assert idle.asked == []
     assert second.choice == first.choice
     assert (second.update_s, second.failed) == (first.update_s, first.failed)
     other = Stopwatch(table)
-    assert tune(OPTIONS, True, other, {**KEY, "batch_size": 64}).from_cache is False
+    assert tune(OPTIONS, True, other, {**KEY, "batch_size": 64}, thorough=True).from_cache is False
     assert len(other.asked) == 4
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_run_takes_the_usual_choice_without_measuring_others(compiles: bool) -> None:
+    usual = Choice("bf16", compiled=compiles)
+    watch = Stopwatch({str(usual): 9.0})
+    tuning = tune(OPTIONS, compiles, watch, KEY)
+    assert tuning.choice == usual
+    assert watch.asked == [str(usual)]
+    assert tune(OPTIONS, compiles, Stopwatch({}), KEY).from_cache is True
+    # What was not measured is no answer to a user who wants it measured.
+    all_of_them = {str(option): 1.0 for option in OPTIONS} | {"fp32, compiled": 2.0}
+    measured = tune(OPTIONS, compiles, Stopwatch(dict(all_of_them)), KEY, thorough=True)
+    assert (measured.choice, measured.from_cache) == (FP32, False)
+    assert tune(OPTIONS, compiles, Stopwatch({}), KEY).choice == FP32
+
+
+def test_a_usual_choice_that_fails_is_replaced_by_the_next() -> None:
+    refused = RuntimeError("refused")
+    table: dict[str, float | Exception] = dict.fromkeys(
+        ("bf16, compiled", "bf16", "tf32, compiled"), refused
+    ) | {"tf32": 1.0}
+    tuning = tune(OPTIONS, True, Stopwatch(table), KEY)
+    assert tuning.choice == TF32
+    assert list(tuning.failed) == ["bf16, compiled", "bf16", "tf32, compiled"]
 
 
 # --- what may be tried ------------------------------------------------------------------------
@@ -130,7 +158,9 @@ def test_the_plainest_comes_first_and_what_was_asked_for_alone() -> None:
     [("auto", CUDA, True), ("auto", CPU, False), ("on", CPU, True), ("off", CUDA, False)],
 )
 def test_when_to_compile(asked: str, device: torch.device, expected: bool) -> None:
-    assert may_compile(Config().replace(compile=asked), device) is expected
+    config = Config().replace(compile=asked)
+    assert may_compile(config, device, saved_s=COMPILING_S + 1) is expected
+    assert may_compile(config, device, saved_s=COMPILING_S - 1) is (asked == "on")
 
 
 def test_the_key_changes_with_whatever_may_change_the_choice() -> None:

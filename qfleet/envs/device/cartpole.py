@@ -22,8 +22,8 @@ class CartPole(TensorEnv):
     max_episode_steps = 500
 
     def begin(self, counters: Tensor) -> State:
-        drawn = [draw_uniform(counters, lane) for lane in range(4)]
-        return {"body": (2 * torch.stack(drawn, dim=1) - 1) * START}
+        lanes = torch.arange(4, device=counters.device)
+        return {"body": (2 * draw_uniform(counters.unsqueeze(1), lanes) - 1) * START}
 
     def advance(self, state: State, action: Tensor, counters: Tensor) -> Outcome:
         del counters  # the dynamics are deterministic

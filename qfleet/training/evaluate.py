@@ -1,0 +1,163 @@
+"""Evaluation during a run: the greedy policy is played at intervals, and the best one is kept.
+
+On accelerators it is played in a thread (``agent/beside.py``): training goes on, and the result
+counts as soon as it is there, for the env steps at which it began. A run that stops early by it has
+therefore made some more steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from qfleet.agent.beside import Beside
+from qfleet.agent.evaluation import Evaluation
+from qfleet.agent.weights import FlatWeights
+from qfleet.config.config import Config
+from qfleet.core.errors import EnvironmentFault
+from qfleet.core.types import StateDict
+from qfleet.storage.state_checks import check_like
+from qfleet.training.best_policy import save_best
+from qfleet.training.callbacks import Hook
+from qfleet.training.early_stopping import EarlyStopping
+from qfleet.training.run_state import RunState
+
+
+class Evaluate(Hook):
+    """Plays the greedy policy every ``eval_freq`` env steps, keeps the best, and stops early."""
+
+    def __init__(self, config: Config, save: Hook) -> None:
+        """``save`` writes a checkpoint before a failing environment ends the run."""
+        self._early_stopping, self._save = EarlyStopping(config), save
+        self._begun_at: int | None = None
+        """Env steps of the evaluation that is played beside the training."""
+
+    def on_step(self, run: RunState) -> None:
+        interval, beside = run.config.eval_freq, run.parts.beside
+        if not interval:
+            return
+        if beside is not None and self._begun_at is not None:
+            next_is_due = run.parts.clock.env_steps // interval > self._begun_at // interval
+            if not (beside.is_done or next_is_due):
+                return
+            self._end_beside(run, beside)
+        if not run.due("eval", interval):
+            return
+        run.postpone("eval")  # a resume repeats an evaluation that was cut short
+        if beside is None:
+            self.evaluate(run)
+            if run.evaluated_at == run.parts.clock.env_steps:
+                run.settle("eval")
+        elif run.stopped_by is None:
+            self._begun_at = run.parts.clock.env_steps
+            beside.start(lambda _: run.is_out_of_time())
+
+    def on_finish(self, run: RunState) -> None:
+        if run.parts.beside is not None and self._begun_at is not None:
+            self._end_beside(run, run.parts.beside)
+        is_judged = run.stopped_by in ("target_return", "patience")
+        if (
+            run.evaluated_at != run.parts.clock.env_steps
+            and not run.is_out_of_time()
+            and not is_judged
+        ):
+            # An interrupted run only reports: resumed, it evaluates when an uninterrupted one does.
+            complete = run.stopped_by not in ("stop_after", "max_wall", "SIGINT", "SIGTERM")
+            self.evaluate(run, counts=complete)
+        if run.evaluated_at != run.parts.clock.env_steps and run.stopped_by == "steps":
+            # Not finished: a resume evaluates.
+            run.stopped_by = run.reason_to_stop() if run.interrupted_by else "max_wall"
+        if run.best_return is None and run.evaluation is not None:
+            self._save_best(run, run.parts.members, run.parts.model.weights)
+
+    def evaluate(self, run: RunState, counts: bool = True) -> None:
+        """Play the greedy policy. ``counts`` False: only report, stop nothing and keep nothing."""
+        parts = run.parts
+        episodes = run.config.n_eval_episodes * len(parts.members)
+        with run.not_training("evaluate"):
+            try:
+                with run.progress.evaluating(episodes) as show:
+                    evaluation = parts.evaluator.play(
+                        lambda done: show(done) or run.is_out_of_time()
+                    )
+            except EnvironmentFault:
+                self._save.on_finish(run)
+                raise
+            if evaluation is not None:
+                self._add(run, evaluation, parts.clock.env_steps, parts.model.weights, counts)
+
+    def _end_beside(self, run: RunState, beside: Beside) -> None:
+        """Wait for the evaluation beside the training, and let it count."""
+        assert self._begun_at is not None
+        begun_at, self._begun_at = self._begun_at, None
+        try:
+            with run.not_training("idle"):
+                evaluation = beside.result()
+        except EnvironmentFault:
+            self._save.on_finish(run)
+            raise
+        if evaluation is not None:
+            run.settle("eval")
+            self._add(run, evaluation, begun_at, beside.weights, counts=True)
+
+    def _add(
+        self,
+        run: RunState,
+        evaluation: Evaluation,
+        env_steps: int,
+        weights: FlatWeights,
+        counts: bool,
+    ) -> None:
+        """Report an evaluation of ``weights``, as they were after ``env_steps``."""
+        config, parts, standings = run.config, run.parts, run.standings
+        episodes = config.n_eval_episodes * len(parts.members)
+        if line := evaluation.why_ended(episodes, config.eval_max_steps):
+            run.progress.message(line)
+        run.evaluation, run.evaluated_at = evaluation, env_steps
+        better = standings.add_evaluation(evaluation, parts.members, counts=counts)
+        if not counts:
+            return
+        scalars = {
+            "eval/mean_reward": evaluation.mean,
+            "eval/std_reward": evaluation.std,
+            "eval/mean_ep_length": evaluation.mean_length,
+            **standings.evaluation_scalars(parts.members),
+        }
+        run.writers.write(env_steps, scalars)
+        stop, lower_rate = self._early_stopping.add(evaluation.mean)
+        run.best_return = self._early_stopping.best_return
+        if stop:
+            run.stop(stop)
+        self._save_best(run, better, weights)
+        if lower_rate:
+            parts.model.lr_scale *= config.lr_plateau_factor
+            run.progress.message(f"plateau: learning rate scaled to {parts.model.lr_scale:g}")
+        run.call("on_evaluation", evaluation)
+
+    def _save_best(self, run: RunState, better: Iterable[int], weights: FlatWeights) -> None:
+        save_best(
+            run.folder, run.parts, run.standings, better, run.faults, weights, run.evaluated_at
+        )
+
+    def keep_best(self, run: RunState, best_return: float) -> None:
+        """Keep a policy with this return, found after the checkpoint that a run resumes from."""
+        best = self._early_stopping.best_return
+        run.best_return = best_return if best is None else max(best_return, best)
+        self._early_stopping.best_return = run.standings.agents[0].best = run.best_return
+
+    def state_dict(self, run: RunState) -> StateDict:
+        evaluation = run.evaluation
+        return {
+            "judge": self._early_stopping.state_dict(),
+            "evaluation": None if evaluation is None else asdict(evaluation),
+            "evaluated_at": run.evaluated_at,
+        }
+
+    def load_state_dict(self, run: RunState, state: StateDict) -> None:
+        self._early_stopping.load_state_dict(state["judge"])
+        run.best_return = self._early_stopping.best_return
+        if state["evaluation"] is not None:
+            like = {"returns": (0.0,), "lengths": (0,), "unfinished": 0}
+            check_like({"unfinished": 0} | state["evaluation"], like, "evaluation")
+            run.evaluation = Evaluation(**state["evaluation"])
+        run.evaluated_at = state["evaluated_at"]
