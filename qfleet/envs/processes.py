@@ -29,7 +29,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver, spawn
+from multiprocessing import forkserver, resource_tracker, spawn
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, EnvironmentFault, one_line
 from qfleet.core.seeding import env_seeds, mix_seeds
+from qfleet.core.signals import blocked_in_children
 from qfleet.core.types import EnvSpec, StateDict, Step
 from qfleet.envs.base import BaseEnvs
 from qfleet.envs.closing import CLOSE_S, close_env
@@ -104,7 +105,8 @@ class _Worker:
         _set_deadline(self._pipe, self._timeout_s)
         process = self._context.Process(target=serve, args=(self._share, worker_end), daemon=True)
         try:
-            with _without_script() if self._share.game else contextlib.nullcontext():
+            script = _without_script() if self._share.game else contextlib.nullcontext()
+            with script, blocked_in_children():  # the server may have to be started again
                 process.start()
             self._process = process
             # Wait for the sentinel too: a process that the environment started may keep the pipe
@@ -428,8 +430,11 @@ def _context(game: str | None) -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["qfleet.envs.atari" if game else "__main__", __name__])
-    # Its imports take seconds: begin now, because the spec is not yet known.
-    forkserver.ensure_running()
+    # Its imports take seconds: begin now, because the spec is not yet known. It must not hear a
+    # SIGTERM to all processes, as a batch system sends it: its workers would seem to have died.
+    resource_tracker.ensure_running()  # first: starting it unblocks the signal
+    with blocked_in_children():
+        forkserver.ensure_running()
     return context
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from support.faulty_envs import result_of, rude
 from support.messages import holds
-from support.processes import start_qfleet
+from support.processes import python, start_qfleet
 from support.waiting import PHASE_S, finish, wait_until
 
 OPTIONS = (
@@ -95,3 +95,35 @@ def test_a_module_that_exits_when_it_is_imported_is_one_line(tmp_path: Path) -> 
     assert process.returncode == 2
     assert holds(err, "script:Env", "SystemExit", "3")
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [("return 3", 3, ()), ("raise ValueError('broken')", 1, ("ValueError: broken",))],
+)
+def test_a_program_on_a_gpu_ends_at_once_after_what_is_registered(
+    end: str, code: int, words: tuple[str, ...]
+) -> None:
+    """Python's own end would wait for the object below; an error is shown as always."""
+    program = (
+        "import atexit, sys, time, types\n"
+        "from qfleet.cli.program import run_to_end\n"
+        "class Slow:\n"
+        "    def __del__(self):\n"
+        "        print('waited')\n"
+        "sys.modules['torch'] = types.SimpleNamespace(\n"
+        "    cuda=types.SimpleNamespace(is_initialized=lambda: True))\n"
+        "compiler = types.SimpleNamespace(shutdown_compile_workers=lambda: print('shut down'))\n"
+        "sys.modules['torch._inductor.async_compile'] = compiler\n"
+        "atexit.register(compiler.shutdown_compile_workers)\n"
+        "atexit.register(print, 'registered')\n"
+        "slow = Slow()\n"
+        f"def main():\n    {end}\n"
+        "sys.exit(run_to_end(main))\n"
+    )
+    ended = python("-c", program)
+    assert ended.returncode == code, ended.stderr
+    assert "registered" in ended.stdout
+    assert holds(ended.stderr, *words) if words else ended.stderr == ""
+    if code == 3:
+        assert ended.stdout.split() == ["registered"]
