@@ -1,18 +1,25 @@
 """What a user waits for: whole commands beside what nobody can avoid, and rates beside each other.
 
-    python benchmarks/enter_to_exit.py                     all rows (3 minutes on 2 slow cores)
+    python benchmarks/enter_to_exit.py                     the rows of CPUs (3 minutes on 2 cores)
     python benchmarks/enter_to_exit.py --rows tiny --rounds 9
     python benchmarks/enter_to_exit.py --rows prioritized
+    python benchmarks/enter_to_exit.py --rows cartpole minatar pong    on a GPU
 
 tiny: `qfleet train CartPole-v1` for 300 steps, Enter to exit, beside a Python that only imports
 torch and gymnasium. prioritized: env steps per second of prioritised replay beside uniform replay,
 with the preset's settings and with one update per 4 steps. The sides take turns; ratios are of
 medians.
+
+cartpole, minatar, pong: whole commands on a GPU, first with empty caches of torch, Triton and
+qfleet, then with what that run has left there. "start" is the time before the first step and after
+the last line; beside it are the imports alone and, for pong, the imports with the creation of its
+games alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -20,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +40,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def seconds_of(*command: str) -> float:
+def seconds_of(*command: str, **variables: str) -> float:
     # As a user's shell has it: compiled modules are kept.
-    environ = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | variables
     began_s = time.perf_counter()
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, env=environ, check=False
@@ -79,14 +87,55 @@ def prioritized(rounds: int) -> dict[str, dict[str, float]]:
     return found
 
 
-ROWS = {"tiny": tiny, "prioritized": prioritized}
+GPU_COMMANDS = {
+    "cartpole": "CartPole-v1 --preset cartpole-pqn --engine device",
+    "minatar": "MinAtar/Breakout-v1 --preset minatar-pqn",
+    "pong": "ALE/Pong-v5 --preset pong --stop-after 60000",
+}
+GAMES = """
+from qfleet.config.config import Config
+from qfleet.engines.auto import settle
+from qfleet.engines.parts import Setup
+from qfleet.telemetry.faults import FaultLog
+import contextlib
+config, _ = settle(Config(env="ALE/Pong-v5", engine="pipeline"))
+with contextlib.ExitStack() as closing:
+    for group in Setup(config, FaultLog()).make_envs(closing):
+        group.reset()
+"""
+
+
+def command_on_a_gpu(name: str, rounds: int) -> dict[str, float]:
+    del rounds
+    found = {"imports_s": seconds_of("-c", "import torch, gymnasium")}
+    if name == "pong":
+        found["imports_and_games_s"] = seconds_of("-c", GAMES)
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {
+            "XDG_CACHE_HOME": f"{folder}/cache",
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "TRITON_CACHE_DIR": f"{folder}/triton",
+        }
+        for cache in ("cold", "warm"):
+            words = ["train", *GPU_COMMANDS[name].split(), "--run-dir", f"{folder}/{cache}"]
+            found[f"{cache}_s"] = seconds_of("-m", "qfleet.cli.main", *words, **caches)
+            result = json.loads(Path(folder, cache, "result.json").read_text())
+            found[f"{cache}_start_s"] = found[f"{cache}_s"] - result["wall_s"]
+    print(f"{name}: " + ", ".join(f"{key} {value:.1f}" for key, value in found.items()), flush=True)
+    return found
+
+
+CPU_ROWS = {"tiny": tiny, "prioritized": prioritized}
+ROWS: dict[str, Callable[[int], Any]] = CPU_ROWS | {
+    name: functools.partial(command_on_a_gpu, name) for name in GPU_COMMANDS
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(CPU_ROWS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()

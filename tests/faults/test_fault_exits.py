@@ -106,7 +106,7 @@ def test_a_program_on_a_gpu_ends_at_once_after_what_is_registered(
 ) -> None:
     """Python's own end would wait for the object below; an error is shown as always."""
     program = (
-        "import atexit, sys, time, types\n"
+        "import atexit, sys, types\n"
         "from qfleet.cli.program import run_to_end\n"
         "class Slow:\n"
         "    def __del__(self):\n"
@@ -121,7 +121,9 @@ def test_a_program_on_a_gpu_ends_at_once_after_what_is_registered(
         f"def main():\n    {end}\n"
         "sys.exit(run_to_end(main))\n"
     )
-    ended = python("-c", program)
+    ended = subprocess.run(
+        python("-c", program), capture_output=True, text=True, timeout=PHASE_S, check=False
+    )
     assert ended.returncode == code, ended.stderr
     assert "registered" in ended.stdout
     assert holds(ended.stderr, *words) if words else ended.stderr == ""
