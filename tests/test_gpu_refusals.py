@@ -1,6 +1,6 @@
 """GPUs that are not like ours: kernels, graphs or compiling are refused, and the run goes on.
 
-And evaluations beside the training, which only accelerators have.
+And evaluations in the background, which only accelerators have.
 """
 
 from __future__ import annotations
@@ -71,17 +71,26 @@ def evaluations(folder: Path) -> list[tuple[int, float]]:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_evaluations_beside_the_training_are_those_that_it_waits_for(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        *((kind, {}) for kind in KINDS),
+        # With as many episodes as environments, both use qfleet's kernels, or one compiled step.
+        ("pqn", {"n_eval_episodes": 64}),
+        ("pqn", {"n_eval_episodes": 48, "compile": "on"}),
+    ],
+    ids=str,
+)
+def test_evaluations_in_the_background_are_those_that_training_waits_for(
+    kind: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, _, weights = train(tmp_path / "beside", kind)
+    _, _, weights = train(tmp_path / "background", kind, **changes)
     for module in (pipeline, device):
-        monkeypatch.setattr(module, "evaluates_beside", lambda *_: False)
-    _, _, others = train(tmp_path / "waits", kind)
+        monkeypatch.setattr(module, "evaluates_in_background", lambda *_: False)
+    _, _, others = train(tmp_path / "waits", kind, **changes)
     assert weights.equal(others)
     assert len(evaluations(tmp_path / "waits")) == 4
-    assert evaluations(tmp_path / "beside") == evaluations(tmp_path / "waits")
+    assert evaluations(tmp_path / "background") == evaluations(tmp_path / "waits")
 
 
 @pytest.mark.parametrize("kind", KINDS)

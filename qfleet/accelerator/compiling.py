@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,30 +10,6 @@ import torch
 PLAINER: dict[str, Any] = {"triton.persistent_reductions": False, "max_fusion_size": 16}
 """Inductor options for a second attempt, with smaller and simpler kernels: a step of MinAtar's
 Asterix became one kernel that Triton could not finish compiling."""
-
-
-_importing: threading.Thread | None = None
-
-
-def import_early() -> None:
-    """Begin to import torch's compiler in a thread; that takes some seconds."""
-    global _importing
-    if _importing is None:
-        _importing = threading.Thread(
-            target=importlib.import_module, args=("torch._inductor.compile_fx",), daemon=True
-        )
-        _importing.start()
-
-
-def forget_compiled() -> None:
-    """Drop all compiled code: torch.compile keeps a limited number of variants."""
-    _await_import()
-    torch.compiler.reset()
-
-
-def _await_import() -> None:
-    if _importing is not None:
-        _importing.join()
 
 
 class Compilable:
@@ -56,7 +30,6 @@ class Compilable:
             return self._plain(*arguments)
         if self._compiled is not None:
             return self._compiled(*arguments)
-        _await_import()
         failures = []
         for options in (None, PLAINER):
             try:

@@ -16,17 +16,19 @@ WARM_UPS = 3
 
 _STREAMS: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 _REFUSED: dict[tuple[torch.device, str], str] = {}
-"""Why the newest recording of a role was refused."""
+"""Why recordings of a role were refused, until ``why_not_recorded`` has reported it."""
 
 
 def can_record(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def why_not_recorded(device: torch.device, role: str) -> str | None:
-    """Return why this device cannot record graphs, or refused this role's; None if it did not."""
+def why_not_recorded(is_wanted: bool, device: torch.device, role: str) -> str | None:
+    """Return why the newest recordings of this role were not made; None if they were."""
+    if not is_wanted:
+        return "as asked"
     if can_record(device):
-        return _REFUSED.get((device, role))
+        return _REFUSED.pop((device, role), None)
     return f"torch cannot record graphs on {device.type}"
 
 
@@ -45,7 +47,6 @@ def record(
     """
     if not can_record(device):
         return function
-    _REFUSED.pop((device, role), None)
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)

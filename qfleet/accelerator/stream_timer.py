@@ -26,6 +26,7 @@ class StreamTimer:
 
     def __enter__(self) -> None:
         self._calls += 1
+        self._close()
         if self._works and self._calls % self._every == 0 and len(self._open) < MOST_OPEN:
             self._start = torch.Event(self._device, enable_timing=True)
             self._start.record(torch.accelerator.current_stream(self._device))
@@ -37,7 +38,6 @@ class StreamTimer:
         end = torch.Event(self._device, enable_timing=True)
         end.record(torch.accelerator.current_stream(self._device))
         self._open.append((start, end))
-        self._close()
 
     def _close(self) -> None:
         while self._open and self._open[0][1].query():
@@ -48,7 +48,15 @@ class StreamTimer:
     @property
     def seconds(self) -> float:
         """Seconds of all calls."""
+        self._close()
         return self._timed_s * self._calls / self._timed if self._timed else 0.0
+
+    def add(self, other: StreamTimer) -> None:
+        """Count the calls of another timer too."""
+        other._close()
+        self._calls += other._calls
+        self._timed += other._timed
+        self._timed_s += other._timed_s
 
     def reset(self) -> None:
         self._calls, self._timed, self._timed_s = 0, 0, 0.0

@@ -255,13 +255,9 @@ class RecordedLearner(Learner):
         return values.to(obs.device)
 
     def q_values(self, obs: Tensor) -> Tensor:
-        return self.q_values_of(self.online, self.weights, obs)
-
-    def q_values_of(self, network: QNetwork, weights: FlatWeights, obs: Tensor) -> Tensor:
-        """Return the values by a copy of the online network."""
         if self._fused is not None and self._fused.takes(len(obs)):
-            return self._fused.q_values(weights.data, obs)
-        return network.q_values(obs)
+            return self._fused.q_values(self.weights.data, obs)
+        return self.online.q_values(obs)
 
     # --- recording ----------------------------------------------------------------------------
 

@@ -25,17 +25,19 @@ def run_to_end(main: Callable[[], int]) -> int:
         raise
     finally:
         threads = set(threading.enumerate()) - {threading.main_thread()}
-        if not all(thread.daemon for thread in threads):
+        has_threads = not all(thread.daemon for thread in threads)
+        if has_threads:
             over = threading.Event()
             atexit.register(over.set)  # Python calls it once those threads have ended
             threading.Thread(target=_end, args=(over,), daemon=True).start()
-    if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized() and not has_threads:
         _leave_gpu()
     return exits.exit_code
 
 
 def _leave_gpu() -> None:
-    """End the program at once: Python would take up to 3 s, and nothing is left to do."""
+    """End the program at once: Python would take up to 3 s, and no thread is left to wait for."""
     with contextlib.suppress(KeyError, AttributeError):  # if it was used; its processes end too
         atexit.unregister(sys.modules["torch._inductor.async_compile"].shutdown_compile_workers)
     with contextlib.suppress(Exception):  # a broken pipe

@@ -216,10 +216,10 @@ class Config:
     compile: Literal["auto", "on", "off"] = field("auto", "engine")
     """torch.compile: auto uses it on accelerators, in runs that are long enough to repay it."""
     precision: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = field("auto", "engine")
-    """Precision of matrix products and convolutions; auto is fp32 on a CPU, tf32 for qfleet's own
-    kernels, and measured otherwise. tf32 and fp16 (with a loss scale) are for accelerators; bf16 is
-    slower than fp32 on a CPU without units for it (AMX, AVX512-BF16); fp64, for comparisons on a
-    CPU, is also that of weights."""
+    """Precision of matrix products and convolutions; auto is fp32 on a CPU, tf32 on NVIDIA's GPUs,
+    or what `qfleet doctor --tune` found to be faster. tf32 and fp16 (with a loss scale) are for
+    accelerators; bf16 is slower than fp32 on a CPU without units for it (AMX, AVX512-BF16); fp64,
+    for comparisons on a CPU, is also that of weights."""
 
     learning_rate: float = field(1e-4, "optimisation", common=True, above=0)
     """Learning rate at the start."""

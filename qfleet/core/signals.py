@@ -127,8 +127,13 @@ def ignore_sigterm_if_blocked() -> None:
     Environments may start programs and end them with SIGTERM.
     """
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        ignore_sigterm()
+
+
+def ignore_sigterm() -> None:
+    """Ignore SIGTERM in this process, but not in programs that it starts."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 @contextlib.contextmanager

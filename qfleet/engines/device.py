@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from qfleet.accelerator.compiling import import_early
 from qfleet.accelerator.fused_radam import why_no_kernels
 from qfleet.accelerator.graphs import why_not_recorded
 from qfleet.accelerator.stream_timer import StreamTimer
-from qfleet.agent.beside import Beside
+from qfleet.agent.background_evaluation import BackgroundEvaluator
 from qfleet.agent.device_actor import TensorActor
 from qfleet.agent.device_evaluation import TensorEvaluator
 from qfleet.agent.evaluation import Evaluation, GiveUp
@@ -34,7 +33,12 @@ from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds, env_seeds
 from qfleet.core.types import Clock, StateDict
 from qfleet.engines import serial
-from qfleet.engines.factories import copy_network, evaluates_beside, make_learner, make_memory
+from qfleet.engines.factories import (
+    copy_network,
+    evaluates_in_background,
+    make_learner,
+    make_memory,
+)
 from qfleet.engines.loop import SameWeights
 from qfleet.engines.parts import EngineHook, LoopParts, Setup
 from qfleet.engines.placement import Placement
@@ -46,7 +50,8 @@ from qfleet.envs.device.vector import check_tensor_env
 from qfleet.envs.factory import make_tensors
 from qfleet.memory.agent_rings import AgentRings
 from qfleet.memory.rollout import Rollout
-from qfleet.networks.fused_cnn import fits
+from qfleet.networks.fused_cnn import FusedCNN, fits, fuse
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.bottleneck import StageRates
 
 
@@ -62,8 +67,6 @@ def build(setup: Setup) -> LoopParts:
         check_tensor_env(env, device)
         saved_s = config.steps / config.envs * SAVED_PER_STEP_S
         compiled = place.capturable and may_compile(config, device, saved_s)
-        if compiled:
-            import_early()
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = setup.make_timers("learner")
@@ -80,9 +83,7 @@ def build(setup: Setup) -> LoopParts:
         learner_only = 0.0
         if place.capturable:
             assert isinstance(learner, RecordedLearner), "devices with streams record updates"
-            prepared = prepare_learner(
-                config, spec, learner, memory, device, thorough=setup.thorough, tell=setup.tell
-            )
+            prepared = prepare_learner(setup, spec, learner, memory, device)
             timers.load_state_dict({})  # trials are not part of the run
             notes.append(prepared.note)
             learner_only = prepared.learner_rate(config, len(members))
@@ -97,7 +98,7 @@ def build(setup: Setup) -> LoopParts:
         every = [Seeds.of(seed) for seed in agent_seeds(config, range(config.population))]
         seeds_of_envs = [env_seeds(own.envs, config.envs) for own in every]
         if compiled:
-            setup.tell(f"preparing steps on {device}: compiled")
+            setup.report(f"preparing steps on {device}: compiled")
         actor = TensorActor(
             env,
             torch.tensor([seeds_of_envs[agent] for agent in members]).view(-1),
@@ -118,10 +119,11 @@ def build(setup: Setup) -> LoopParts:
             assert isinstance(memory, Rollout | AgentRings)
             hooks.append(PopulationHook(Agents(config, members, learner, memory, actor)))
         q_values, copy = learner.q_values, cast("FlatWeights | None", None)
-        if evaluates_beside(config, device):
-            assert isinstance(learner, RecordedLearner)
+        if evaluates_in_background(config, device):
             network, copy = copy_network(config, spec, learner.weights, choice, members)
-            q_values = functools.partial(learner.q_values_of, network, copy)
+            # Kernels of its own: the others' scratch memory is in use at the same time.
+            fused = fuse(config, spec, network, device) if is_fused else None
+            q_values = functools.partial(_q_values, network, copy, fused)
         is_greedy = config.head != "actor-critic"
         shares_step = compiled and is_greedy and config.n_eval_episodes <= config.envs
         episodes = TensorEvaluator(
@@ -140,10 +142,10 @@ def build(setup: Setup) -> LoopParts:
             envs=config.envs if shares_step else 0,
         )
         all_timers, device_times = [timers], dict[str, StreamTimer]()
-        evaluator: Beside | DeviceEvaluator = DeviceEvaluator(episodes, learner.online)
+        evaluator: BackgroundEvaluator | DeviceEvaluator = DeviceEvaluator(episodes, learner.online)
         if copy is not None:
             all_timers.append(setup.make_timers("evaluator"))
-            evaluator = Beside(episodes.play, learner.weights, copy, all_timers[-1])
+            evaluator = BackgroundEvaluator(episodes.play, learner.weights, copy, all_timers[-1])
             made.callback(evaluator.close)
         if place.capturable:
             assert isinstance(learner, RecordedLearner)
@@ -154,8 +156,8 @@ def build(setup: Setup) -> LoopParts:
                 buffer.copy_(before)
             hooks.append(StagesHook(config, device, actor, learner_only))
             how = f"{rows_per_block(config)} steps a launch"
-            if not config.graphs or (refused := why_not_recorded(device, "actor")):
-                how = f"not recorded ({refused if config.graphs else 'as asked'})"
+            if refused := why_not_recorded(config.graphs, device, "actor"):
+                how = f"not recorded ({refused})"
             if compiled:
                 failure = actor.compile_failure
                 how += ", compiled" if failure is None else f", not compiled ({failure})"
@@ -181,6 +183,15 @@ def build(setup: Setup) -> LoopParts:
 
 
 run = serial.run
+
+
+def _q_values(
+    network: QNetwork, weights: FlatWeights, fused: FusedCNN | None, obs: Tensor
+) -> Tensor:
+    """Return the values by a copy of the learner's network."""
+    if fused is not None and fused.takes(len(obs)):
+        return fused.q_values(weights.data, obs)
+    return network.q_values(obs)
 
 
 @dataclass

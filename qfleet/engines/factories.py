@@ -205,7 +205,7 @@ def make_learner(
     )
 
 
-def evaluates_beside(config: Config, device: torch.device) -> bool:
+def evaluates_in_background(config: Config, device: torch.device) -> bool:
     """Return whether evaluations are played while the training goes on.
 
     Not on a CPU, where both would share the cores, and not where training depends on the result.

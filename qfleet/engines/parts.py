@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from qfleet.accelerator.stream_timer import StreamTimer
-from qfleet.agent.beside import Beside
+from qfleet.agent.background_evaluation import BackgroundEvaluator
 from qfleet.agent.evaluation import Evaluation, GiveUp, HostEvaluator
 from qfleet.agent.learner import Learner
 from qfleet.agent.weights import FlatWeights
@@ -53,7 +53,7 @@ class Setup(NamedTuple):
     """Agents of a population that train; None: all."""
     thorough: bool = False
     """Measure every choice for the accelerator instead of taking the usual one."""
-    tell: Callable[[str], None] = lambda _: None
+    report: Callable[[str], None] = lambda _: None
     """Called with what is being done, if it may take seconds."""
 
     @property
@@ -66,7 +66,7 @@ class Setup(NamedTuple):
         seed = mix_seeds(seed, self.restarted_at) if self.restarted_at else seed
         groups = max(1, config.env_groups)
         if ale_game(config.env):  # a fifth of a second each
-            self.tell(f"creating {config.envs} environments")
+            self.report(f"creating {config.envs} environments")
         for group in range(groups):
             size = config.envs // groups + (group < config.envs % groups)
             group_seed = mix_seeds(seed, group) if group else seed
@@ -81,13 +81,14 @@ class Setup(NamedTuple):
         self,
         network: QNetwork,
         device: torch.device,
-        closing: contextlib.ExitStack,
+        closing: contextlib.ExitStack | None,
         apart: bool = False,
     ) -> HostEvaluator:
-        """``apart``: training goes on meanwhile."""
+        """``closing`` None: the caller closes it. ``apart``: training goes on meanwhile."""
         seed = self.seeds.eval_envs
         evaluator = HostEvaluator(self.config, network, device, seed, self.faults, apart)
-        closing.callback(evaluator.close)
+        if closing is not None:
+            closing.callback(evaluator.close)
         return evaluator
 
 
@@ -190,13 +191,13 @@ class Parts:
         return self.setup.faults
 
     @property
-    def beside(self) -> Beside | None:
+    def background(self) -> BackgroundEvaluator | None:
         """The evaluator, if it plays while the training goes on."""
-        return self.evaluator if isinstance(self.evaluator, Beside) else None
+        return self.evaluator if isinstance(self.evaluator, BackgroundEvaluator) else None
 
     @property
     def threads(self) -> list[Timers]:
-        """All timers; those of the thread that evaluates and saves are the first or the last."""
+        """All timers; those of the thread that saves are the first or the last."""
         return [*self.timers, *([] if self.driver is None else [self.driver])]
 
     def resources(self, wall_s: float, run_s: float) -> dict[str, dict[str, float]]:

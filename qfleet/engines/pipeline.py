@@ -24,7 +24,7 @@ from qfleet.accelerator.stream_timer import StreamTimer
 from qfleet.accelerator.streams import has_streams
 from qfleet.agent.actor import Actor, Inline
 from qfleet.agent.ahead import Ahead
-from qfleet.agent.beside import Beside
+from qfleet.agent.background_evaluation import BackgroundEvaluator
 from qfleet.agent.device_inference import DeviceInference
 from qfleet.agent.evaluation import HostEvaluator
 from qfleet.agent.inference import HostInference, Inference
@@ -43,7 +43,12 @@ from qfleet.core.types import (
     WeightsChannel,
 )
 from qfleet.engines import serial
-from qfleet.engines.factories import copy_network, evaluates_beside, make_learner, make_memory
+from qfleet.engines.factories import (
+    copy_network,
+    evaluates_in_background,
+    make_learner,
+    make_memory,
+)
 from qfleet.engines.loop import SameWeights
 from qfleet.engines.parts import EngineHook, LoopParts, Setup
 from qfleet.engines.placement import Acting, Placement, inference_rate, place_inference
@@ -72,7 +77,7 @@ class Variant:
     counting: Config | None = None
     """The settings by which the clock counts; None: those of the run."""
     agree: Callable[[Choice], Choice] | None = None
-    """Returns the choice to record, given the fastest one here."""
+    """Returns the choice to record, given the one made here."""
 
 
 def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B008 (it is frozen)
@@ -98,10 +103,7 @@ def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B00
         notes, hooks, prepared = list(place.notes), list[EngineHook](), None
         if place.capturable:
             assert isinstance(learner, RecordedLearner), "devices with streams record updates"
-            prepared = prepare_learner(
-                config, spec, learner, memory, place.device, variant.agree, setup.thorough,
-                setup.tell,
-            )  # fmt: skip
+            prepared = prepare_learner(setup, spec, learner, memory, place.device, variant.agree)
             timers[0].load_state_dict({})  # trials are not part of the run
             notes.append(prepared.note)
             hooks.append(TuningHook(prepared.tuning))
@@ -154,12 +156,14 @@ def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B00
         else:
             channel = SameWeights()
             collector = Inline(actor, channel, clock)
-        evaluator: Beside | HostEvaluator
-        if evaluates_beside(config, place.device):
+        evaluator: BackgroundEvaluator | HostEvaluator
+        if evaluates_in_background(config, place.device):
             network, copy = copy_network(config, spec, learner.weights, choice)
-            player = setup.make_evaluator(network, place.device, made, apart=True)
+            player = setup.make_evaluator(network, place.device, None, apart=True)
             timers = [*timers, setup.make_timers("evaluator")]
-            evaluator = Beside(player.play, learner.weights, copy, timers[-1])
+            evaluator = BackgroundEvaluator(
+                player.play, learner.weights, copy, timers[-1], player.close
+            )
             made.callback(evaluator.close)
         else:
             evaluator = setup.make_evaluator(learner.online, place.device, made)

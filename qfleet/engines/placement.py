@@ -30,6 +30,8 @@ from qfleet.networks.factory import make_network
 
 RESERVED_BYTES = 2 * 2**30
 """Device memory left to networks, bursts and recorded graphs beside a replay memory."""
+CLEARLY = 2.0
+"""Factor above which a faster device is remembered: envs are created while it is measured."""
 MEASURE_S = 0.15
 """Seconds that inference is timed."""
 
@@ -203,7 +205,9 @@ def place_inference(
     how = "asked for" if asked != "auto" else "known" if known else "no accelerator"
     if len(options) > 1:
         how = "measured"
-        remember("inference", key, device.type)
+        slowest = min(acting.env_steps_per_s for acting, _ in options)
+        if best.env_steps_per_s > CLEARLY * slowest:
+            remember("inference", key, device.type)
     return best._replace(note=f"inference on {device} ({how}: {rates})")
 
 

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from qfleet.accelerator.compiling import forget_compiled
 from qfleet.accelerator.graphs import can_record, seconds_per_call, why_not_recorded
 from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import rows_per_block
 from qfleet.config.config import Config
 from qfleet.core.types import Batch, Block, EnvSpec, Memory
 from qfleet.engines.cluster.state_arrays import copy_state
+from qfleet.engines.parts import Setup
 from qfleet.engines.tuning import (
     SAVED_PER_UPDATE_S,
     TIMED_CALLS,
@@ -46,20 +46,18 @@ class Prepared(NamedTuple):
 
 
 def prepare_learner(
-    config: Config,
+    setup: Setup,
     spec: EnvSpec,
     learner: RecordedLearner,
     memory: Memory,
     device: torch.device,
     agree: Callable[[Choice], Choice] | None = None,
-    thorough: bool = False,
-    tell: Callable[[str], None] = lambda _: None,
 ) -> Prepared:
     """Tune the learner for its device and record its bursts; its state does not change.
 
     ``agree`` returns what is recorded instead of the choice made here (ranks of an all-reduce).
-    ``thorough``: measure all choices. ``tell`` is called with what is being done.
     """
+    config, thorough = setup.config, setup.thorough
     saved = copy_state({"learner": learner.state_dict(), "memory": memory.state_dict()})
     at_once = updates_at_once(config, learner.burst_updates)
     samples = None
@@ -76,9 +74,10 @@ def prepare_learner(
         nonlocal in_force
         if choice != in_force:
             in_force = None
-            tell(f"preparing updates on {device}: {choice}")
+            setup.report(f"preparing updates on {device}: {choice}")
             if choice.compiled:
-                forget_compiled()  # that of other choices
+                # torch.compile keeps a limited number of variants: drop those of other choices.
+                torch.compiler.reset()
             apply_choice(choice, learner.networks, learner.compilables())
             if record_them:
                 learner.record(at_once, samples)
@@ -90,13 +89,13 @@ def prepare_learner(
     key = tuning_key(config, device, learner.weights.describe(), at_once)
     key |= {"population": learner.weights.agents or 1, "fused": learner.is_fused}
     saved_s = config.steps * config.updates_per_env_step * SAVED_PER_UPDATE_S
-    options, compiles = candidates(config, device), may_compile(config, device, saved_s)
+    options, compiles = candidates(config, device), may_compile(config, device, saved_s, thorough)
     if learner.is_fused:
         # Our own kernels have a fixed precision and leave little to compile: 2 of 34 µs per update,
         # for several seconds at the start.
         options = [Choice("fp32" if config.precision == "fp32" else "tf32", compiled=False)]
         compiles = config.compile == "on"
-    tuning = tune(options, compiles, time_update, {**key, "compiles": compiles}, thorough)
+    tuning = tune(options, compiles, time_update, key, thorough)
     if agree is not None:
         tuning, in_force = dataclasses.replace(tuning, choice=agree(tuning.choice)), None
     update_s = time_update(tuning.choice)
@@ -106,8 +105,8 @@ def prepare_learner(
     failures = {f.name: f.failure for f in learner.compilables() if f.failure is not None}
     tuning = dataclasses.replace(tuning, failed={**tuning.failed, **failures})
     recorded = f"{at_once} updates a launch"
-    if not config.graphs or (refused := why_not_recorded(device, "learner")):
-        recorded = f"not recorded ({refused if config.graphs else 'as asked'})"
+    if refused := why_not_recorded(config.graphs, device, "learner"):
+        recorded = f"not recorded ({refused})"
     plain = "".join(f"; {name} is not compiled ({why})" for name, why in failures.items())
     how = "known" if tuning.from_cache else "measured" if thorough else "new here"
     note = (

@@ -49,10 +49,10 @@ def build(
     members: Sequence[int] | None = None,
     *,
     thorough: bool = False,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Parts:
     """Create all parts of a run with the engine of its configuration; see ``Setup``."""
-    setup = Setup(config, faults, restarted_at, trace, members, thorough, tell)
+    setup = Setup(config, faults, restarted_at, trace, members, thorough, report)
     parts = engine(config.engine).build(setup)
     try:
         check_evaluation_env(config, parts.spec)

@@ -65,9 +65,14 @@ def candidates(config: Config, device: torch.device) -> list[Choice]:
     return [Choice(precision, compiled=False) for precision in precisions]
 
 
-def may_compile(config: Config, device: torch.device, saved_s: float) -> bool:
-    """Return whether to compile functions that then save ``saved_s`` in the whole run."""
-    repays = device.type == "cuda" and saved_s > COMPILING_S
+def may_compile(
+    config: Config, device: torch.device, saved_s: float, thorough: bool = False
+) -> bool:
+    """Return whether to compile functions that then save ``saved_s`` in the whole run.
+
+    ``thorough``: also if it does not repay the time that it takes.
+    """
+    repays = device.type == "cuda" and (thorough or saved_s > COMPILING_S)
     return config.compile == "on" or (config.compile == "auto" and repays)
 
 
@@ -107,7 +112,7 @@ def tune(
     of seconds, so it is measured for the best precision only. An option that fails (for example
     without a compiler) is skipped, except the first one. What the cache has is not tried again.
     """
-    known = recall("tuning", key)
+    known = recall("tuning", {**key, "compiles": compiles})
     with contextlib.suppress(KeyError, TypeError):  # no entry, or one of another version
         choice = Choice(**known["choice"])
         if choice.precision in {o.precision for o in options} and known["thorough"] >= thorough:
@@ -135,8 +140,13 @@ def tune(
                     attempt(dataclasses.replace(option, compiled=compiled))
     best = min(times, key=lambda option: times[option])
     seconds = {str(option): s for option, s in times.items()}
-    value = {"choice": dataclasses.asdict(best), "update_s": seconds, "failed": failed}
-    remember("tuning", key, {**value, "thorough": thorough})
+    found = {"update_s": seconds, "failed": failed, "thorough": thorough}
+    value = {"choice": dataclasses.asdict(best), **found}
+    remember("tuning", {**key, "compiles": compiles}, value)
+    if thorough and compiles:  # runs that are too short to compile take the best of the others
+        plain = min((o for o in times if not o.compiled), key=lambda option: times[option])
+        value = {"choice": dataclasses.asdict(plain), **found}
+        remember("tuning", {**key, "compiles": False}, value)
     return Tuning(best, seconds, failed, from_cache=False)
 
 

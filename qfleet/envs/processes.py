@@ -29,7 +29,9 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver, resource_tracker, spawn
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from multiprocessing import forkserver, spawn, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -40,7 +42,6 @@ from numpy.typing import NDArray
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, EnvironmentFault, one_line
 from qfleet.core.seeding import env_seeds, mix_seeds
-from qfleet.core.signals import blocked_in_children
 from qfleet.core.types import EnvSpec, StateDict, Step
 from qfleet.envs.base import BaseEnvs
 from qfleet.envs.closing import CLOSE_S, close_env
@@ -67,6 +68,8 @@ _BOOT_GAME_S = 2.0
 """Added to it for each Atari game of the process: creating one takes 0.3 s on a busy machine."""
 _START_S = 60.0
 """Timeout of the thread that starts the processes of Atari games."""
+_NO_SCRIPT = "games"
+"""How the names of processes begin that do not import the user's script."""
 _STARTING = threading.Lock()
 """Held while ``multiprocessing`` is changed by ``_without_script``."""
 _RESTARTS = "process_restarts"
@@ -105,10 +108,14 @@ class _Worker:
         _set_deadline(self._pipe, self._timeout_s)
         process = self._context.Process(target=serve, args=(self._share, worker_end), daemon=True)
         try:
-            script = _without_script() if self._share.game else contextlib.nullcontext()
-            with script, blocked_in_children():  # the server may have to be started again
+            if self._share.game:
+                process.name = f"{_NO_SCRIPT} {process.name}"
+            with _without_script():
                 process.start()
             self._process = process
+            assert process.pid is not None
+            # multiprocessing ends its processes with SIGTERM at exit and waits; workers ignore it.
+            self._at_exit = util.Finalize(None, _kill, args=(process.pid,), exitpriority=10)
             # Wait for the sentinel too: a process that the environment started may keep the pipe
             # open. ``connection.wait`` would register both again for every reply, see ``receive``.
             self._ready = select.poll()
@@ -136,9 +143,12 @@ class _Worker:
         """Return the reply to the last command; None if the worker is lost."""
         if self.loss is not None:
             return None
-        ready = self._ready.poll(1000 * max(0.0, deadline_s - time.monotonic()))
+        ready = self._poll(deadline_s)
+        if ready and self._pipe.fileno() not in ready and self._outlives_server():
+            self._ready.unregister(next(iter(ready)))
+            ready = self._poll(deadline_s)
         error: OSError | EOFError = EOFError() if ready else BlockingIOError()
-        if any(file == self._pipe.fileno() for file, _ in ready):
+        if self._pipe.fileno() in ready:
             try:
                 reply = self._pipe.recv_bytes()
                 self.is_up = True
@@ -147,6 +157,19 @@ class _Worker:
                 error = caught
         self.loss = self._find_loss(error)
         return None
+
+    def _poll(self, deadline_s: float) -> set[int]:
+        found = self._ready.poll(1000 * max(0.0, deadline_s - time.monotonic()))
+        return {file for file, _ in found}
+
+    def _outlives_server(self) -> bool:
+        """Return whether the fork server has died instead, e.g. of a SIGTERM to all processes."""
+        assert self.pid is not None
+        try:
+            os.kill(self.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return not self._pipe.poll()  # nothing, not even the end of the pipe
 
     def _find_loss(self, error: OSError | EOFError) -> _Loss:
         assert self._process is not None
@@ -185,11 +208,8 @@ class _Worker:
             self._process.join(max(0.0, until_s - time.monotonic()))
         if not is_closed and self._process.is_alive():
             faults.append(("env_close", f"{self.name} did not close within {CLOSE_S:g} s, killed"))
-        # The worker leads a process group: processes that its environments started end with it.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        # The process may not have created its group yet.
-        self._process.kill()
+        _kill(self._process.pid)
+        self._at_exit.cancel()
         self._process.join(CLOSE_S)
         self._pipe.close()
         self._process = None
@@ -252,33 +272,46 @@ class ProcessEnvs(BaseEnvs):
             threads = -(-pool_threads(config, num_envs, training=training) // count)
         cuts = [num_envs * i // count for i in range(count + 1)]
         own = (game, threads, training)
-
-        def start() -> None:
-            self._started = [
-                _Worker(
-                    context,
-                    Share(config, spec, num_envs, range(a, b), raw, *own, tuple(self.seeds[a:b])),
-                )
-                for a, b in itertools.pairwise(cuts)
-            ]
-
+        shares = [
+            Share(config, spec, num_envs, range(a, b), raw, *own, tuple(self.seeds[a:b]))
+            for a, b in itertools.pairwise(cuts)
+        ]
+        self._is_closed = False
         self._started = list[_Worker]()
-        self._starting: threading.Thread | None = None
+        self._starting: Future[None] | None = None
         if game is None:
-            start()
+            self._start_workers(context, shares)
         else:  # the fork server may still be importing
-            self._starting = threading.Thread(target=start, daemon=True)
-            self._starting.start()
+            self._starting = Future()
+            given = (context, shares, self._starting)
+            threading.Thread(target=self._start_workers, args=given, daemon=True).start()
+
+    def _start_workers(
+        self, context: Any, shares: list[Share], done: Future[None] | None = None
+    ) -> None:
+        try:
+            for share in shares:
+                self._started.append(_Worker(context, share))
+                if self._is_closed:
+                    self._started[-1].end(0.0)
+        except BaseException as error:
+            if done is None:
+                raise
+            done.set_exception(error)
+        else:
+            if done is not None:
+                done.set_result(None)
 
     @property
     def _workers(self) -> list[_Worker]:
         if self._starting is not None:
-            self._starting.join(_START_S)
+            try:
+                self._starting.result(_START_S)
+            except FutureTimeout:
+                raise EnvironmentFault(
+                    f"no processes for '{self.spec.env_id}' within {_START_S:g} s; use fewer envs"
+                ) from None
             self._starting = None
-        if not self._started:
-            raise EnvironmentFault(
-                f"no process for '{self.spec.env_id}' within {_START_S:g} s; use fewer envs"
-            )
         return self._started
 
     def reset(self) -> NDArray[Any]:
@@ -351,6 +384,8 @@ class ProcessEnvs(BaseEnvs):
         """Replace lost workers by new processes; their rows start new episodes."""
         step = self._steps[self._side]
         while lost := [worker for worker in self._workers if worker.loss is not None]:
+            if self._is_closed:  # by another thread
+                raise EnvironmentFault(f"'{self.spec.env_id}' is closed")
             for worker in lost:
                 self._count_failure(worker)
                 worker.end(0.0)
@@ -413,8 +448,7 @@ class ProcessEnvs(BaseEnvs):
 
     def close(self) -> None:
         """Tell the workers to close their environments, and kill workers that take too long."""
-        if self._starting is not None:
-            self._starting.join(_START_S)
+        self._is_closed = True  # workers that start later end at once
         for worker in self._started:
             if worker.pid is not None:
                 worker.send(Command.CLOSE)
@@ -430,30 +464,39 @@ def _context(game: str | None) -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["qfleet.envs.atari" if game else "__main__", __name__])
-    # Its imports take seconds: begin now, because the spec is not yet known. It must not hear a
-    # SIGTERM to all processes, as a batch system sends it: its workers would seem to have died.
-    resource_tracker.ensure_running()  # first: starting it unblocks the signal
-    with blocked_in_children():
-        forkserver.ensure_running()
+    # Its imports take seconds: begin now, because the spec is not yet known.
+    forkserver.ensure_running()
     return context
 
 
 @contextlib.contextmanager
 def _without_script() -> Iterator[None]:
-    """Start processes that do not import the user's script.
+    """Start processes that do not import the user's script, if their name begins so.
 
     Atari games do not need it. A script without ``if __name__ == '__main__'`` would train again in
     every process, and it need not know how many games make qfleet start processes.
     """
+
+    def prepare_without(name: str) -> dict[str, Any]:
+        needed = prepare(name)
+        if name.startswith(_NO_SCRIPT):
+            needed = {key: needed[key] for key in needed if not key.startswith("init_main")}
+        return needed
+
     with _STARTING:
         prepare = spawn.get_preparation_data
-        spawn.get_preparation_data = lambda name: {
-            key: value for key, value in prepare(name).items() if not key.startswith("init_main")
-        }
+        spawn.get_preparation_data = prepare_without
         try:
             yield
         finally:
             spawn.get_preparation_data = prepare
+
+
+def _kill(pid: int) -> None:
+    """Kill a worker and what its environments have started: it leads a process group."""
+    for kill in (os.killpg, os.kill):  # it may not have created its group yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
 
 
 def _probe(context: Any, config: Config, on_fault: OnFault) -> EnvSpec:

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, QfleetError, one_line
-from qfleet.core.signals import FOREIGN_ERRORS, ignore_sigterm_if_blocked
+from qfleet.core.signals import FOREIGN_ERRORS, ignore_sigterm
 from qfleet.core.types import EnvSpec, StateDict, Step
 from qfleet.envs.closing import CLOSE_S
 from qfleet.envs.registry import look_for_masks
@@ -140,7 +140,7 @@ def serve(share: Share, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A separate process group, so that processes started by environments can be killed with it.
     os.setpgid(0, 0)
-    ignore_sigterm_if_blocked()  # the parent ends this process; what envs start hears it
+    ignore_sigterm()  # also that of a batch system to all processes: the parent ends this one
     _let_parent_finish()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     worker = Worker(share)

@@ -84,7 +84,7 @@ class Progress:
         self._live: Live | None = None
         self._activity = ""
         """What the run does instead of training."""
-        self._preparing: Status | None = None
+        self._status: Status | None = None
 
     def __enter__(self) -> Progress:
         return self
@@ -92,12 +92,12 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def tell(self, text: str) -> None:
+    def preparing(self, text: str) -> None:
         """Show what is done before the training begins."""
         if self._mode == "live":
-            self._preparing = self._preparing or self._console.status("")
-            self._preparing.update(text)
-            self._preparing.start()
+            self._status = self._status or self._console.status("")
+            self._status.update(text)
+            self._status.start()
         elif self._mode == "plain":
             self.message(f"{text} …")
 
@@ -169,8 +169,8 @@ class Progress:
         self._console.out(text, highlight=False)
 
     def _end_preparing(self) -> None:
-        if self._preparing is not None:
-            self._preparing.stop()
+        if self._status is not None:
+            self._status.stop()
 
     def stop(self) -> None:
         self._end_preparing()

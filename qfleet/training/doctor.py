@@ -65,10 +65,8 @@ def measure_vectorisers(
 ) -> list[tuple[str, int, float]]:
     """Return (vectorize, envs, env steps per second) for every mode of this environment."""
     base, _ = resolve(env)
-    if is_tensor_env(env):
+    if is_tensor_env(env) or ale_game(env):
         modes = ["auto"]
-    elif ale_game(env):
-        modes = ["native"]
     else:
         modes = [*["native"] * has_vector_entry_point(env), "sync", "async"]
     cores = os.cpu_count() or 1

@@ -1,8 +1,8 @@
 """Evaluation during a run: the greedy policy is played at intervals, and the best one is kept.
 
-On accelerators it is played in a thread (``agent/beside.py``): training goes on, and the result
-counts as soon as it is there, for the env steps at which it began. A run that stops early by it has
-therefore made some more steps.
+On accelerators it is played in a thread (``agent/background_evaluation.py``): training goes on, and
+the result counts as soon as it is there, for the env steps at which it began. A run that stops
+early by it has therefore made some more steps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from qfleet.agent.beside import Beside
+from qfleet.agent.background_evaluation import BackgroundEvaluator
 from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
@@ -30,36 +30,36 @@ class Evaluate(Hook):
         """``save`` writes a checkpoint before a failing environment ends the run."""
         self._early_stopping, self._save = EarlyStopping(config), save
         self._begun_at: int | None = None
-        """Env steps of the evaluation that is played beside the training."""
+        """Env steps of the evaluation under way in the background."""
 
     def on_step(self, run: RunState) -> None:
-        interval, beside = run.config.eval_freq, run.parts.beside
+        interval, background = run.config.eval_freq, run.parts.background
         if not interval:
             return
-        if beside is not None and self._begun_at is not None:
+        if background is not None and self._begun_at is not None:
             next_is_due = run.parts.clock.env_steps // interval > self._begun_at // interval
-            if not (beside.is_done or next_is_due):
+            if not (background.is_done or next_is_due):
                 return
-            self._end_beside(run, beside)
+            self._end_background(run, background)
         if not run.due("eval", interval):
             return
         run.postpone("eval")  # a resume repeats an evaluation that was cut short
-        if beside is None:
+        if background is None:
             self.evaluate(run)
             if run.evaluated_at == run.parts.clock.env_steps:
                 run.settle("eval")
         elif run.stopped_by is None:
             self._begun_at = run.parts.clock.env_steps
-            beside.start(lambda _: run.is_out_of_time())
+            background.start(lambda _: run.is_out_of_time())
 
     def on_finish(self, run: RunState) -> None:
-        if run.parts.beside is not None and self._begun_at is not None:
-            self._end_beside(run, run.parts.beside)
-        is_judged = run.stopped_by in ("target_return", "patience")
+        if run.parts.background is not None and self._begun_at is not None:
+            self._end_background(run, run.parts.background)
+        stopped_early = run.stopped_by in ("target_return", "patience")
         if (
             run.evaluated_at != run.parts.clock.env_steps
             and not run.is_out_of_time()
-            and not is_judged
+            and not stopped_early
         ):
             # An interrupted run only reports: resumed, it evaluates when an uninterrupted one does.
             complete = run.stopped_by not in ("stop_after", "max_wall", "SIGINT", "SIGTERM")
@@ -74,7 +74,7 @@ class Evaluate(Hook):
         """Play the greedy policy. ``counts`` False: only report, stop nothing and keep nothing."""
         parts = run.parts
         episodes = run.config.n_eval_episodes * len(parts.members)
-        with run.not_training("evaluate"):
+        with run.not_training("evaluate" if parts.background is None else "idle"):
             try:
                 with run.progress.evaluating(episodes) as show:
                     evaluation = parts.evaluator.play(
@@ -86,19 +86,19 @@ class Evaluate(Hook):
             if evaluation is not None:
                 self._add(run, evaluation, parts.clock.env_steps, parts.model.weights, counts)
 
-    def _end_beside(self, run: RunState, beside: Beside) -> None:
-        """Wait for the evaluation beside the training, and let it count."""
+    def _end_background(self, run: RunState, background: BackgroundEvaluator) -> None:
+        """Wait for the evaluation in the background, and count it."""
         assert self._begun_at is not None
         begun_at, self._begun_at = self._begun_at, None
         try:
             with run.not_training("idle"):
-                evaluation = beside.result()
+                evaluation = background.result()
         except EnvironmentFault:
             self._save.on_finish(run)
             raise
         if evaluation is not None:
             run.settle("eval")
-            self._add(run, evaluation, begun_at, beside.weights, counts=True)
+            self._add(run, evaluation, begun_at, background.weights, counts=True)
 
     def _add(
         self,

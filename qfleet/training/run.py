@@ -83,6 +83,7 @@ class Run(RunState):
                 check_vacant(folder)  # again: another run may have ended before the lock was ours
             check_regular_files(folder)
             resize_request.forget(folder)
+            opened.callback(self.progress.stop)
             self._build(checkpoint)
             opened.callback(lambda: self.parts.close())  # the parts of that moment
             if checkpoint is not None:
@@ -102,24 +103,34 @@ class Run(RunState):
             if members is not None:
                 check_like(members, (0,), "agents/members", most=self.config.population - 1)
         self.parts = registry.build(
-            self.config, self.faults, restarted_at, self._trace, members, tell=self.progress.tell
+            self.config,
+            self.faults,
+            restarted_at,
+            self._trace,
+            members,
+            report=self.progress.preparing,
         )
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         with reading(f"cannot load '{checkpoint.path}' (edited, or of another version of qfleet)"):
             if checkpoint.parts["run"]["env_steps"] != checkpoint.env_steps:
                 raise CheckpointError(f"run/env_steps is not {checkpoint.env_steps}")
-            if self.load_state_dict(checkpoint.parts):
-                return
-        self.progress.message(
-            "the checkpoint has no state of the envs: open episodes were cut and restarted"
-        )
+            is_exact = self.load_state_dict(checkpoint.parts)
+        if not is_exact:
+            self.progress.message(
+                "the checkpoint has no state of the envs: open episodes were cut and restarted"
+            )
+        elif self.parts.background is None or self.config.population > 1:
+            return
         # Keep a better policy that was saved after the checkpoint: this run may not find it again.
         try:
-            best = load_policy(self.folder / "best").meta.get("return")
+            meta = load_policy(self.folder / "best").meta
+            best = meta.get("return")
             check_like(best, None, "return")
         except CheckpointError:
             return
+        if is_exact and meta.get("env_steps", 0) > checkpoint.env_steps:
+            return  # it will: of weights that are not yet learnt
         for hook in self._hooks:
             if isinstance(hook, Evaluate) and best is not None:
                 hook.keep_best(self, best)

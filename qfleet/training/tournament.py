@@ -151,6 +151,8 @@ def narrowed(parts: Parts, kept: list[int], trace: Trace | None) -> Parts:
         }
     )
     smaller.timers[0].load_state_dict(parts.timers[0].state_dict())
+    for stage, timer in smaller.device_times.items():
+        timer.add(parts.device_times[stage])
     parts.close()
     return smaller
 

@@ -251,7 +251,8 @@ def pretend(
     built: list[Config] = []
     closed: list[str] = []
 
-    def build(config: Config, _faults: object) -> SimpleNamespace:
+    def build(config: Config, _faults: object, *, thorough: bool) -> SimpleNamespace:
+        assert thorough
         built.append(config)
         return SimpleNamespace(
             device=torch.device(device),

@@ -247,7 +247,8 @@ def test_inference_elsewhere_than_the_learner_is_refused(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("rates", "best"), [({"cpu": 50.0, "cuda": 70.0}, "cuda"), ({"cpu": 80.0, "cuda": 70.0}, "cpu")]
+    ("rates", "best"),
+    [({"cpu": 50.0, "cuda": 170.0}, "cuda"), ({"cpu": 180.0, "cuda": 70.0}, "cpu")],
 )
 def test_with_an_accelerator_the_quicker_one_chooses(
     rates: dict[str, float], best: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -273,6 +274,25 @@ def test_with_an_accelerator_the_quicker_one_chooses(
     assert built == ["cpu", "cuda", best]  # what is known is not measured again
     assert again.note == f"inference on {best} (known: {best} {rates[best]:.0f}/s)"
     assert place_inference(*given, thorough=True).note == acting.note
+
+
+def test_a_device_that_is_hardly_faster_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rates = {"cpu": 50.0, "cuda": 70.0}
+    host: Any = None
+    monkeypatch.setattr(
+        placement,
+        "_acting_on",
+        lambda device, *_: Acting(host, host, lambda: None, None, rates[device.type], ""),
+    )
+    for _ in range(2):
+        acting = place_inference(
+            *(PIPELINE, VECTORS, [2, 2], Placement(CUDA, CUDA, ahead=True, capturable=True)),
+            *(FlatWeights(network_on(CPU)), Choice("fp32", compiled=False)),
+        )
+        assert acting.note == "inference on cuda (measured: cpu 50/s, cuda 70/s)"
 
 
 # --- the device engine ------------------------------------------------------------------------

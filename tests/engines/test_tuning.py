@@ -133,6 +133,16 @@ def test_a_run_takes_the_usual_choice_without_measuring_others(compiles: bool) -
     assert tune(OPTIONS, compiles, Stopwatch({}), KEY).choice == FP32
 
 
+def test_what_was_measured_serves_runs_that_compile_and_runs_that_do_not() -> None:
+    table: dict[str, float | Exception] = {
+        "fp32": 3.0, "tf32": 2.0, "bf16": 2.5, "tf32, compiled": 1.0,
+    }  # fmt: skip
+    assert str(tune(OPTIONS, True, Stopwatch(table), KEY, thorough=True).choice) == "tf32, compiled"
+    for compiles, choice in ((True, Choice("tf32", compiled=True)), (False, TF32)):
+        known = tune(OPTIONS, compiles, Stopwatch({}), KEY)
+        assert (known.choice, known.from_cache) == (choice, True)
+
+
 def test_a_usual_choice_that_fails_is_replaced_by_the_next() -> None:
     refused = RuntimeError("refused")
     table: dict[str, float | Exception] = dict.fromkeys(
@@ -161,6 +171,7 @@ def test_when_to_compile(asked: str, device: torch.device, expected: bool) -> No
     config = Config().replace(compile=asked)
     assert may_compile(config, device, saved_s=COMPILING_S + 1) is expected
     assert may_compile(config, device, saved_s=COMPILING_S - 1) is (asked == "on")
+    assert may_compile(config, device, saved_s=0, thorough=True) is expected
 
 
 def test_the_key_changes_with_whatever_may_change_the_choice() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import textwrap
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -178,6 +179,36 @@ def test_games_that_take_too_long_to_create(monkeypatch: pytest.MonkeyPatch) -> 
         envs.reset()
     assert set(faults.kinds) == {"env_timeout"}
     assert any(holds(text, "did not start", "0.02 s") for _, text in faults)
+
+
+def test_an_error_of_the_thread_that_starts_workers_is_that_of_the_first_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory for a process")
+
+    monkeypatch.setattr(processes, "_Worker", fail)
+    made = make_envs(breakout(), 3, SEED, training=True, on_fault=Faults())
+    with closing(made) as envs, pytest.raises(MemoryError, match="no memory for a process"):
+        envs.reset()
+
+
+def test_closing_before_the_workers_have_started_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release, spawned, spawn = threading.Event(), [], processes._Worker.spawn
+
+    def wait_and_spawn(worker: Any) -> None:
+        assert release.wait(60)
+        spawn(worker)
+        spawned.append(worker.pid)
+
+    monkeypatch.setattr(processes._Worker, "spawn", wait_and_spawn)
+    made = make_envs(breakout(), 3, SEED, training=True, on_fault=Faults())
+    made.close()
+    release.set()
+    wait_until(lambda: len(spawned) == 2, "both workers")
+    wait_until(lambda: not any(map(is_alive, spawned)), "their end")
 
 
 def test_games_of_an_evaluation_may_be_apart() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from qfleet.envs.worker import pack, unpack
 from support.messages import holds, says
 from support.processes import is_alive, needs_proc, python, start
 from support.scripted_envs import Faults, faulty, scripted
-from support.waiting import wait_until
+from support.waiting import finish, wait_until
 
 pytestmark = needs_proc
 COLUMNS = ("obs", "reward", "terminated", "truncated", "invalid", "fresh")
@@ -473,6 +474,42 @@ def test_an_env_that_exits_or_interrupts_has_crashed(fault: str) -> None:
         assert go(envs).fresh.all()
         assert pids(envs) == before
         assert faults.kinds == ["env_crash"]
+
+
+def test_workers_go_on_after_a_sigterm_to_all_processes() -> None:
+    """As batch systems send it. The fork server dies of it, and is started again when needed."""
+    with pool(scripted(), 2) as (envs, faults):
+        envs.reset()
+        before = pids(envs)
+        server = forkserver._forkserver._forkserver_pid
+        for pid in (server, *before):
+            os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not is_alive(server), "the end of the fork server")
+        for _ in range(3):
+            go(envs)
+        assert (pids(envs), faults.kinds) == (before, [])
+        os.kill(min(before), signal.SIGKILL)
+        wait_until(lambda: bool(go(envs)) and faults.kinds == ["env_process"], "a loss")
+        assert len(set(pids(envs)) - set(before)) == 1  # by a new server
+        go(envs)
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "ALE/Pong-v5"])
+def test_a_program_that_closes_nothing_ends_and_leaves_no_process(env: str) -> None:
+    program = textwrap.dedent(f"""
+        from qfleet.config.config import Config
+        from qfleet.envs.registry import ale_game
+        from qfleet.envs.processes import ProcessEnvs
+        envs = ProcessEnvs(Config(env={env!r}), 2, 0, print, ale_game({env!r}))
+        envs.reset()
+        print(*(worker.pid for worker in envs._workers), flush=True)
+    """)
+    with start(python("-c", program)) as process:
+        out, errors = finish(process, "the end of a program with open environments")
+    assert process.returncode == 0, errors
+    assert out.split()
+    for pid in map(int, out.split()):
+        wait_until(lambda pid=pid: not is_alive(pid), "the end of a worker")  # type: ignore[misc]
 
 
 def test_an_error_in_close_is_reported_by_the_process() -> None:

@@ -1,4 +1,4 @@
-"""Evaluation beside training: a thread plays a copy of the weights while the learner learns on.
+"""Evaluation in the background: a thread plays a copy of the weights while the learner goes on.
 
 In: an evaluator of a network of its own, and the weights of the learner. Out: an ``Evaluation`` of
 the weights at the moment of ``start``. Everything that the thread queues on an accelerator goes to
@@ -8,10 +8,12 @@ a stream of its own.
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeAlias
 
 import torch
 
@@ -20,12 +22,13 @@ from qfleet.agent.evaluation import Evaluation, GiveUp
 from qfleet.agent.weights import FlatWeights
 from qfleet.telemetry.timers import Timers
 
+_Result: TypeAlias = "Future[Evaluation | None]"
 CLOSE_S = 5.0
-"""Most seconds for an evaluation to end at the end of a run."""
+"""Most seconds for the thread to end its evaluation and close its environments."""
 
 
-class Beside:
-    """Plays one evaluation at a time in a thread."""
+class BackgroundEvaluator:
+    """Plays one evaluation at a time. One thread plays and closes: some environments need that."""
 
     def __init__(
         self,
@@ -33,15 +36,22 @@ class Beside:
         source: FlatWeights,
         weights: FlatWeights,
         timers: Timers,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
-        """``play`` evaluates the network of ``weights``, into which ``source`` is copied."""
-        self._play, self._source = play, source
+        """``play`` evaluates the network of ``weights``, into which ``source`` is copied.
+
+        ``close`` closes what ``play`` has opened.
+        """
+        self._play, self._close, self._source = play, close, source
         self._device = device = weights.data.device
         self.weights, self.timers = weights, timers
         self._stream = stream_of(device) if has_streams(device) else None
-        self._under_way: Future[Evaluation | None] | None = None
-        self._thread: threading.Thread | None = None
-        self._closing = False
+        self._under_way: _Result | None = None
+        self._jobs: queue.SimpleQueue[tuple[_Result, GiveUp] | None] = queue.SimpleQueue()
+        self._is_closing = False
+        # A daemon: the process must end even if an environment hangs.
+        self._thread = threading.Thread(target=self._work, name="evaluator", daemon=True)
+        self._thread.start()
 
     def start(self, give_up: GiveUp) -> None:
         """Copy the weights and begin to play them; ``give_up`` is called in the thread."""
@@ -50,26 +60,22 @@ class Beside:
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         self._under_way = Future()
-        # A daemon: the process must end even if an environment hangs.
-        self._thread = threading.Thread(
-            target=self._work, args=(self._under_way, give_up), name="evaluator", daemon=True
-        )
-        self._thread.start()
+        self._jobs.put((self._under_way, give_up))
 
-    def _work(self, future: Future[Evaluation | None], give_up: GiveUp) -> None:
+    def _work(self) -> None:
+        with self._stream or contextlib.nullcontext():
+            while (job := self._jobs.get()) is not None:
+                self._evaluate(*job)
+        self._close()
+
+    def _evaluate(self, future: _Result, give_up: GiveUp) -> None:
         began_s = time.perf_counter()
         try:
-            with self._stream or contextlib.nullcontext():
-                evaluation = self._play(lambda done: self._closing or give_up(done))
+            evaluation = self._play(lambda done: self._is_closing or give_up(done))
             self.timers.add("evaluate", began_s, time.perf_counter())
             future.set_result(evaluation)
         except BaseException as error:  # ``result`` raises it again
             future.set_exception(error)
-
-    def play(self, give_up: GiveUp) -> Evaluation | None:
-        """Play the weights of this moment, and wait for it."""
-        self.start(give_up)
-        return self.result()
 
     @property
     def is_done(self) -> bool:
@@ -81,7 +87,13 @@ class Beside:
         future, self._under_way = self._under_way, None
         return future.result()
 
+    def play(self, give_up: GiveUp) -> Evaluation | None:
+        """Play the weights of this moment, and wait for it."""
+        self.start(give_up)
+        return self.result()
+
     def close(self) -> None:
-        self._closing = True
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
+        """Give up what is under way, and end the thread."""
+        self._is_closing = True
+        self._jobs.put(None)
+        self._thread.join(CLOSE_S)

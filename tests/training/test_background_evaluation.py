@@ -1,4 +1,4 @@
-"""Evaluations beside the training: those of the same weights, counted when they are there.
+"""Evaluations in the background: those of the same weights, counted when they are there.
 
 Runs on accelerators have them; here they are forced on the CPU.
 """
@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import qfleet
-from qfleet.agent.beside import Beside
+from qfleet.agent.background_evaluation import BackgroundEvaluator
 from qfleet.agent.evaluation import Evaluation, GiveUp, HostEvaluator
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import EnvSpec
 from qfleet.engines import device, pipeline
-from qfleet.engines.factories import evaluates_beside
+from qfleet.engines.factories import evaluates_in_background
 from qfleet.networks.factory import make_network
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.timers import Timers
@@ -41,9 +41,9 @@ def train(folder: Path, **changes: Any) -> qfleet.Trained:
 
 def force(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (pipeline, device):
-        monkeypatch.setattr(module, "evaluates_beside", lambda config, _: config.eval_freq > 0)
-    # Plain learners have no copies of their networks to play.
-    monkeypatch.setattr(device, "RecordedLearner", object)
+        monkeypatch.setattr(
+            module, "evaluates_in_background", lambda config, _: config.eval_freq > 0
+        )
 
 
 def evaluations(folder: Path) -> list[tuple[int, float]]:
@@ -93,7 +93,7 @@ def test_training_goes_on_and_an_early_stop_counts_once(
             # 100 steps after the evaluation began.
             if run.parts.clock.env_steps >= 300 and not go_on.is_set():
                 go_on.set()
-                wait_until(lambda: run.parts.beside.is_done, "the evaluation", 60)
+                wait_until(lambda: run.parts.background.is_done, "the evaluation", 60)
 
     result = train(
         tmp_path / "run", engine="pipeline", target_return=1.0, callbacks=[Release()]
@@ -161,10 +161,10 @@ def test_a_fault_of_the_environment_ends_the_run_with_a_checkpoint(
     ],
     ids=str,
 )
-def test_only_an_accelerator_that_does_not_need_the_result_evaluates_beside(
+def test_only_an_accelerator_that_does_not_need_the_result_evaluates_in_background(
     changes: dict[str, Any], device: torch.device, expected: bool
 ) -> None:
-    assert evaluates_beside(Config(engine="pipeline").replace(**changes), device) is expected
+    assert evaluates_in_background(Config(engine="pipeline").replace(**changes), device) is expected
 
 
 def test_a_copy_has_the_buffers_and_closing_ends_an_evaluation() -> None:
@@ -179,7 +179,7 @@ def test_a_copy_has_the_buffers_and_closing_ends_an_evaluation() -> None:
         wait_until(lambda: bool(give_up(0)), "the end", 60)
         given_up.set()
 
-    beside = Beside(play, source, copy, Timers())
+    beside = BackgroundEvaluator(play, source, copy, Timers())
     beside.start(lambda _: False)
     assert copy.data.equal(source.data)
     for name, buffer in source.buffers().items():
