@@ -348,6 +348,11 @@ class Config:
     """Ray cluster to join, as host:port; empty: start one on this machine for this run."""
     update: Update = field("async", "cluster", common=True, engines=SERVERS)
     """Parameter server: how workers' gradients become weights (docs/parameter-server.md)."""
+    pull: Literal["before-gradient", "with-push"] = field(
+        "before-gradient", "cluster", updates=("async", "ssp", "hybrid")
+    )
+    """Parameter server: when workers fetch weights. before-gradient: also after collecting, if they
+    have changed; with-push: only with the reply to a gradient (fewer messages, older weights)."""
     backup_workers: int = field(0, "cluster", low=0, updates=("sync",))
     """Sync: number of slowest workers that each round does not wait for."""
     balance: bool = field(False, "cluster", updates=("sync",))

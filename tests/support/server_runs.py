@@ -22,7 +22,7 @@ def make_config(**fields: Any) -> Config:
         "target_update_interval": 100, "threads": 1, "device": "cpu",
         "optimizer": "adam", "learning_rate": 1e-3, "max_grad_norm": 0.5, "buffer_size": 1000,
     }  # fmt: skip
-    return validate(tiny_config(algo="double-dqn", **{**told, **fields}))
+    return validate(tiny_config(**{"algo": "double-dqn", **told, **fields}))
 
 
 def first_weights(config: Config) -> Tensor:

@@ -140,6 +140,11 @@ class Servers:
         """Fetch the newest weights without taking part: no other worker waits for this one."""
         self._take(self._ask(dict.fromkeys(self._numbers, Pull())), into)
 
+    def refresh(self, into: Tensor) -> None:
+        """Fetch the weights that have changed since the last reply."""
+        stamps = {number: self._stamp(number) for number in self._numbers}
+        self._take(self._ask({n: Pull(tuple(stamp)) for n, stamp in stamps.items()}), into)
+
     def ping(self) -> None:
         """Send an empty message to every server, to measure what a message costs."""
         self._ask(dict.fromkeys(self._numbers, Ping()))

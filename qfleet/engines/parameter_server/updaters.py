@@ -23,7 +23,7 @@ from qfleet.agent.updaters.local import LocalUpdater
 from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
-from qfleet.core.types import StateDict, Updater
+from qfleet.core.types import Clock, StateDict, Updater
 from qfleet.engines.parameter_server.client import Servers
 from qfleet.engines.parameter_server.clipping import clip
 
@@ -75,6 +75,20 @@ class RemoteUpdater(Updater):
 
 class RemoteGradients(RemoteUpdater):
     """Sends every gradient; the servers' optimiser steps."""
+
+    own_clock: Clock | None = None
+    """This worker's clock; None: weights are only fetched with the reply to a gradient."""
+    _fetched_at = -1
+    """Its env steps when weights were fetched last."""
+
+    def before_gradient(self) -> None:
+        """Fetch weights that other workers have changed while this one collected."""
+        if self.own_clock is None or self._fetched_at == self.own_clock.env_steps:
+            return
+        held = self._held()
+        self._servers.refresh(held)
+        self._put(held)
+        self._fetched_at = self.own_clock.env_steps
 
     def apply(self, learning_rate: float | Tensor, loss: Loss | None = None) -> Metrics:
         self.made += 1
@@ -175,3 +189,12 @@ UPDATERS: dict[str, type[RemoteUpdater]] = {
 
 def make_remote_updater(config: Config, weights: FlatWeights, servers: Servers) -> RemoteUpdater:
     return UPDATERS.get(config.update, RemoteGradients)(config, weights, servers)
+
+
+def fetches_before_gradients(config: Config) -> bool:
+    """Return whether workers fetch weights after collecting.
+
+    Behind a barrier none have changed, and a rollout's gradient is of the weights that acted.
+    """
+    has_changed = config.update in ("async", "ssp", "hybrid") and config.replay
+    return has_changed and config.pull == "before-gradient"

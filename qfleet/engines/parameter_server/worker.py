@@ -21,7 +21,12 @@ from qfleet.engines import serial
 from qfleet.engines.cluster.ray_cluster import TIMEOUT_S, from_inside
 from qfleet.engines.parameter_server.client import Line, RemoteLine, Servers, ServersLost
 from qfleet.engines.parameter_server.compression import make_compressor
-from qfleet.engines.parameter_server.updaters import RemoteUpdater, make_remote_updater
+from qfleet.engines.parameter_server.updaters import (
+    RemoteGradients,
+    RemoteUpdater,
+    fetches_before_gradients,
+    make_remote_updater,
+)
 from qfleet.engines.parts import Setup
 from qfleet.envs.latency import latency_of
 from qfleet.telemetry.faults import FaultLog
@@ -124,6 +129,8 @@ class Worker:
             updater_factory=remote,
             ladder=own_ladder(config, number),
         )
+        if isinstance(self._updater, RemoteGradients) and fetches_before_gradients(config):
+            self._updater.own_clock = self._parts.clock
         self._processor_s = time.process_time()
         self._inside_s = 0.0
         """Time of messages and waits that the timers also count as learning."""

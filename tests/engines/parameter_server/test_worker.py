@@ -358,6 +358,49 @@ def test_a_late_workers_first_gradient_is_as_old_as_it_is() -> None:
     assert list(bursts.values())[:3] == [4, 4, 4]
 
 
+@pytest.mark.parametrize(
+    ("fields", "oldest", "pulls"),
+    [
+        ({"update": "async"}, 0, True),
+        ({"update": "ssp", "staleness": 100}, 0, True),
+        ({"update": "hybrid", "hybrid_workers": 1}, 0, True),
+        ({"update": "async", "pull": "with-push"}, 3, False),
+        ({"update": "async", "algo": "n-step-q", "train_freq": 32, "batch_size": 32}, 3, False),
+    ],
+    ids=str,
+)
+def test_a_gradient_is_of_the_newest_weights_unless_they_must_be_older(
+    fields: dict[str, Any], oldest: int, pulls: bool
+) -> None:
+    """Others make three updates after each burst: while this worker collects."""
+    config = make_config(workers=2, gradient_steps=1 if "algo" in fields else 2, **fields)
+    (server,) = make_servers(config)
+    server.join(Join(1))
+    gradient = 1e-3 * first_weights(config).numpy()
+    sequence, ages, asked = itertools.count(), list[int](), Counter[str]()
+
+    class Line(DirectLine):
+        def start(self, request: Request) -> Any:
+            asked[type(request).__name__] += 1
+            if not isinstance(request, Push):
+                return super().start(request)
+            ages.append(server.pull(Pull()).stamp.version - request.version)
+            reply = super().start(request)
+            if len(ages) % config.gradient_steps == 0:
+                for _ in range(3):
+                    stamp = server.pull(Pull()).stamp
+                    server.push(Push(1, next(sequence), *stamp, gradient, 1e-3))
+            return reply
+
+    worker = Worker(config, 0, [Line(server)])
+    report = worker.work(WorkOrder(0, 400, LONG_S))
+    assert report.updates == len(ages) > 8
+    # The first burst is of weights that were fetched at its start; within a burst none are older.
+    assert set(ages[config.gradient_steps :: config.gradient_steps]) == {oldest}
+    assert asked["Pull"] == (report.updates // config.gradient_steps if pulls else 0)
+    worker.close()
+
+
 def test_messages_outside_of_learning_are_not_taken_from_it() -> None:
     worker = make_worker(make_config(), make_servers(make_config()))
     for _ in range(3):
