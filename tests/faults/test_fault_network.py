@@ -142,10 +142,15 @@ class Host:
         return [int(pid) for pid in ip("netns", "pids", self.name).split()]
 
     def worker(self) -> int | None:
-        """The process of the worker that is at work here."""
-        for pid in self.members(b"ray::"):  # its title may be that of an idle process
-            if (self.folder.parent / f"at-work-{pid}").exists():
-                return pid
+        """The process of the worker that is at work here.
+
+        Not by its title: Ray does not always manage to set it.
+        """
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                is_driver = b"qfleet.cli.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                if not is_driver and (self.folder.parent / f"at-work-{pid}").exists():
+                    return pid
         return None
 
     def members(self, *titles: bytes) -> set[int]:
