@@ -169,7 +169,7 @@ class _Worker:
             os.kill(self.pid, 0)
         except (ProcessLookupError, PermissionError):
             return False
-        return not self._pipe.poll()  # nothing, not even the end of the pipe
+        return True
 
     def _find_loss(self, error: OSError | EOFError) -> _Loss:
         assert self._process is not None
