@@ -68,8 +68,8 @@ class Slow(CartPoleEnv):
 """
 """Steps of 10 ms until the file is removed: a run that cannot be over before a test says so.
 
-Another file says which process takes steps. A title of Ray's would not: the answer to a ping, in
-another thread, sets it back while the worker works.
+Another file says which process takes steps. A title of Ray's would not: Ray does not always set it,
+and the answer to a ping, in another thread, sets it back while the worker works.
 """
 IMPATIENT = {
     "RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000",
@@ -142,10 +142,7 @@ class Host:
         return [int(pid) for pid in ip("netns", "pids", self.name).split()]
 
     def worker(self) -> int | None:
-        """The process of the worker that is at work here.
-
-        Not by its title: Ray does not always manage to set it.
-        """
+        """The process of the worker that is at work here, by the file that it has left."""
         for pid in self.pids():
             with contextlib.suppress(OSError):
                 is_driver = b"qfleet.cli.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
