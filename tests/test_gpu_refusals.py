@@ -6,6 +6,7 @@ And evaluations in the background, which only accelerators have.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import qfleet
+from qfleet.accelerator.graphs import record, why_not_recorded
 from qfleet.engines import device, pipeline
 from qfleet.networks import fused_cnn
 from qfleet.storage.checkpoint import load_checkpoint
@@ -109,6 +111,54 @@ def test_a_gpu_that_records_no_graphs_trains_as_well(
     assert "not recorded (graphs are not supported)" in told
     moved = float((weights - others).norm() / weights.norm())
     assert moved < 0.05
+
+
+def recorded_draws(on_call: Callable[[], object]) -> tuple[list[float], str | None]:
+    """Record a function that draws a number; return the numbers of three launches."""
+    gpu = torch.device("cuda")
+    generator = torch.Generator(gpu)
+    drawn = torch.zeros((), device=gpu)
+
+    def draw() -> None:
+        drawn.copy_(torch.rand((), device=gpu, generator=generator))
+        if torch.cuda.is_current_stream_capturing():
+            on_call()
+
+    launch = record(draw, gpu, [generator], "test")
+    generator.manual_seed(3)
+    numbers = []
+    for _ in range(3):
+        launch()
+        numbers.append(float(drawn))
+    return numbers, why_not_recorded(True, gpu, "test")
+
+
+def test_a_refused_recording_leaves_the_random_numbers_usable() -> None:
+    expected, reason = recorded_draws(lambda: None)
+    assert reason is None
+    assert len(set(expected)) == 3
+    numbers, reason = recorded_draws(lambda: torch.zeros((), device="cuda").item())
+    assert reason is not None
+    assert numbers == expected
+
+
+def test_the_garbage_of_an_earlier_run_does_not_end_a_recording() -> None:
+    class Run:
+        def __init__(self) -> None:
+            self.itself = self
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                torch.ones((), device="cuda")
+
+    runs, objects = [Run()], []
+
+    def forget_the_run() -> None:
+        runs.clear()
+        objects.extend([] for _ in range(200_000))  # so many that the collector starts by itself
+
+    numbers, reason = recorded_draws(forget_the_run)
+    assert reason is None
+    assert len(set(numbers)) == 3
 
 
 def test_a_gpu_without_our_kernels_uses_those_of_torch(

@@ -7,7 +7,9 @@ and if a GPU refuses it, the function itself is returned, and ``why_not_recorded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -61,14 +63,31 @@ def record(
     torch.cuda.synchronize(device)
     try:
         # Thread-local, so that other threads may use the device in the meantime.
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        with (
+            _no_garbage_collection(),
+            torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"),
+        ):
             function()
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # by a driver, or by an operation that cannot be recorded
         _REFUSED[device, role] = str(error).partition("\n")[0]
+        for generator in generators:  # their own states still wait for the end of the recording
+            generator.graphsafe_set_state(generator.clone_state())
         return function
     return graph.replay
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep the collector from freeing an earlier run's graph, which would end a recording."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def seconds_per_call(function: Callable[[], None], device: torch.device, calls: int) -> float:
