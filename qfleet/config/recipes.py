@@ -126,12 +126,13 @@ PRESETS = {
         eval_freq=250_000, eval_eps=0.01, checkpoint_freq=500_000, log_interval=10_000,
     ),
     # With a larger learning rate than the zoo's 1e-4, nearly all convolutions may die in the first
-    # 500 updates; with a larger epsilon of Adam, the values of states begin to differ later
-    # (docs/performance.md).
+    # 500 updates; with a larger epsilon of Adam, the values of states begin to differ later. With
+    # batches of 32 some seeds need more than 1.2M steps (docs/performance.md).
     "pong": _preset(
         "qfleet's own, for a GPU: 3-step returns, early learning and little exploration.",
         base="atari-dqn", algo="n-step-dqn", steps=3_000_000, buffer_size=200_000,
-        learning_starts=20_000, exploration_fraction=0.03, eval_freq=200_000, target_return=18.0,
+        batch_size=128, learning_starts=20_000, exploration_fraction=0.03, eval_freq=150_000,
+        target_return=18.0,
     ),
     # The paper uses one env; here the number suits the engine, at the same replay ratio.
     "minatar-dqn": _preset(
