@@ -79,6 +79,10 @@ class Learner:
         self._has_buffers = any(True for _ in online.torso.buffers())
         alone = config.noisy or self._has_buffers or config.head == "iqn"
         self._terms_per_batch = alone or self.weights.agents is not None
+        self._target_follows = self._has_target and config.target_update_interval == 0
+        """Whether the target network moves before every gradient."""
+        if self._target_follows:
+            self.burst_updates = 1
         self._target_updates = 0
         """Number of target update intervals that had passed at the last ``learn``."""
         self.lr_scale = 1.0
@@ -103,9 +107,11 @@ class Learner:
         config, progress = self._config, self._clock.progress
         self._learning_rate = schedules.learning_rate(config, progress) * self.lr_scale
         self._beta = schedules.importance_exponent(config, progress)
-        self.move_target(self._take_target_move())
         while updates > 0:
             count = min(updates, self.burst_updates)
+            if self._target_follows:
+                self._updater.before_gradient()  # it follows the newest weights
+            self.move_target(self._take_target_move())
             with self._draw_span:
                 samples = self._memory.sample(count * self.batch_size, self._beta)
             batches = samples.split(self.batch_size)
@@ -123,6 +129,8 @@ class Learner:
         target = terms if isinstance(terms, Tensor) else self._target(batch, terms)
         prediction = self._gradient.predict(batch)
         loss_info = self._gradient.backward(prediction, batch, target)  # into weights.grad
+        if self._config.sum_gradients:
+            self.weights.grad.mul_(self._config.batch_size)
         if self._config.prioritized_replay:
             self._memory.update_priorities(batch.index, loss_info.priority)
         applied = self._updater.apply(self._learning_rate, loss_info.loss)
@@ -154,6 +162,8 @@ class Learner:
 
     def _take_target_move(self) -> float:
         """Return how far the target network moves now: by 1 − (1 − τ)^k after k more intervals."""
+        if self._config.target_update_interval == 0:
+            return self._config.tau
         due = self._clock.progress // self._config.target_update_interval - self._target_updates
         self._target_updates += max(due, 0)
         return 1.0 - (1.0 - self._config.tau) ** max(due, 0)

@@ -116,6 +116,8 @@ class RecordedLearner(Learner):
             self.burst(count)
             self._clock.updates += count
             updates -= count
+            if self._target_follows and updates:
+                self._read_schedules()
 
     def burst(self, count: int) -> None:
         """Take ``count`` gradient steps on samples drawn at once, by one launch if recorded."""
@@ -214,6 +216,8 @@ class RecordedLearner(Learner):
         predicted = self._gradient.predict(batch)
         target = target_ready()
         loss_info = self._gradient.backward(predicted, batch, target)
+        if self._config.sum_gradients:
+            self.weights.grad.mul_(self._config.batch_size)
         set_priorities = functools.partial(self._set_priorities, batch, loss_info)
         on_host = self._memory.device.type != self._device.type
         # A memory on the host makes the host wait for the gradient: launch the optimiser before.

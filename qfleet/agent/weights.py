@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import Lag
 from qfleet.networks.noisy import NOISE
@@ -63,6 +64,16 @@ class FlatWeights:
     def row_buffers(self, agent: int) -> dict[str, Tensor]:
         """Return one agent's buffers, as a single network has them."""
         return self.buffers() if self.agents is None else buffers_of(self.buffers(), agent)
+
+    def rate_factors(self, config: Config) -> Tensor | None:
+        """Return each weight's learning rate relative to the run's; None: all are alike."""
+        if not config.value_learning_rate:
+            return None
+        factors = torch.ones_like(self.data)
+        for view, (name, _) in zip(self._views(factors), self.layout, strict=True):
+            if name.startswith("critic."):
+                view.fill_(config.value_learning_rate / config.learning_rate)
+        return factors
 
     def grad_views(self) -> list[Tensor]:
         """Return views of the flat gradient in the parameters' shapes."""

@@ -173,6 +173,8 @@ class Config:
     """Actor-critic: weight of the squared error of the state's value."""
     entropy_weight: float = field(0.01, "algorithm", low=0)
     """Actor-critic: weight of the policy's entropy, which prevents premature convergence."""
+    separate_networks: bool = field(False, "algorithm")
+    """Actor-critic: a network for the policy and one for the value, which share no layers."""
     n_atoms: int = field(51, "algorithm", low=2)
     """C51: number of atoms."""
     v_min: float = field(-10.0, "algorithm")
@@ -223,6 +225,9 @@ class Config:
 
     learning_rate: float = field(1e-4, "optimisation", common=True, above=0)
     """Learning rate at the start."""
+    value_learning_rate: float = field(0.0, "optimisation", low=0)
+    """Actor-critic with separate_networks: learning rate of the value's network at the start; 0:
+    the same as the policy's."""
     lr_schedule: Literal["constant", "linear", "cosine"] = field("constant", "optimisation")
     """How the learning rate falls towards the end of the run."""
     lr_plateau_patience: int = field(0, "optimisation", low=0)
@@ -249,8 +254,11 @@ class Config:
     depend on --envs; without replay, env steps of a rollout."""
     gradient_steps: int = field(1, "optimisation", common=True, low=1)
     """Updates per burst."""
-    target_update_interval: int = field(10_000, "optimisation", common=True, low=1)
-    """Env steps between updates of the target network."""
+    sum_gradients: bool = field(False, "optimisation")
+    """Add up the gradients of a batch's samples instead of averaging them."""
+    target_update_interval: int = field(10_000, "optimisation", common=True, low=0)
+    """Env steps between updates of the target network; 0: one update of it before every gradient,
+    with a parameter server one per pull of a worker."""
     tau: float = field(1.0, "optimisation", above=0, high=1)
     """Polyak factor of target network updates: share of the online weights; 1 copies them."""
 

@@ -108,8 +108,8 @@ def _scaled(config: Config, steps: int, grows: bool) -> Config:
     scaled = config.replace(
         steps=steps,
         learning_starts=int(config.learning_starts * slow),
-        target_update_interval=max(1, int(config.target_update_interval * slow)),
-        eval_freq=max(1, int(config.eval_freq * factor)) if config.eval_freq else 0,
+        target_update_interval=_at_least_one(config.target_update_interval, slow),
+        eval_freq=_at_least_one(config.eval_freq, factor),
     )
     # A rollout that is longer than the run is halved until it fits, if its parts can be.
     while not scaled.replay and scaled.train_freq > steps and scaled.gradient_steps % 2 == 0:
@@ -118,6 +118,11 @@ def _scaled(config: Config, steps: int, grows: bool) -> Config:
             break
         scaled = scaled.replace(train_freq=half, gradient_steps=scaled.gradient_steps // 2)
     return scaled
+
+
+def _at_least_one(interval: int, factor: float) -> int:
+    """Return a scaled interval; 0, which has a meaning of its own, stays 0."""
+    return max(1, int(interval * factor)) if interval else 0
 
 
 def _with_fields(config: Config, fields: Mapping[str, Any]) -> Config:

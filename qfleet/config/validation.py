@@ -91,6 +91,13 @@ def _rules(c: Config) -> Rules:
         for name in ("noisy", "exploration_ladder"):
             yield not getattr(c, name), name, (
                 f"{no}, whose stochastic policy explores; switch it off")
+    else:
+        yield not c.separate_networks, "separate_networks", (
+            f"is for head actor-critic, not {c.head}; switch it off")
+    yield c.value_learning_rate == 0 or c.separate_networks, "value_learning_rate", (
+        "needs separate_networks, because shared layers have one rate; set that or use 0")
+    yield c.value_learning_rate == 0 or c.optimizer != "adamw", "value_learning_rate", (
+        "does not go with optimizer adamw, whose weight decay has one rate; use adam")
     if c.replay:
         least = (c.n_steps + 2) * c.envs + c.batch_size
         yield c.buffer_size >= least, "buffer_size", (
@@ -121,6 +128,8 @@ def _rules(c: Config) -> Rules:
         yield c.replay or not c.balance, "balance", (
             "needs replay, because a rollout is always used as a whole; leave it out")
     if c.engine == "all-reduce":
+        yield not c.sum_gradients, "sum_gradients", (
+            "is not for --engine all-reduce, whose ranks average; raise learning_rate instead")
         batch_size = c.batch_per_rank * c.workers or c.batch_size
         yield batch_size >= c.workers, "workers", (
             f"must be ≤ batch_size ({batch_size}), because ranks share every batch; raise it or "
@@ -183,6 +192,9 @@ def _rollout_rules(c: Config, default: Config) -> Rules:
             "needs replay, because a rollout is on the learner's device; leave it out")
     yield c.replay_slack == 0, "replay_slack", (
         "needs replay, because a rollout must be learnt from before the next one; use 0")
+    yield c.target_update_interval > 0 or c.gradient_steps == 1, "target_update_interval", (
+        f"must be > 0 with gradient_steps {c.gradient_steps}, because all gradients of a rollout "
+        "have the same returns")
     samples, steps = c.gradient_steps * c.batch_size, c.train_freq
     yield samples % steps == 0, "gradient_steps", (
         f"× batch_size {c.batch_size} = {samples} must be a multiple of train_freq {steps}, "

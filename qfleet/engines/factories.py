@@ -157,10 +157,11 @@ def make_objective(config: Config, device: torch.device, seed: int) -> Objective
 
 
 def make_updater(config: Config, weights: FlatWeights, capturable: bool) -> Updater:
-    decay = config.weight_decay  # which the kernels do not have
-    if capturable and not decay and has_kernels(config.optimizer, weights.data.device):
-        return FusedUpdater(weights, config.optimizer_eps, config.max_grad_norm)
-    optimiser = make_optimiser(config.optimizer, weights.data, config.optimizer_eps, decay)
+    eps, decay, factors = config.optimizer_eps, config.weight_decay, weights.rate_factors(config)
+    is_plain = not decay and factors is None  # which is all that the kernels can do
+    if capturable and is_plain and has_kernels(config.optimizer, weights.data.device):
+        return FusedUpdater(weights, eps, config.max_grad_norm)
+    optimiser = make_optimiser(config.optimizer, weights.data, eps, decay, factors)
     return LocalUpdater(weights, optimiser, config.max_grad_norm)
 
 

@@ -3,7 +3,8 @@
 Tests compare the ``serial`` engine with it (tests/equivalence); read it after ``reference_pqn.py``.
 It shares with the rest of qfleet only the configuration's field names, the random numbers and the
 network module; returns are computed by recursion from their definition, and the optimiser is
-torch's own Adam.
+torch's own. With ``separate_networks``, ``target_update_interval`` 0 and ``sum_gradients`` it is
+the worker of the preset ``cartpole-textbook-a3c``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
     network = build_network(EnvSpec(config.env, obs_shape, "float32", int(space.n)), config)
     target = copy.deepcopy(network)
     weights = list(network.parameters())
-    adam = torch.optim.Adam(weights, config.learning_rate, eps=config.optimizer_eps)
+    # The value's own network, if there is one, has a learning rate of its own.
+    of_value = [] if network.critic is None else list(network.critic.parameters())
+    rates = [config.learning_rate, config.value_learning_rate or config.learning_rate]
+    groups = [{"params": weights[: len(weights) - len(of_value)]}, {"params": of_value}]
+    kinds: dict[str, Any] = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    more = {} if config.optimizer == "sgd" else {"eps": config.optimizer_eps}
+    optimiser = kinds[config.optimizer](groups, config.learning_rate, **more)
 
     draws = torch.Generator().manual_seed(seeds.actor)
     chosen_seeds = env_seeds(seeds.envs, count)
@@ -67,10 +74,12 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
                         returns.append(episode_returns[i])
                 obs[i] = next_obs
 
-        # The target network, if there is one, moves by τ whenever its interval has passed.
+        # The target network, if there is one, moves by τ whenever its interval has passed, or
+        # before every gradient.
         now = env_steps + length * count
         interval = config.target_update_interval
-        moves = now // interval - env_steps // interval if config.target_network else 0
+        moves = now // interval - env_steps // interval if interval else 1
+        moves = moves if config.target_network else 0
         for _ in range(moves):
             for old, new in zip(target.parameters(), weights, strict=True):
                 old.data.lerp_(new.data, config.tau)
@@ -90,11 +99,14 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
         entropy = -(log_policy.exp() * log_policy).sum(1)
         loss = config.value_weight * (goal - value) ** 2 - advantage * log_taken
         loss = loss - config.entropy_weight * entropy
-        adam.param_groups[0]["lr"] = config.learning_rate * (1.0 - now / config.steps)
-        adam.zero_grad()
-        (loss.sum() / config.batch_size).backward()
-        torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm)
-        adam.step()
+        left = 1.0 - now / config.steps if config.lr_schedule == "linear" else 1.0
+        for group, rate in zip(optimiser.param_groups, rates, strict=True):
+            group["lr"] = rate * left
+        optimiser.zero_grad()
+        (loss.sum() / (1 if config.sum_gradients else config.batch_size)).backward()
+        if config.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm)
+        optimiser.step()
     for env in envs:
         env.close()
     return [weight.detach() for weight in weights], returns

@@ -45,7 +45,7 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
     obs_shape = env.observation_space.shape
     assert obs_shape is not None
     spec = EnvSpec(config.env, obs_shape, "float32", num_actions)
-    online, target = _network(spec, config, seeds), _network(spec, config, seeds)
+    online, target = new_network(spec, config, seeds), new_network(spec, config, seeds)
     # One vector holds all weights, so that Adam is one kernel; the network has views of it. It is
     # padded to whole vector registers, because that kernel rounds a remainder differently.
     shapes = [weight.shape for weight in online.parameters()]
@@ -106,7 +106,7 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
             with torch.no_grad():
                 for old, new in zip(target.parameters(), weights, strict=True):
                     old.copy_(new) if move == 1.0 else old.lerp_(new, move)
-        picks = _draw(rows, owed * config.batch_size, sampling)
+        picks = draw_rows(rows, owed * config.batch_size, sampling)
         goals = _targets(rows, picks, target, config.gamma)
         for k in range(owed):
             part = slice(k * config.batch_size, (k + 1) * config.batch_size)
@@ -126,7 +126,7 @@ def train_reference(config: Config) -> tuple[list[Tensor], list[float]]:
     return [w.detach() for w in weights], returns
 
 
-def _network(spec: EnvSpec, config: Config, seeds: Seeds) -> Any:
+def new_network(spec: EnvSpec, config: Config, seeds: Seeds) -> Any:
     torch.manual_seed(seeds.network)
     return build_network(spec, config)
 
@@ -139,7 +139,7 @@ def epsilon(config: Config, env_steps: int) -> float:
     return config.exploration_initial_eps + done * fall / config.exploration_fraction
 
 
-def _draw(rows: list[Row], count: int, generator: torch.Generator) -> list[int]:
+def draw_rows(rows: list[Row], count: int, generator: torch.Generator) -> list[int]:
     """Draw rows uniformly from those with a successor; reset rows are drawn again."""
     picks = torch.randint(len(rows) - 1, (count,), generator=generator).tolist()
     while any(rows[i].is_reset for i in picks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,10 +27,18 @@ _CONVOLUTIONAL: dict[str, tuple[type[NatureCNN | ImpalaResNet | MinAtarCNN], int
 
 def build_network(spec: EnvSpec, config: Config) -> QNetwork:
     """Build the network that ``config`` names; weights are drawn from torch's global generator."""
-    network = _build_unmasked(spec.unmasked, config)
+    bare = spec.unmasked
+    network = _build_unmasked(bare, config)
+    parts = [network]
+    if config.separate_networks:
+        only_value = config.replace(head="q", separate_networks=False)
+        network.critic = _build_unmasked(replace(bare, num_actions=1), only_value)
+        parts.append(network.critic)
     network.masked = spec if spec.is_masked else None
     if config.normalize_observations:
-        network.torso = NormalizedTorso(network.torso, spec.unmasked)
+        for part in parts:
+            part.torso = NormalizedTorso(part.torso, bare)
+            part.share_statistics(network)
     return network
 
 

@@ -39,6 +39,8 @@ class QNetwork(nn.Module):
     ) -> None:
         """Build the head. ``features`` is the torso's width, ``hidden`` the head's layer widths."""
         super().__init__()
+        self.critic: QNetwork | None = None
+        """An actor-critic's network of the value, if it shares no layers with the policy's."""
         self.masked: EnvSpec | None = None
         """The spec of masked observations; None: all actions are legal."""
         self.head_kind: Head = config.head
@@ -57,8 +59,9 @@ class QNetwork(nn.Module):
                 self.head = ActionHead(features, num_actions, style)
             case "actor-critic":
                 # A policy's logits and, last, the state's value (A3C, 1602.01783) are outputs of
-                # the same linear layer.
-                self.head = ActionHead(features, num_actions + 1, style)
+                # the same linear layer, unless the value has a network of its own.
+                outputs = num_actions if config.separate_networks else num_actions + 1
+                self.head = ActionHead(features, outputs, style)
             case "c51":
                 self.head = ActionHead(features, num_actions, style, config.n_atoms)
                 support = torch.linspace(config.v_min, config.v_max, config.n_atoms)
@@ -82,6 +85,7 @@ class QNetwork(nn.Module):
             self.allows_shortcuts
             and self.autocast_dtype is None
             and self.masked is None
+            and self.critic is None
             and isinstance(self.head, ActionHead)
             and self.head.width is None
             and self.head.value is None
@@ -114,6 +118,8 @@ class QNetwork(nn.Module):
                 features = self.torso(bare)
             with torch.autocast(device, dtype, enabled=casts_head):
                 output = self.head(features if casts_head else features.float(), *given)
+        if self.critic is not None:
+            output = torch.cat((output, self.critic(bare)), dim=1)
         if self.head_kind != "actor-critic" or self.masked is None:
             return output
         # The loss needs the policy over legal actions.

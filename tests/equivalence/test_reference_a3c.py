@@ -28,12 +28,34 @@ FIELDS: dict[str, Any] = {
     "net_arch": (16, 16),
     "seed": 3,
 }
+TEXTBOOK: dict[str, Any] = {
+    "target_network": True,
+    "target_update_interval": 0,
+    "separate_networks": True,
+    "steps": 992,  # whole rollouts
+    "value_learning_rate": 2e-2,
+    "sum_gradients": True,
+    "value_weight": 0.5,
+    "entropy_weight": 0.0,
+    "max_grad_norm": 0.0,
+    "td_lambda": 1.0,
+    "lr_schedule": "constant",
+    "envs": 1,
+    "train_freq": 16,
+    "batch_size": 16,
+}
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"target_network": True}, {"layer_norm": True, "max_grad_norm": 5.0, "seed": 5}],
-    ids=["plain", "target network", "layer norm"],
+    [
+        {},
+        {"target_network": True},
+        {"layer_norm": True, "max_grad_norm": 5.0, "seed": 5},
+        TEXTBOOK,
+        {**TEXTBOOK, "optimizer": "sgd", "learning_rate": 1e-3, "value_learning_rate": 3e-3},
+    ],
+    ids=["plain", "target network", "layer norm", "textbook", "textbook with SGD"],
 )
 def test_serial_follows_the_reference(changes: dict[str, object]) -> None:
     config, _ = resolve("CartPole-v1", "a3c", "none", fields={**FIELDS, **changes})

@@ -264,9 +264,32 @@ class WeightDecay(FlatOptimiser):
         return self._optimiser.state_dict()
 
 
+class RateFactors(FlatOptimiser):
+    """An optimiser whose step is multiplied by a factor for each weight: several learning rates.
+
+    Every optimiser here moves the weights in proportion to the learning rate.
+    """
+
+    def __init__(self, optimiser: FlatOptimiser, factors: Tensor) -> None:
+        self._optimiser, self._factors = optimiser, factors
+
+    def step(
+        self, weights: Tensor, grad: Tensor, learning_rate: Rate, found_bad: Tensor | None
+    ) -> None:
+        before = weights.clone()
+        self._optimiser.step(weights, grad, learning_rate, found_bad)
+        weights.copy_(torch.lerp(before, weights, self._factors))
+
+    def state_dict(self) -> StateDict:
+        return self._optimiser.state_dict()
+
+
 def make_optimiser(
-    name: str, weights: Tensor, eps: float, weight_decay: float = 0.0
+    name: str, weights: Tensor, eps: float, weight_decay: float = 0.0, factors: Tensor | None = None
 ) -> FlatOptimiser:
+    """``factors``: each weight's learning rate relative to the run's; None: all are alike."""
     kinds = {"adam": Adam, "adamw": Adam, "radam": RAdam, "rmsprop": RMSProp}
     made: FlatOptimiser = SGD() if name == "sgd" else kinds[name](weights, eps)
-    return WeightDecay(made, weight_decay, name == "adamw") if weight_decay else made
+    if weight_decay:
+        made = WeightDecay(made, weight_decay, name == "adamw")
+    return made if factors is None else RateFactors(made, factors)

@@ -52,7 +52,7 @@ def build(setup: Setup) -> Parts:
     def check_more(extra: int) -> None:
         _check_room(config, spec, extra, extra)
 
-    fleet = Fleet(setup, clock, timers, weights.data, check_more)
+    fleet = Fleet(setup, clock, timers, weights, check_more)
     servers = f"{config.servers} server{'s' if config.servers > 1 else ''}"
     return Parts(
         setup=setup,

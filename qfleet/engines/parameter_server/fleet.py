@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
-
+from qfleet.agent.weights import FlatWeights
 from qfleet.core.errors import CheckpointError, ClusterLost
 from qfleet.core.types import Clock, Episode, StateDict
 from qfleet.engines.cluster.ray_cluster import STORE_BYTES, Cluster, open_cluster
@@ -36,7 +35,7 @@ class Fleet:
         setup: Setup,
         clock: Clock,
         timers: Timers,
-        weights: Tensor,
+        weights: FlatWeights,
         check_more: Callable[[int], None],
     ) -> None:
         """``weights`` are those that the run evaluates and saves.
@@ -44,7 +43,8 @@ class Fleet:
         ``check_more`` raises ConfigError if the machine has no room for this many more workers.
         """
         self._setup, self._config, self._wanted = setup, setup.config, setup.config.workers
-        self._clock, self._timers, self._weights = clock, timers, weights
+        self._clock, self._timers, self._weights = clock, timers, weights.data
+        self._rate_factors = weights.rate_factors(setup.config)
         self._check_more = check_more
         self._optimiser: StateDict | None = None
         """The optimiser state of all servers together, as last fetched or loaded."""
@@ -74,7 +74,9 @@ class Fleet:
             check_store(cluster, needed)
             self._cluster = cluster
             faults = self._setup.faults
-            servers = ServerRow(config, cluster, faults, self._weights, self._optimiser)
+            servers = ServerRow(
+                config, cluster, faults, self._weights, self._optimiser, self._rate_factors
+            )
             supervisor = Supervisor(self._setup, cluster, servers, self._base_env_steps, lr_scale)
             supervisor.resize(self._wanted)  # a request may have come before the start
             self._servers, self._supervisor = servers, supervisor

@@ -89,13 +89,16 @@ def calls_at_once(config: Config) -> int:
     return 1 if never_blocks else MOST_GROWTH * config.workers + SPARE_CALLS
 
 
-def make_shard_optimiser(config: Config, weights: Tensor) -> FlatOptimiser:
+def make_shard_optimiser(
+    config: Config, weights: Tensor, factors: Tensor | None = None
+) -> FlatOptimiser:
     """Return the configured optimiser, or the fixed one of a scheme (``schemes.py``)."""
     if config.update == "local-sgd":
         return Nesterov(weights, config.outer_momentum)
     if config.update in ("admm", "easgd"):
         return SGD()
-    return make_optimiser(config.optimizer, weights, config.optimizer_eps, config.weight_decay)
+    eps, decay = config.optimizer_eps, config.weight_decay
+    return make_optimiser(config.optimizer, weights, eps, decay, factors)
 
 
 class Server:
@@ -106,12 +109,17 @@ class Server:
         optimiser: StateDict | None = None,
         epoch: int = 0,
         snapshot: StateDict | None = None,
+        rate_factors: NDArray[Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin with ``weights`` and perhaps an optimiser's state, or go on from a snapshot."""
+        """Begin with ``weights`` and perhaps an optimiser's state, or go on from a snapshot.
+
+        ``rate_factors``: each weight's learning rate relative to the run's; None: all are alike.
+        """
         mine = torch.tensor(weights)
         cast = make_cast(config.weight_compression)
-        made = make_shard_optimiser(config, mine)
+        factors = None if rate_factors is None else torch.tensor(rate_factors)
+        made = make_shard_optimiser(config, mine, factors)
         if optimiser is not None:
             made.load_state_dict(optimiser)
         self._shard = Shard(mine, made, make_admission(config), cast, epoch)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qfleet.config.config import Config
@@ -48,6 +49,8 @@ class _Server(Member):
     """Its slice of the weights."""
     begin: tuple[Any, ...] = ()
     """Arguments of the next process: weights, optimiser state, epoch, snapshot."""
+    rate_factors: NDArray[Any] | None = None
+    """Its weights' learning rates relative to the run's; None: all are alike."""
     snapshot: StateDict = field(default_factory=dict)
     account: dict[str, Any] = field(default_factory=dict)
     """Its newest account; empty until the first answer."""
@@ -68,10 +71,12 @@ class ServerRow:
         faults: FaultLog,
         weights: Tensor,
         optimiser: StateDict | None,
+        rate_factors: Tensor | None = None,
     ) -> None:
         """Start all servers; ``await_start`` waits until they answer.
 
-        ``optimiser`` is the state of an optimiser of all weights.
+        ``optimiser`` is the state of an optimiser of all weights. ``rate_factors``: each weight's
+        learning rate relative to the run's.
         """
         self._config, self._cluster, self._faults = config, cluster, faults
         host = weights.cpu()
@@ -79,15 +84,18 @@ class ServerRow:
         for number, part in enumerate(cut(host.numel(), config.servers)):
             own = optimiser and cut_state(optimiser, host.numel(), part)
             begin = (host[part].numpy(), own, 0, None)
-            self._servers.append(_Server(number, part=part, begin=begin))
+            factors = None if rate_factors is None else rate_factors[part].numpy()
+            server = _Server(number, part=part, begin=begin, rate_factors=factors)
+            self._servers.append(server)
         self._pool = MemberPool(cluster, "server", self._spawn, self._servers)
 
     def _spawn(self, server: _Server) -> Any:
         begin, server.begin = server.begin, ()
         at_once = calls_at_once(self._config)
         return self._cluster.spawn(
-            RemoteServer, self._config, *begin, processors=0, at_once=at_once, is_here=True
-        )
+            RemoteServer, self._config, *begin, server.rate_factors,
+            processors=0, at_once=at_once, is_here=True,
+        )  # fmt: skip
 
     def await_start(self, keep_going: Callable[[], bool]) -> bool:
         """Wait until all servers answer; return False if ``keep_going`` does before."""

@@ -108,7 +108,8 @@ class _Periodic(RemoteUpdater):
     def __init__(self, config: Config, weights: FlatWeights, servers: Servers) -> None:
         super().__init__(config, weights, servers)
         eps, decay = config.optimizer_eps, config.weight_decay
-        optimiser = make_optimiser(config.optimizer, weights.data, eps, decay)
+        factors = weights.rate_factors(config)
+        optimiser = make_optimiser(config.optimizer, weights.data, eps, decay, factors)
         self._local = LocalUpdater(weights, optimiser, config.max_grad_norm)
 
     def apply(self, learning_rate: float | Tensor, loss: Loss | None = None) -> Metrics:
