@@ -56,10 +56,10 @@ PRESETS = {
     "cartpole-textbook-double-q": _preset(
         "A textbook's asynchronous double Q-learning: pull, move the target network, gradient of "
         "16 samples, push; Adam on the server instead of SGD (docs/parameter-server.md).",
-        env="CartPole-v1", algo="double-dqn", engine="parameter-server", workers=4, steps=100_000,
-        loss="mse", net_arch=(128, 128), learning_rate=5e-4, lr_schedule="linear", batch_size=16,
+        env="CartPole-v1", algo="double-dqn", engine="parameter-server", workers=4, steps=80_000,
+        loss="mse", net_arch=(128, 128), learning_rate=1e-3, lr_schedule="linear", batch_size=16,
         buffer_size=50_000, learning_starts=1000, train_freq=1, max_grad_norm=0.0,
-        target_update_interval=0, tau=0.02, exploration_fraction=0.1, exploration_final_eps=0.02,
+        target_update_interval=0, tau=0.1, exploration_fraction=0.1, exploration_final_eps=0.02,
         eval_freq=5000,
     ),
     "cartpole-textbook-a3c": _preset(

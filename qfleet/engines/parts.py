@@ -139,6 +139,11 @@ class EngineHook:
         """
         return None
 
+    def on_finish(self, run_s: float) -> Sequence[str]:
+        """Called once all is trained and saved, after ``run_s`` seconds, unless interrupted; shown
+        lines."""
+        return ()
+
     def on_end(self, folder: Path, trace: Trace | None) -> Sequence[str]:
         """Called after the last checkpoint, with the run's trace if there is one; shown lines."""
         return ()

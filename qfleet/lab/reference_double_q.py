@@ -1,5 +1,6 @@
-"""One worker of asynchronous double Q-learning in one file, as the preset cartpole-textbook-double-q
-has it: pull, move the target network, draw a batch, compute its gradient, push.
+"""One worker of asynchronous double Q-learning in one file, as in cartpole-textbook-double-q.
+
+The worker repeats: pull, move the target network, draw a batch, compute its gradient, push.
 
 A single worker is its own server, so pulling and pushing cost nothing here. Tests compare the
 ``serial`` engine with it (tests/equivalence); read it after ``reference_dqn.py``.

@@ -317,9 +317,6 @@ class FleetAccount:
                 "saved_received": self.saved("received"),
             },
             "message_cost": None if self.message_cost is None else asdict(self.message_cost),
-            # A single run has no baseline; ``qfleet lab speedup`` compares runs.
-            "speed_up": None,
-            "efficiency": None,
             "learner": None if self.learner is None else {"shares": dict(self.learner)},
             "workers": [worker.as_dict() for worker in self.workers],
             "servers": [server.as_dict() for server in self.servers],

@@ -227,12 +227,18 @@ class Run(RunState):
         self.stop(self.reason_to_stop() or "steps")
         for hook in self._hooks:
             hook.on_finish(self)
+        run_s = time.monotonic() - self.started_s
         self._final = self._result()
-        if self.options.stage_rates and self.interrupted_by is None:
-            # The measurements are not part of the run: their faults and time do not count.
-            self.faults.ignores = True
+        if self.interrupted_by is not None:
+            return
+        # The measurements are not part of the run: their faults and time do not count.
+        self.faults.ignores = True
+        for engine_hook in self.parts.hooks:
+            self.show(engine_hook.on_finish(run_s))
+            self._final = dataclasses.replace(self._final, **engine_hook.result())
+        if self.options.stage_rates:
             self._measure_stages(end_to_end)
-            self.faults.ignores = False
+        self.faults.ignores = False
 
     def _keep_rest(self) -> str:
         """Save what this process has of a run whose cluster is lost; return what to do now."""

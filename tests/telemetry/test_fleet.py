@@ -207,7 +207,6 @@ def test_the_dictionary_is_plain_json() -> None:
     found = json.loads(json.dumps(account.as_dict(), allow_nan=False))
     assert found == account.as_dict()
     assert found["env_steps_per_s"] == 10.0
-    assert (found["speed_up"], found["efficiency"]) == (None, None)
     assert found["staleness"] == {"counts": {"0": 1, "3": 4}, "mean": 2.4, "p95": 3, "max": 3}
     assert found["servers"][0]["dropped"] == {"late": 2}
     assert found["servers"][0]["staleness"] == {"0": 1, "3": 4}
@@ -219,7 +218,7 @@ def test_the_dictionary_is_plain_json() -> None:
 
 def test_an_empty_fleet_is_all_null() -> None:
     found = json.loads(json.dumps(EMPTY.as_dict(), allow_nan=False))
-    assert found["env_steps_per_s"] is found["message_cost"] is found["speed_up"] is None
+    assert found["env_steps_per_s"] is found["message_cost"] is None
     assert found["shares"] == dict.fromkeys((*KINDS, "other"))
     assert len(fleet_lines(EMPTY)) == 3
 

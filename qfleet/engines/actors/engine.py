@@ -101,7 +101,7 @@ def build(setup: Setup) -> LoopParts:
             learner=learner,
             channel=channel,
             notes=[*place.notes, _note(config, cluster)],
-            hooks=[ProcessesHook(account)],
+            hooks=[ProcessesHook(account, config)],
             draw_timeline=draw_workers,
             closing=made.pop_all(),
         )

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from qfleet.config.config import Config
+from qfleet.core.errors import QfleetError
+from qfleet.engines.cluster.baseline import measured_for_s, serial_rate
 from qfleet.engines.parts import EngineHook
 from qfleet.telemetry.fleet import Processes
 from qfleet.telemetry.fleet_plots import draw_fleet
 from qfleet.telemetry.fleet_table import fleet_lines
+from qfleet.telemetry.formatting import format_rate
 from qfleet.telemetry.trace import Trace, merge_lanes
 
 
@@ -50,13 +54,40 @@ class ProcessesHook(EngineHook):
     """Adds the account of all processes to the result, the terminal, the plots and the trace."""
 
     processes: CountedProcesses
+    config: Config
+    baseline: float | None = None
+    """Env steps per second of one process with the same settings; None: not measured."""
+
+    def on_finish(self, run_s: float) -> Sequence[str]:
+        """Measure the baseline; say so if it is faster than all workers together."""
+        rate, seconds = self.processes.env_steps_per_s(), measured_for_s(run_s)
+        if rate is None or seconds == 0:
+            return ()
+        try:
+            self.baseline = serial_rate(self.config, seconds)
+        except QfleetError as error:  # of its environment or its device; the run itself is good
+            return (f"one process could not be measured for comparison: {error}",)
+        if self.baseline is None or self.baseline <= rate:
+            return ()
+        alone, together = (format_rate(number) for number in (self.baseline, rate))
+        return (
+            f"this run would be faster without workers: one process makes {alone} env steps/s "
+            f"here, {self.config.workers} workers made {together}; use --engine serial",
+        )
 
     def result(self) -> Mapping[str, Any]:
         account = self.processes.account()
         fleet = None
         if account is not None:
-            rate = {"env_steps_per_s": self.processes.env_steps_per_s()}
-            fleet = account.as_dict() | rate | self.processes.counts()
+            rate = self.processes.env_steps_per_s()
+            speed_up = rate / self.baseline if rate and self.baseline else None
+            own = {
+                "env_steps_per_s": rate,
+                "baseline_env_steps_per_s": self.baseline,
+                "speed_up": speed_up,
+                "efficiency": speed_up and speed_up / len(account.workers),
+            }
+            fleet = account.as_dict() | own | self.processes.counts()
         return {"fleet": fleet, "communication": self.processes.communication()}
 
     def on_end(self, folder: Path, trace: Trace | None) -> Sequence[str]:

@@ -66,7 +66,7 @@ def build(setup: Setup) -> Parts:
         evaluator=setup.make_evaluator(network, device, closing),
         model=FetchedModel(network, weights, fleet),
         notes=[f"{count_workers(config.workers)} and {servers}, {config.update}"],
-        hooks=[FleetHook(fleet)],
+        hooks=[FleetHook(fleet, config)],
         draw_timeline=draw_workers,
         closing=closing,
     )

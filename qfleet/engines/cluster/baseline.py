@@ -1,0 +1,58 @@
+"""The baseline of a distributed run: what one process reaches with the same settings."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from qfleet.config.config import Config
+from qfleet.engines import serial
+from qfleet.engines.parts import Setup
+from qfleet.telemetry.faults import FaultLog
+
+SHARE = 0.05
+"""Part of a run's time that its baseline is measured for …"""
+SHORTEST_S, LONGEST_S = 1.0, 5.0
+"""… within these limits; a shorter run has no baseline."""
+MOST_ROWS = 20_000
+"""Transitions of its replay memory, which only has to be sampled from."""
+MOST_START = 1000
+"""Env steps before its first update."""
+
+
+def measured_for_s(run_s: float) -> float:
+    """Return how long the baseline of a run is measured; 0: not at all."""
+    share_s = SHARE * run_s
+    return 0.0 if share_s < SHORTEST_S else min(share_s, LONGEST_S)
+
+
+def serial_rate(config: Config, seconds: float) -> float | None:
+    """Return the env steps per second of the serial engine, learning included.
+
+    None if it needs more than ``seconds`` before its first update, and again as long.
+    """
+    least = (config.n_steps + 2) * config.envs + config.batch_size
+    alone = config.replace(
+        engine="serial",
+        buffer_size=min(config.buffer_size, max(MOST_ROWS, least)),
+        learning_starts=min(config.learning_starts, MOST_START),
+        replay_dir="",
+    )
+    parts = serial.build(Setup(alone, FaultLog()))
+    clock = parts.clock
+    began_s = time.perf_counter()
+    first: tuple[float, int] | None = None  # time and env steps at the first update
+
+    def keep_going() -> bool:
+        nonlocal first
+        now_s = time.perf_counter()
+        if first is None and clock.updates:
+            first = (now_s, clock.env_steps)
+        return now_s - (began_s if first is None else first[0]) < seconds * (2 - bool(first))
+
+    with contextlib.closing(parts):
+        serial.run(parts, keep_going)
+        ended_s = time.perf_counter()
+    if first is None or clock.env_steps == first[1]:
+        return None
+    return (clock.env_steps - first[1]) / (ended_s - first[0])
