@@ -54,8 +54,8 @@ PRESETS = {
         base="cartpole-parameter-server", update="easgd", learning_rate=2e-3,
     ),
     "cartpole-textbook-double-q": _preset(
-        "A textbook's asynchronous double Q-learning: pull, move the target network, gradient of "
-        "16 samples, push; Adam on the server instead of SGD (docs/parameter-server.md).",
+        "qfleet's own, for a textbook's asynchronous double Q-learning: pull, move the target "
+        "network, gradient of 16 samples, push; Adam instead of SGD (docs/parameter-server.md).",
         env="CartPole-v1", algo="double-dqn", engine="parameter-server", workers=4, steps=80_000,
         loss="mse", net_arch=(128, 128), learning_rate=1e-3, lr_schedule="linear", batch_size=16,
         buffer_size=50_000, learning_starts=1000, train_freq=1, max_grad_norm=0.0,
@@ -63,9 +63,9 @@ PRESETS = {
         eval_freq=5000,
     ),
     "cartpole-textbook-a3c": _preset(
-        "A textbook's A3C: separate networks with two learning rates, a target network of the "
-        "value, segments of 32 steps, summed gradients; Adam on the server instead of SGD "
-        "(docs/algorithms/a3c.md).",
+        "qfleet's own, for a textbook's A3C: separate networks with two learning rates, a target "
+        "network of the value, segments of 32 steps, summed gradients; Adam instead of SGD "
+        "(docs/parameter-server.md).",
         env="CartPole-v1", algo="a3c", engine="parameter-server", workers=4, envs=1, steps=200_000,
         net_arch=(128, 128), learning_rate=1e-3, value_learning_rate=2e-3, separate_networks=True,
         sum_gradients=True, train_freq=32, batch_size=32, max_grad_norm=0.0, target_network=True,

@@ -91,7 +91,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"buffer_size": 0}, "buffer_size 0"),
     ({"train_freq": 0}, "train_freq 0"),
     ({"gradient_steps": 0}, "gradient_steps 0"),
-    ({"target_update_interval": 0}, "target_update_interval 0"),
+    ({"target_update_interval": -1}, "target_update_interval -1"),
+    (
+        {"target_update_interval": 0, "replay": False, "gradient_steps": 2, "train_freq": 64},
+        "target_update_interval gradient_steps",
+    ),
+    ({"separate_networks": True}, "separate_networks actor-critic"),
+    ({"value_learning_rate": 1e-3}, "value_learning_rate separate_networks"),
+    (
+        {"engine": "all-reduce", "workers": 2, "sum_gradients": True},
+        "sum_gradients all-reduce",
+    ),
     ({"steps": 0}, "steps 0"),
     ({"learning_rate": 0.0}, "learning_rate 0.0"),
     ({"learning_rate": math.nan}, "learning_rate nan"),
@@ -338,6 +348,8 @@ def test_a_preset_is_valid_and_names_its_source(name: str) -> None:
     for field, value in switches.items():
         if field == "n_steps":  # a preset may look further ahead than its row, not less far
             assert getattr(config, field) >= value
+        elif field == "max_grad_norm" and config.sum_gradients:
+            assert config.max_grad_norm == 0  # the row's limit is for means
         elif field not in TUNED:
             assert getattr(config, field) == value
 
