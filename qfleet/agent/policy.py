@@ -105,6 +105,11 @@ class Policy:
             return actions + self.spec.first_action
         return self._actions.table[actions]
 
+    @property
+    def action_table(self) -> NDArray[Any]:
+        """The environment's own action of each index ``[actions, …]``."""
+        return self._own(np.arange(self.spec.num_actions))
+
     def predict(
         self,
         obs: Any,

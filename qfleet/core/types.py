@@ -86,7 +86,7 @@ class EnvSpec:
     def unmask(self, obs: Tensor) -> Tensor:
         """Return the observations ``[B, *unmasked_shape]`` in masked ones."""
         assert self.unmasked_shape is not None
-        return obs[..., : -self.num_actions].reshape(len(obs), *self.unmasked_shape)
+        return obs[..., : -self.num_actions].reshape(obs.shape[0], *self.unmasked_shape)
 
     def legal(self, obs: AnyArray) -> AnyArray:
         """Return which actions are legal, bool ``[B, actions]``, by masked observations."""
