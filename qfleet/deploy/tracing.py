@@ -67,7 +67,7 @@ def trace(policy: Policy) -> ExportedProgram:
         example.append(torch.ones((_EXAMPLE_BATCH, bare.num_actions), dtype=torch.bool))
     shapes = ({0: Dim("batch", min=1)},) * len(example)
     try:
-        with _quiet(), torch.no_grad():
+        with quiet(), torch.no_grad():
             program = torch.export.export(module.cpu(), tuple(example), dynamic_shapes=shapes)
     except FOREIGN_ERRORS as error:  # of a network that the user wrote
         raise_if_signal(error)
@@ -89,7 +89,7 @@ def to_onnx(policy: Policy, metadata: Mapping[str, str]) -> bytes:
         raise ConfigError("ONNX needs packages: `pip install 'qfleet[export]'`") from None
     program = trace(policy)
     try:
-        with _quiet():
+        with quiet():
             exported = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -111,7 +111,7 @@ def to_onnx(policy: Policy, metadata: Mapping[str, str]) -> bytes:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence what torch reports about packages and functions that are not qfleet's."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
