@@ -32,11 +32,12 @@ class PullOptions:
 
 def run(argv: list[str]) -> int:
     options = parse(PullOptions, argv, "pull", DESCRIPTION)
-    from qfleet.deploy.hub import default_folder, pull
+    from qfleet.deploy.hub import pull
 
-    path = pull(options.source, options.out or default_folder(options.source))
+    out = options.out or Path(Path(options.source).name)
+    pull(options.source, out)
     if options.json:
-        print(json_module.dumps({"path": str(path)}))
+        print(json_module.dumps({"path": str(out)}))
     else:
-        print(f"{path}  (play with it: qfleet evaluate {path})")
+        print(f"{out}  (play with it: qfleet evaluate {out})")
     return 0

@@ -139,8 +139,8 @@ def prove(policy: Policy, model: Model, rows: NDArray[Any], tolerance: float, ki
                 f"{difference:.2g}, more than the tolerance {tolerance:g}; raise --tolerance if "
                 "that is enough"
             )
-        *_, second, best = np.sort(values, axis=1).T if values.shape[1] > 1 else (values[:, 0],) * 2
-        is_clear = best - second > tolerance * np.maximum(np.abs(best), 1)
+        best = np.sort(values, axis=1)[:, -2:]
+        is_clear = best[:, -1] - best[:, 0] > tolerance * np.maximum(np.abs(best[:, -1]), 1)
         differs = (answers.actions != actions).reshape(len(batch), -1).any(axis=1)
         if (differs & is_clear).any():
             raise ExportError(f"no file was written: actions {where} differ from the policy's")

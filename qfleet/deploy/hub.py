@@ -7,6 +7,7 @@ verified by it, so that an interrupted or concurrent push is noticed.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import importlib
 import json
@@ -16,7 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 from qfleet.agent.policy import Policy
 from qfleet.config.config import Config
@@ -24,24 +25,15 @@ from qfleet.config.trust import OUTWARD
 from qfleet.core import files
 from qfleet.core.errors import ConfigError, QfleetError, TransferError, one_line
 from qfleet.deploy.export import FOLDER
-from qfleet.deploy.model_card import CARD, CONFIG, ONNX, POLICY, VIDEOS, model_card, score_of
+from qfleet.deploy.model_card import CARD, CONFIG, ONNX, VIDEOS, model_card, score_of
 from qfleet.deploy.models import open_model, version_of
+from qfleet.storage.checkpoint import PUBLISHED_POLICY as POLICY
 
 LIST = "files.json"
 _FORMAT = "qfleet-files-1"
 _HF = "hf://"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 """Names of files: no folders, so neither ``..`` nor an absolute path."""
-
-
-class Store(Protocol):
-    """A place that keeps files by name."""
-
-    def put(self, folder: Path, names: list[str]) -> None:
-        """Store files of a folder, in this order."""
-        ...
-
-    def get(self, name: str, path: Path) -> None: ...
 
 
 class _Hub:
@@ -51,7 +43,8 @@ class _Hub:
         if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo) or ".." in repo:
             raise ConfigError(f"'{_HF}{repo}' must be {_HF}USER/REPOSITORY")
         self._hub, self._repo = _package("huggingface_hub"), repo
-        self._api = self._hub.HfApi(os.environ.get("HF_ENDPOINT"), os.environ.get("HF_TOKEN"))
+        where, who = os.environ.get("HF_ENDPOINT"), os.environ.get("HF_TOKEN")
+        self._api = self._hub.HfApi(endpoint=where, token=who)
 
     def put(self, folder: Path, names: list[str]) -> None:
         """Store all files in one commit: readers see all of them or none."""
@@ -76,6 +69,7 @@ class _Files:
         self._system, self._root = _package("fsspec").url_to_fs(url)
 
     def put(self, folder: Path, names: list[str]) -> None:
+        """Store files in this order: the list, which comes last, is of files that are there."""
         self._system.makedirs(self._root, exist_ok=True)
         for name in names:
             self._system.put_file(str(folder / name), f"{self._root}/{name}")
@@ -101,16 +95,19 @@ def push(
     return names
 
 
-def pull(source: str, out: Path) -> Path:
-    """Fetch what ``push`` stored into the new folder ``out``; return the policy's file."""
+def pull(source: str, out: Path) -> None:
+    """Fetch what ``push`` stored into the new folder ``out``, which the verbs take like a run's."""
     if out.exists():
         raise ConfigError(f"'{out}' exists already; choose another --out")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".pull-", dir=out.parent) as folder, _reaching(source):
-        fetched, store = Path(folder) / "files", _open(source)
+    with _reaching(source), contextlib.ExitStack() as stack:
+        store = _open(source)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        prefix = tempfile.TemporaryDirectory(prefix=".pull-", dir=out.parent)
+        listed = Path(stack.enter_context(prefix)) / LIST
+        store.get(LIST, listed)
+        records = _read_list(files.read_text(listed), source)
+        fetched = listed.with_name("files")
         fetched.mkdir()
-        store.get(LIST, Path(folder) / LIST)
-        records = _read_list(files.read_text(Path(folder) / LIST), source)
         for name, record in records.items():
             store.get(name, fetched / name)
             if _record(fetched / name) != record:
@@ -119,12 +116,6 @@ def pull(source: str, out: Path) -> Path:
                     "damaged or being replaced: pull again, or push it anew"
                 )
         files.rename(fetched, out)
-    return out / POLICY
-
-
-def default_folder(source: str) -> Path:
-    """Return the last part of a source's name, as ``git clone`` would."""
-    return Path(PurePosixPath(source).name)
 
 
 def _collect(
@@ -133,6 +124,7 @@ def _collect(
 ) -> list[str]:  # fmt: skip
     """Write all files into ``folder``; return their names."""
     # What reaches outside the run's folder is private, and of no use elsewhere.
+    policy = copy.copy(policy)
     own = {name: getattr(Config(), name) for name in OUTWARD}
     policy.config = policy.config.replace(**own)
     policy.save(folder / POLICY)
@@ -156,7 +148,7 @@ def _collect(
     return [*names, CARD]
 
 
-def _open(url: str) -> Store:
+def _open(url: str) -> _Hub | _Files:
     return _Hub(url.removeprefix(_HF)) if url.startswith(_HF) else _Files(url)
 
 

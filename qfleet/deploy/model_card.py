@@ -14,7 +14,7 @@ from qfleet.deploy.models import version_of
 from qfleet.storage.checkpoint import load_policy
 from qfleet.telemetry.runs import EVAL_RETURN, read_metrics
 
-POLICY, ONNX, CONFIG, CARD = "policy.safetensors", "policy.onnx", "config.json", "README.md"
+ONNX, CONFIG, CARD = "policy.onnx", "config.json", "README.md"
 VIDEOS = ("replay.mp4", "replay.gif")
 
 _BODY = """
@@ -27,7 +27,7 @@ Mean return: **{score}**.
 
 ```
 qfleet pull {where} --out policy
-qfleet evaluate policy/{policy}
+qfleet evaluate policy
 ```
 
 Observations: {shape} {dtype}. Actions: {actions}. Version of the weights: `{version}`.
@@ -95,7 +95,7 @@ def model_card(policy: Policy, score: Score | None, files: Collection[str], wher
     body = _BODY.format(
         title=title, env=config.env, algo=config.algo, score=text, where=shlex.quote(where),
         video="".join(f"\n![An episode]({name})\n" for name in VIDEOS if name in files),
-        policy=POLICY, shape="×".join(map(str, bare.obs_shape)) or "one number,",
+        shape="×".join(map(str, bare.obs_shape)) or "one number,",
         dtype=bare.obs_dtype, actions=bare.num_actions, version=version_of(policy),
         onnx=_ONNX.format(inputs=f'"observations": observations{masks}') if ONNX in files else "",
         steps=config.steps, seed=config.seed,

@@ -193,15 +193,15 @@ def open_pt2(path: Path, device: str | None, trust: bool) -> TorchModel:
     try:
         with zipfile.ZipFile(path) as archive:
             is_compiled = any("/data/aotinductor/" in name for name in archive.namelist())
-    except (OSError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"'{path}' is no .pt2 file: {one_line(error)}") from None
-    if is_compiled:
-        module: Any = torch._inductor.aoti_load_package(str(path))
-        metadata = module.get_metadata()
-    else:
-        extra = {PT2_METADATA: ""}
-        module = torch.export.load(path, extra_files=extra).module()
-        metadata = json.loads(extra[PT2_METADATA] or "{}")
+        if is_compiled:
+            module: Any = torch._inductor.aoti_load_package(str(path))
+            metadata = module.get_metadata()
+        else:
+            extra = {PT2_METADATA: ""}
+            module = torch.export.load(path, extra_files=extra).module()
+            metadata = json.loads(extra[PT2_METADATA] or "{}")
+    except (OSError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"'{path}' is no .pt2 file: {one_line(error)[:200]}") from None
     return TorchModel(module, *_read_metadata(metadata, str(path)), torch.device("cpu"))
 
 

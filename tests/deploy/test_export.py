@@ -376,9 +376,12 @@ def test_a_pt2_file_is_opened_only_with_consent(tmp_path: Path) -> None:
     export_policy(made("mlp"), tmp_path / "it.pt2", "torch")
     with pytest.raises(ConfigError, match=says("it.pt2", "--trust")):
         open_model(tmp_path / "it.pt2")
+    with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
+        archive.writestr("a/b", "c")
     (tmp_path / "it.pt2").write_bytes(b"no archive")
-    with pytest.raises(CheckpointError, match=says("it.pt2")):
-        open_model(tmp_path / "it.pt2", trust=True)
+    for name in ("it.pt2", "other.pt2"):
+        with pytest.raises(CheckpointError, match=says(name)):
+            open_model(tmp_path / name, trust=True)
 
 
 def test_what_is_no_exported_policy_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import qfleet
 from qfleet.cli.main import main
 from qfleet.core.errors import ConfigError, TransferError
 from qfleet.deploy.hub import LIST, pull, push
-from qfleet.deploy.model_card import POLICY
+from qfleet.storage.checkpoint import PUBLISHED_POLICY as POLICY
 from support.configs import tiny_fields
 from support.hub import TOKEN, Hub, hub
 from support.messages import holds, says
@@ -66,11 +66,12 @@ def test_a_run_is_pushed_and_pulled_back(
     out = tmp_path / "pulled"
     assert main(["pull", target, "--out", str(out)]) == 0
     assert {path.name for path in out.iterdir()} == FILES | {"replay.gif"}
-    ours, theirs = qfleet.load(run), qfleet.load(out / POLICY)
-    assert np.array_equal(ours.q_values(MANY), theirs.q_values(MANY))
+    for path in (out, out / POLICY):
+        assert np.array_equal(qfleet.load(path).q_values(MANY), qfleet.load(run).q_values(MANY))
     assert (out / "policy.onnx").read_bytes() == (run / "exports" / "policy.onnx").read_bytes()
     assert (out / "replay.gif").read_bytes() == b"GIF89a..."
-    assert main(["evaluate", str(out / POLICY), "--episodes", "1", "--json"]) == 0
+    for words in (["evaluate", "--episodes", "1"], ["export", "--to", "torch"]):
+        assert main([words[0], str(out), *words[1:], "--json"]) == 0
     if place == "hub":
         assert "/lfs" in server.seen  # the weights went the way of large files
         assert set(server.repos["me/cart-pole"]) == FILES | {"replay.gif", LIST}
@@ -154,9 +155,10 @@ NAMES = ["../x", "/etc/x", "a/b", "..", ".", "", ".bashrc", "a\\b", "x\0y", "x\n
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fault_39_a_listed_name_that_leaves_the_folder_is_refused(
+def test_a_listed_name_that_leaves_the_folder_is_refused(
     name: str, stored: tuple[Path, str], tmp_path: Path
 ) -> None:
+    """Fault 39."""
     folder, target = stored
     listed = json.loads((folder / LIST).read_text())
     listed["files"][name] = listed["files"][POLICY]
@@ -213,7 +215,8 @@ def test_a_push_that_fails_leaves_the_old_policy(
         push(other, None, "best", target, pytest.fail)
     assert "\n" not in str(caught.value)
     server.fails_at = ""
-    again = qfleet.load(pull(target, tmp_path / "out"))
+    pull(target, tmp_path / "out")
+    again = qfleet.load(tmp_path / "out")
     assert np.array_equal(again.q_values(MANY), first.q_values(MANY))
 
 
