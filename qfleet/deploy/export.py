@@ -68,7 +68,7 @@ def export_policy(
     why = None
     try:
         rows["recorded"] = record_rows(policy)
-    except QfleetError as error:  # no package, no consent …
+    except (QfleetError, ImportError) as error:  # no consent, no package …
         why = str(error)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -78,6 +78,8 @@ def export_policy(
             _WRITERS["compiled" if compiled else to](policy, tmp)
             model = open_model(tmp, device="cpu", trust=True)
             worst = max(prove(policy, model, rows[kind], tolerance, kind) for kind in rows)
+            with tmp.open("rb+") as file:
+                files.sync(file, out.name)
             size = tmp.stat().st_size
             files.rename(tmp, out)
         files.sync_folder(out.parent)

@@ -312,6 +312,21 @@ def test_without_the_environment_only_random_observations_are_compared(
     assert json.loads(capsys.readouterr().out)["observations"]["recorded"] > 0
 
 
+def test_a_missing_package_of_the_environment_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = made("mlp")
+
+    def make_envs(*_: Any, **__: Any) -> None:
+        raise ModuleNotFoundError("No module named 'ale_py'")
+
+    monkeypatch.setattr(export, "make_envs", make_envs)
+    done = export_policy(policy, tmp_path / "it.safetensors", "safetensors")
+    assert done.observations.keys() == {"random"}
+    assert done.not_recorded is not None
+    assert "ale_py" in done.not_recorded
+
+
 # --- the command ------------------------------------------------------------------------------
 
 
