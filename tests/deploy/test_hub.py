@@ -20,7 +20,7 @@ from support.hub import TOKEN, Hub, hub
 from support.messages import holds, says
 from support.policies import untrained
 
-pytest.importorskip("huggingface_hub")
+huggingface_hub = pytest.importorskip("huggingface_hub")
 pytest.importorskip("onnxruntime")
 MANY = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
 FILES = {"policy.safetensors", "policy.onnx", "config.json", "result.json", "README.md"}
@@ -98,6 +98,8 @@ def test_the_card_has_the_score_of_the_policy_and_how_to_reproduce_it(
     for text in (value.replace("+/-", "±"), "replay.gif", f"qfleet pull {target}", "onnxruntime"):
         assert text in card
     assert "qfleet train --config policy/config.json" in card
+    (read,) = huggingface_hub.ModelCard(card).data.eval_results or []  # as the hub reads it
+    assert (read.metric_value, read.dataset_name) == (value, "CartPole-v1")
     repeated = tmp_path / "repeated"
     config = tmp_path / "it" / "config.json"
     assert main(["train", "--config", str(config), "--run-dir", str(repeated), "--quiet"]) == 0
