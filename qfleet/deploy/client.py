@@ -72,9 +72,9 @@ class PolicyClient:
             connection.close()
 
     def _ask(self, route: str, field: str, obs: Any, action_masks: Any) -> NDArray[Any]:
-        tensors = {"observations": np.ascontiguousarray(obs)}
+        tensors = {"observations": np.asarray(obs, order="C")}
         if action_masks is not None:
-            tensors["action_masks"] = np.ascontiguousarray(action_masks)
+            tensors["action_masks"] = np.asarray(action_masks, order="C")
         body = safetensors.numpy.save(tensors)
         pause_s = _FIRST_PAUSE_S
         for attempt in range(self._retries + 1):

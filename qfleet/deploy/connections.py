@@ -29,7 +29,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         """Runs while a request is incomplete. One that arrives as a whole needs none."""
         self._header_bytes: int | None = None
-        """Size of the headers received so far; None outside of headers."""
+        """Size of the headers so far, without the first part; None outside of headers."""
         self._is_complete = False
         """Whether the newest request is complete."""
 
@@ -78,11 +78,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _expire(self) -> None:
         self._timer = None
-        is_new = self._header_bytes is None and self.cycle is None  # nothing was sent
-        if is_new or (self.cycle is not None and self.cycle.response_started):
-            self.transport.abort()
-        else:
+        is_in_body = self._header_bytes is None and self.cycle is not None and not self._is_complete
+        if self._header_bytes is not None or (is_in_body and not self.cycle.response_started):
             self._refuse(408, f"the request took over {self._limits.request_timeout_s:g} s")
+        else:  # nothing was sent, or the request was refused already
+            self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
         if self.transport.is_closing():

@@ -152,28 +152,31 @@ class PolicyServer:
             reply = await batcher.submit(parsed.observations, parsed.action_masks)
         except Overloaded as error:
             raise HTTPException(503, str(error), RETRY) from None
-        values = getattr(reply.answers, field)
+        values = getattr(reply.batch, field)[reply.rows]
         data = encode(media_type, field, values, parsed.is_single, name, reply.version)
         return data, reply.version
 
     async def _read(self, headers: Mapping[bytes, bytes], body: _Body) -> bytes:
         """Return the body of a request; raise 413 as soon as it is too large."""
-        most_bytes, length = self._limits.max_body_bytes, headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > most_bytes:
+        most_bytes, size = self._limits.max_body_bytes, 0
+        if int(headers.get(b"content-length", 0)) > most_bytes:
             raise HTTPException(413, f"the body must have at most {most_bytes} bytes")
-        chunks, size = list[bytes](), 0
+        chunks = [await body.receive()]
+        if body.is_complete and len(chunks[0]) <= most_bytes:
+            return chunks[0]
         try:
-            while not body.is_complete:
-                chunks.append(await body.receive())
+            while True:
                 size += len(chunks[-1])
                 self._receiving_bytes += len(chunks[-1])
                 if size > most_bytes:
                     raise HTTPException(413, f"the body must have at most {most_bytes} bytes")
                 if self._receiving_bytes > MOST_BODIES * most_bytes:
                     raise HTTPException(503, "too many large bodies at the same time", RETRY)
+                if body.is_complete:
+                    return b"".join(chunks)
+                chunks.append(await body.receive())
         finally:
             self._receiving_bytes -= size
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _index(self, _: Request) -> Response:
         lines = ["qfleet policy server: POST observations to", *self._answers]
@@ -211,18 +214,18 @@ def _parse(signature: Signature, media_type: str, body: bytes) -> _Parsed:
     except ConfigError as error:
         raise HTTPException(400, str(error)) from None
     try:
-        observations = check_observations(signature, given.observations)
-        count = len(observations)
-        masks = check_action_masks(signature, given.action_masks, count)
+        observations, masks = check_observations(signature, given.observations), None
+        if signature.takes_masks or given.action_masks is not None:
+            masks = check_action_masks(signature, given.action_masks, len(observations))
+            if masks is None:  # a batch has masks for all its requests, or for none
+                masks = np.ones((len(observations), signature.num_actions), np.bool_)
     except ConfigError as error:
         raise HTTPException(422, str(error)) from None
-    if signature.takes_masks and masks is None:  # a batch has masks for all, or for none
-        masks = np.ones((count, signature.num_actions), np.bool_)
     is_single = given.is_single
     if is_single is None:
         is_single = np.ndim(given.observations) == len(signature.obs_shape)
-    if is_single and count > 1:
-        raise HTTPException(422, f'"observation" holds {count}; call it "observations"')
+    if is_single and len(observations) > 1:
+        raise HTTPException(422, '"observation" holds several; call it "observations"')
     return _Parsed(observations, masks, is_single)
 
 

@@ -27,7 +27,15 @@ from qfleet.deploy.batching import Batcher
 from qfleet.deploy.connections import LimitedProtocol
 from qfleet.deploy.metrics import Metrics
 from qfleet.deploy.models import open_model
-from qfleet.deploy.reloading import Runtime, Watcher, choose_runtime, log, stamp, warm_up
+from qfleet.deploy.reloading import (
+    Runtime,
+    Watcher,
+    choose_runtime,
+    log,
+    milliseconds,
+    stamp,
+    warm_up,
+)
 from qfleet.deploy.server import Limits, PolicyServer
 
 BACKLOG = 2048
@@ -38,6 +46,8 @@ DRAIN_S = 10
 END_S = 5.0
 """Seconds that a worker has to end after that."""
 POLL_S = 0.2
+MOST_IN_LOOP_MS = 2.0
+"""Networks that compute a whole batch in this time are computed in the event loop."""
 RESTART_S = 1.0
 """Seconds before a worker that has ended is started again."""
 
@@ -89,9 +99,11 @@ def open_server(options: ServeOptions, metrics: Metrics, worker: int = 0) -> Ite
         for name, (path, runtime) in options.models.items():
             opener = functools.partial(open_model, path, runtime, device, options.trust)
             seen, count = stamp(path), functools.partial(metrics.count, name)
+            model = warm_up(opener())
             batcher = batchers[name] = Batcher(
-                warm_up(opener()), options.max_batch, options.max_wait_s, options.max_queue,
+                model, options.max_batch, options.max_wait_s, options.max_queue,
                 options.limits.request_timeout_s, count,
+                in_thread=milliseconds(model, options.max_batch) > MOST_IN_LOOP_MS,
             )  # fmt: skip
             closing.callback(batcher.stop)
             if options.reload_s:
@@ -102,7 +114,7 @@ def open_server(options: ServeOptions, metrics: Metrics, worker: int = 0) -> Ite
 
 def serve(options: ServeOptions) -> int:
     """Serve until SIGINT or SIGTERM, then finish what is in progress; return the exit code."""
-    with _listen(options.host, options.port) as listener:
+    with listen(options.host, options.port) as listener:
         options = options.with_runtimes()
         metrics = Metrics(list(options.models), options.workers)
         host, port = listener.getsockname()[:2]
@@ -112,7 +124,7 @@ def serve(options: ServeOptions) -> int:
         return _serve_here(options, metrics, listener, lambda: log(f"serving at {url}"))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket.
 
     Workers inherit it, instead of one each with SO_REUSEPORT: a connection that waits to be
@@ -133,10 +145,18 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server, which calls ``on_ready`` once it accepts connections."""
+class HttpServer(uvicorn.Server):
+    """uvicorn's server with our limits, which calls ``on_ready`` once it accepts connections."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, app: PolicyServer, limits: Limits, metrics: Metrics, on_ready: Callable[[], None]
+    ) -> None:
+        protocol: Any = functools.partial(LimitedProtocol, limits, metrics)
+        config = uvicorn.Config(
+            app, http=protocol, loop="asyncio", ws="none", lifespan="off", log_config=None,
+            log_level="error", access_log=False, proxy_headers=False, server_header=False,
+            backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=DRAIN_S,
+        )  # fmt: skip
         super().__init__(config)
         self._on_ready = on_ready
 
@@ -158,13 +178,7 @@ def _serve_here(
     """Serve in this process."""
     received: list[int] = []
     with open_server(options, metrics, worker) as app:
-        protocol: Any = functools.partial(LimitedProtocol, options.limits, metrics)
-        config = uvicorn.Config(
-            app, http=protocol, loop="asyncio", ws="none", lifespan="off", log_config=None,
-            log_level="error", access_log=False, proxy_headers=False, server_header=False,
-            backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=DRAIN_S,
-        )  # fmt: skip
-        server = _Server(config, on_ready)
+        server = HttpServer(app, options.limits, metrics, on_ready)
 
         def stop(number: int) -> None:
             received.append(number)
