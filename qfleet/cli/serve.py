@@ -153,7 +153,7 @@ def _sources(arguments: ServeArguments) -> dict[str, Source]:
             raise ConfigError(f"two models are named '{name}'; give them as NAME=PATH")
         is_file = Path(text).suffix in (".onnx", ".pt2", ".safetensors")
         path = Path(text) if is_file else resolve_run(text, RUNS)
-        found[name] = Source(path, arguments.runtime)
+        found[name] = Source(path.absolute(), arguments.runtime)
     if not found:
         raise ConfigError("give a run or a file to serve, e.g. qfleet serve runs/NAME")
     return found
