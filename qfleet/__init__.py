@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from qfleet.core.counter_rng import draw_below, draw_uniform
     from qfleet.core.errors import ConfigError, QfleetError
     from qfleet.core.types import EnvSpec
+    from qfleet.deploy.client import PolicyClient
     from qfleet.envs.device.protocol import Outcome, State, TensorEnv
     from qfleet.training.api import Scaled, evaluate, load, resume, scale, train, train_seeds
     from qfleet.training.callbacks import Callback
@@ -36,6 +37,7 @@ _HOMES = {
     "Evaluation": "agent.evaluation",
     "Outcome": "envs.device.protocol",
     "Policy": "agent.policy",
+    "PolicyClient": "deploy.client",
     "QfleetError": "core.errors",
     "Result": "training.result",
     "Run": "training.run",
@@ -65,6 +67,7 @@ __all__ = [
     "Evaluation",
     "Outcome",
     "Policy",
+    "PolicyClient",
     "QfleetError",
     "Result",
     "Run",

@@ -33,6 +33,7 @@ from qfleet.envs.objects import env_fields
 from qfleet.networks.factory import make_network
 from qfleet.storage.checkpoint import (
     POLICY_SUFFIX,
+    PUBLISHED_POLICY,
     has_checkpoint,
     load_checkpoint,
     load_policy,
@@ -104,6 +105,11 @@ class Policy:
         if self._actions is None:
             return actions + self.spec.first_action
         return self._actions.table[actions]
+
+    @property
+    def action_table(self) -> NDArray[Any]:
+        """The environment's own action of each index ``[actions, …]``."""
+        return self._own(np.arange(self.spec.num_actions))
 
     def predict(
         self,
@@ -301,7 +307,9 @@ def load_run_policy(
     trust: bool,
     device: str | None = None,
 ) -> Policy:
-    """Return the policy in a run's folder, without its environment."""
+    """Return the policy in the folder of a run or of ``qfleet pull``, without its environment."""
+    if which != "last" and (folder / PUBLISHED_POLICY).is_file():
+        return load_saved_policy(folder / PUBLISHED_POLICY, trust, device)
     config = validate(Config(**read_fields(folder / "config.json")))
     which = which or best_or_last(folder)
     with reading(f"the {which} policy of '{folder}' cannot be loaded"):

@@ -28,7 +28,7 @@ Examples:
   qfleet completion fish > ~/.config/fish/completions/qfleet.fish
 """
 
-OF_RUNS = ("resume", "scale", "evaluate", "plot", "video")
+OF_RUNS = ("resume", "scale", "evaluate", "plot", "video", "export", "push", "serve")
 """Verbs whose argument is a run."""
 ARGUMENTS = {"lab": "maze mapreduce speedup", "completion": "bash zsh fish"}
 VALUES = {"--preset": " ".join((*PRESETS, "none", "list")), "--algo": " ".join(ALGORITHMS)}

@@ -82,6 +82,14 @@ class CheckpointError(QfleetError):
     exit_code = 2
 
 
+class ExportError(QfleetError):
+    """An exported file that does not act like its policy; it was removed."""
+
+
+class TransferError(QfleetError):
+    """A hub or storage that cannot be reached, refuses, or holds damaged files."""
+
+
 class EnvironmentFault(QfleetError):
     """An environment that failed more often than the configuration tolerates."""
 

@@ -83,10 +83,11 @@ class EnvSpec:
         shape = (*stack, math.prod(self.frame_shape) + self.num_actions)
         return replace(self, obs_shape=shape, unmasked_shape=self.obs_shape)
 
-    def unmask(self, obs: Tensor) -> Tensor:
+    def unmask(self, obs: AnyArray) -> AnyArray:
         """Return the observations ``[B, *unmasked_shape]`` in masked ones."""
         assert self.unmasked_shape is not None
-        return obs[..., : -self.num_actions].reshape(len(obs), *self.unmasked_shape)
+        bare: AnyArray = obs[..., : -self.num_actions]
+        return bare.reshape(obs.shape[0], *self.unmasked_shape)
 
     def legal(self, obs: AnyArray) -> AnyArray:
         """Return which actions are legal, bool ``[B, actions]``, by masked observations."""

@@ -70,7 +70,11 @@ class Part(NamedTuple):
         return sum(self.counts) or math.prod(self.shape)
 
     def read(self, obs: Any) -> NDArray[Any]:
-        return np.asarray(functools.reduce(lambda inner, key: inner[key], self.path, obs))
+        value = np.asarray(functools.reduce(lambda inner, key: inner[key], self.path, obs))
+        if self.is_bytes and value.dtype == np.int64 and value.size:  # lists of JSON
+            is_pixels = value.min() >= 0 and value.max() <= 255
+            return value.astype(np.uint8) if is_pixels else value
+        return value
 
     def vector(self, value: NDArray[Any]) -> NDArray[np.float32]:
         """Return the value as a float32 vector: discrete entries one-hot, bytes in [0, 1]."""

@@ -27,6 +27,8 @@ from qfleet.storage.snapshot import MANIFEST, Manifest, read_manifest, read_snap
 from qfleet.storage.tensor_files import read_unverified, write_tensors
 
 POLICY_SUFFIX = ".safetensors"
+PUBLISHED_POLICY = "policy.safetensors"
+"""File of a folder that holds a published policy (`qfleet pull`) in place of a run."""
 _POLICY_FORMAT = "qfleet-policy-1"
 _BUFFERS = "buffers/"
 _TMP = ".tmp-"

@@ -78,7 +78,8 @@ RESERVE = ".reserve"
 _ENTRIES = (
     RESERVE, EXPERIMENT, "config.json", "metrics.jsonl", "result.json", "seeds.json",
     "aggregate.json", "trace.json", "tracker.json", "population.jsonl", "tensorboard",
-    "checkpoints", "best", ".old-best", "agents", "last.safetensors", "plots", "videos", "wandb",
+    "checkpoints", "best", ".old-best", "agents", "last.safetensors", "plots", "videos", "exports",
+    "wandb",
 )  # fmt: skip
 """What qfleet and the trackers write into the folder of a run."""
 

@@ -1,0 +1,191 @@
+"""Push and pull: a policy and its card, to and from the Hugging Face Hub or any fsspec URL.
+
+``files.json`` lists every file with its size and SHA-256. It is written last, and what is pulled is
+verified by it, so that an interrupted or concurrent push is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import importlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from qfleet.agent.policy import Policy
+from qfleet.config.config import Config
+from qfleet.config.trust import OUTWARD
+from qfleet.core import files
+from qfleet.core.errors import ConfigError, QfleetError, TransferError, one_line
+from qfleet.deploy.export import FOLDER
+from qfleet.deploy.model_card import CARD, CONFIG, ONNX, VIDEOS, model_card, score_of
+from qfleet.deploy.models import open_model, version_of
+from qfleet.storage.checkpoint import PUBLISHED_POLICY as POLICY
+
+LIST = "files.json"
+_FORMAT = "qfleet-files-1"
+_HF = "hf://"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+"""Names of files: no folders, so neither ``..`` nor an absolute path."""
+
+
+class _Hub:
+    """A model repository of the Hugging Face Hub: HF_ENDPOINT and HF_TOKEN say where and who."""
+
+    def __init__(self, repo: str) -> None:
+        if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo) or ".." in repo:
+            raise ConfigError(f"'{_HF}{repo}' must be {_HF}USER/REPOSITORY")
+        self._hub, self._repo = _package("huggingface_hub"), repo
+        where, who = os.environ.get("HF_ENDPOINT"), os.environ.get("HF_TOKEN")
+        self._api = self._hub.HfApi(endpoint=where, token=who)
+
+    def put(self, folder: Path, names: list[str]) -> None:
+        """Store all files in one commit: readers see all of them or none."""
+        self._api.create_repo(self._repo, exist_ok=True)
+        added = [self._hub.CommitOperationAdd(name, folder / name) for name in names]
+        self._api.create_commit(self._repo, added, commit_message="Push a policy of qfleet")
+
+    def get(self, name: str, path: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            shutil.move(self._api.hf_hub_download(self._repo, name, local_dir=folder), path)
+
+
+class _Files:
+    """A folder by its URL: file, s3, gs …"""
+
+    def __init__(self, url: str) -> None:
+        if "://" not in url or ".." in PurePosixPath(url).parts:
+            raise ConfigError(
+                f"'{url}' must be {_HF}USER/REPOSITORY or a URL without '..' such as "
+                "file:///models/pong or s3://bucket/pong"
+            )
+        self._system, self._root = _package("fsspec").url_to_fs(url)
+
+    def put(self, folder: Path, names: list[str]) -> None:
+        """Store files in this order: the list, which comes last, is of files that are there."""
+        self._system.makedirs(self._root, exist_ok=True)
+        for name in names:
+            self._system.put_file(str(folder / name), f"{self._root}/{name}")
+
+    def get(self, name: str, path: Path) -> None:
+        self._system.get_file(f"{self._root}/{name}", str(path))
+
+
+def push(
+    policy: Policy, run: Path | None, which: str, target: str, report: Callable[[str], None]
+) -> list[str]:
+    """Store a policy, its card and what its run has; return the names of the files.
+
+    ``report`` is called with a line about a file that is left out.
+    """
+    with tempfile.TemporaryDirectory() as folder, _reaching(target):
+        store = _open(target)
+        names = _collect(policy, run, which, target, Path(folder), report)
+        records = {name: _record(Path(folder) / name) for name in names}
+        text = json.dumps({"format": _FORMAT, "files": records}, indent=2)
+        files.write_text(Path(folder) / LIST, text)
+        store.put(Path(folder), [*names, LIST])
+    return names
+
+
+def pull(source: str, out: Path) -> None:
+    """Fetch what ``push`` stored into the new folder ``out``, which the verbs take like a run's."""
+    if out.exists():
+        raise ConfigError(f"'{out}' exists already; choose another --out")
+    with _reaching(source), contextlib.ExitStack() as stack:
+        store = _open(source)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        prefix = tempfile.TemporaryDirectory(prefix=".pull-", dir=out.parent)
+        listed = Path(stack.enter_context(prefix)) / LIST
+        store.get(LIST, listed)
+        records = _read_list(files.read_text(listed), source)
+        fetched = listed.with_name("files")
+        fetched.mkdir()
+        for name, record in records.items():
+            store.get(name, fetched / name)
+            if _record(fetched / name) != record:
+                raise TransferError(
+                    f"'{name}' of '{source}' is not the file that {LIST} lists (SHA-256); it is "
+                    "damaged or being replaced: pull again, or push it anew"
+                )
+        files.rename(fetched, out)
+
+
+def _collect(
+    policy: Policy, run: Path | None, which: str, target: str, folder: Path,
+    report: Callable[[str], None],
+) -> list[str]:  # fmt: skip
+    """Write all files into ``folder``; return their names."""
+    # What reaches outside the run's folder is private, and of no use elsewhere.
+    policy = copy.copy(policy)
+    own = {name: getattr(Config(), name) for name in OUTWARD}
+    policy.config = policy.config.replace(**own)
+    policy.save(folder / POLICY)
+    files.write_text(folder / CONFIG, policy.config.to_json())
+    score = None
+    if run is not None:
+        score = score_of(run, which)
+        if (run / "result.json").is_file():
+            shutil.copy(run / "result.json", folder)
+        videos = [path for path in run.glob("videos/*") if f"replay{path.suffix}" in VIDEOS]
+        if videos:
+            newest = max(videos, key=lambda path: path.stat().st_mtime_ns)
+            shutil.copy(newest, folder / f"replay{newest.suffix}")
+        exported = run / FOLDER / ONNX
+        if exported.is_file() and open_model(exported).version == version_of(policy):
+            shutil.copy(exported, folder)
+        elif exported.is_file():
+            report(f"'{exported}' is of another policy and left out; export it again")
+    names = sorted(path.name for path in folder.iterdir())
+    files.write_text(folder / CARD, model_card(policy, score, names, target))
+    return [*names, CARD]
+
+
+def _open(url: str) -> _Hub | _Files:
+    return _Hub(url.removeprefix(_HF)) if url.startswith(_HF) else _Files(url)
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(f"{name} is not installed: `pip install 'qfleet[hub]'`") from None
+
+
+@contextlib.contextmanager
+def _reaching(url: str) -> Iterator[None]:
+    """Turn the errors of storages, which have no common class, into TransferError."""
+    try:
+        yield
+    except QfleetError:
+        raise
+    except Exception as error:
+        raise TransferError(f"'{url}': {one_line(error)[:300]}") from error
+
+
+def _record(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size_bytes": path.stat().st_size, "sha256": digest}
+
+
+def _read_list(text: str, source: str) -> dict[str, Any]:
+    """Return name → record of a list, which may be anyone's data."""
+    try:
+        stored = json.loads(text)
+        records: dict[str, Any] = stored["files"]
+        if stored["format"] != _FORMAT or POLICY not in records:
+            raise ValueError(f"it lists no {POLICY}")
+        for name in records:
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"file name {name!r} is refused")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise TransferError(f"'{source}' has a malformed {LIST}: {one_line(error)}") from None
+    return records

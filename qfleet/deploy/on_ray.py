@@ -1,0 +1,56 @@
+"""The policy server on a Ray cluster: the same application in the replicas of Ray Serve."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from qfleet.core.errors import ConfigError
+from qfleet.core.signals import signals_request_stop
+from qfleet.deploy.metrics import Metrics
+from qfleet.deploy.reloading import log
+from qfleet.deploy.serving import ServeOptions, open_server
+from qfleet.engines.cluster.ray_cluster import open_cluster
+
+
+def serve_on_ray(options: ServeOptions) -> int:
+    """Deploy on the cluster at ``RAY_ADDRESS``, or on a new one, until SIGINT or SIGTERM."""
+    options, received, stopped = options.with_runtimes(), list[int](), threading.Event()
+
+    def build_app() -> Starlette:
+        # Models stay open as long as the replica's process lives.
+        app = contextlib.ExitStack().enter_context(open_server(options, Metrics([*options.models])))
+        return Starlette(routes=[Mount("", app)])  # Ray Serve adds handlers, to Starlette's only
+
+    def stop(number: int) -> None:
+        received.append(number)
+        stopped.set()
+
+    with open_cluster(options.workers, os.environ.get("RAY_ADDRESS")):
+        try:
+            from ray import serve
+        except ImportError as error:
+            raise ConfigError(
+                f"--on ray needs {error.name}: pip install 'ray[serve]' 'qfleet[serve]'"
+            ) from None
+        deployment: Any = serve.deployment(
+            serve.ingress(build_app)(),
+            name="policy",
+            num_replicas=options.workers,
+            max_ongoing_requests=options.limits.max_connections,
+            ray_actor_options={"num_gpus": int((options.devices[0] or "cpu") != "cpu")},
+        )
+        try:
+            with signals_request_stop(stop):
+                serve.start(http_options={"host": options.host, "port": options.port})
+                serve.run(deployment.bind(), name="qfleet")
+                log(f"serving at http://{options.host}:{options.port} on Ray")
+                stopped.wait()
+        finally:
+            serve.shutdown()
+    return 128 + received[0]
