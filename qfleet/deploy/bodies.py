@@ -37,9 +37,9 @@ def decode(media_type: str, body: bytes) -> Given:
     """Return the contents of a body in one of TYPES, or raise ConfigError."""
     try:
         if media_type == JSON:
-            return _given(json.loads(body))
+            return _given(json.loads(body.decode()))
         if media_type == NPY:
-            return Given(_from_npy(body))
+            return Given(from_npy(body))
         return _given(safetensors.numpy.load(body))._replace(is_single=None)
     except RecursionError:
         raise ConfigError("the body is nested too deeply") from None
@@ -61,7 +61,7 @@ def _given(fields: Any) -> Given:
     return Given(values, fields.get("action_masks"), is_single)
 
 
-def _from_npy(body: bytes) -> NDArray[Any]:
+def from_npy(body: bytes) -> NDArray[Any]:
     """Return the array in an npy file, without a copy and without trusting its header.
 
     numpy.load would allocate what the header claims, and parse the header by ``ast`` each time,
@@ -94,7 +94,7 @@ def _npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 @functools.lru_cache(maxsize=256)
-def _npy_head(shape: tuple[int, ...], dtype: str) -> bytes:
+def npy_head(shape: tuple[int, ...], dtype: str) -> bytes:
     file = io.BytesIO()
     fields = {"shape": shape, "fortran_order": False, "descr": dtype}
     np.lib.format.write_array_header_1_0(file, fields)
@@ -107,14 +107,13 @@ def encode(
     """Return a reply. ``name`` is ``actions`` or ``q_values``, ``values`` has a row for each."""
     shown = values[0] if is_single else values
     if media_type == NPY:
-        return _npy_head(shown.shape, shown.dtype.str) + shown.tobytes()
+        return npy_head(shown.shape, shown.dtype.str) + shown.tobytes()
     if media_type == SAFETENSORS:
         tensors = {name: np.asarray(shown, order="C")}
         return safetensors.numpy.save(tensors, {"model": model, "version": version})
-    key, text = "action" if is_single and name == "actions" else name, json.dumps(shown.tolist())
-    if (
-        "N" in text or "I" in text
-    ):  # NaN or Infinity, which JSON lacks; huge observations can give it
+    # repr of numbers and lists of them is JSON, and json.dumps of the whole takes 10 µs more.
+    text = repr(shown.tolist())
+    if "n" in text:  # nan or inf, which JSON lacks: a huge observation can give one
         text = json.dumps(np.where(np.isfinite(shown), shown, np.array(None)).tolist())
-    # Not json.dumps of the whole, which takes 5 µs more; names and versions need no escapes.
+    key = "action" if is_single and name == "actions" else name
     return f'{{"{key}": {text}, "model": "{model}", "version": "{version}"}}'.encode()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from qfleet.core.errors import ConfigError, QfleetError, one_line
+from qfleet.deploy.bodies import NPY, SAFETENSORS, from_npy, npy_head
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
@@ -48,9 +49,7 @@ class PolicyClient:
             raise ConfigError(f"url must be like http://127.0.0.1:8000, got {url!r}")
         self._https, self._address = parts.scheme == "https", (parts.hostname, parts.port)
         self._prefix = parts.path.rstrip("/") + (f"/models/{model}" if model else "")
-        self._headers = {"Content-Type": "application/safetensors"}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._timeout_s, self._retries = timeout_s, retries
         self._local = threading.local()
         self.version: str | None = None
@@ -72,21 +71,23 @@ class PolicyClient:
             connection.close()
 
     def _ask(self, route: str, field: str, obs: Any, action_masks: Any) -> NDArray[Any]:
-        tensors = {"observations": np.asarray(obs, order="C")}
-        if action_masks is not None:
-            tensors["action_masks"] = np.asarray(action_masks, order="C")
-        body = safetensors.numpy.save(tensors)
+        array, media_type = np.asarray(obs, order="C"), NPY
+        if action_masks is None:
+            body = npy_head(array.shape, array.dtype.str) + array.tobytes()
+        else:
+            masks, media_type = np.asarray(action_masks, order="C"), SAFETENSORS
+            body = safetensors.numpy.save({"observations": array, "action_masks": masks})
         pause_s = _FIRST_PAUSE_S
         for attempt in range(self._retries + 1):
             try:
-                status, reply, version = self._post(f"{self._prefix}/{route}", body)
+                status, reply, version = self._post(f"{self._prefix}/{route}", media_type, body)
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 problem = f"cannot be reached: {one_line(error)}"
             else:
                 if status == 200:
                     self.version = version
-                    return _read(reply, field)
+                    return _read(media_type, reply, field)
                 problem = f"answered {status}: {_error(reply)}"
                 if status != 503:
                     break
@@ -96,20 +97,20 @@ class PolicyClient:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise ServerError(f"the policy server at {self._address[0]}:{self._address[1]} {problem}")
 
-    def _post(self, path: str, body: bytes) -> tuple[int, bytes, str | None]:
+    def _post(self, path: str, media_type: str, body: bytes) -> tuple[int, bytes, str | None]:
         connection = getattr(self._local, "connection", None)
         if connection is None:
             kind = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
             connection = self._local.connection = kind(*self._address, timeout=self._timeout_s)
-        connection.request("POST", path, body, self._headers)
+        connection.request("POST", path, body, {**self._headers, "Content-Type": media_type})
         response = connection.getresponse()
         return response.status, response.read(), response.headers.get("X-Model-Version")
 
 
-def _read(reply: bytes, field: str) -> NDArray[Any]:
+def _read(media_type: str, reply: bytes, field: str) -> NDArray[Any]:
     try:
-        return safetensors.numpy.load(reply)[field]
-    except (SafetensorError, KeyError) as error:
+        return from_npy(reply) if media_type == NPY else safetensors.numpy.load(reply)[field]
+    except (SafetensorError, KeyError, ValueError) as error:
         raise ServerError(f"the server's reply is malformed: {one_line(error)}") from None
 
 

@@ -83,6 +83,7 @@ class PolicyServer:
             routes=[Route(path, endpoint) for path, endpoint in routes.items()],
             exception_handlers={HTTPException: _show_error},
         )
+        self._starlette.router.redirect_slashes = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -178,18 +179,18 @@ class PolicyServer:
         finally:
             self._receiving_bytes -= size
 
-    def _index(self, _: Request) -> Response:
+    async def _index(self, _: Request) -> Response:
         lines = ["qfleet policy server: POST observations to", *self._answers]
         return PlainTextResponse("\n".join([*lines, "Description: /openapi.json", ""]))
 
-    def _ready(self, _: Request) -> Response:
+    async def _ready(self, _: Request) -> Response:
         versions = {name: batcher.model.version for name, batcher in self._batchers.items()}
         return JSONResponse({"status": "ready", "versions": versions})
 
-    def _render_metrics(self, _: Request) -> Response:
+    async def _render_metrics(self, _: Request) -> Response:
         return PlainTextResponse(self._metrics.render(), media_type="text/plain; version=0.0.4")
 
-    def _openapi(self, _: Request) -> Response:
+    async def _openapi(self, _: Request) -> Response:
         signatures = {name: batcher.model.signature for name, batcher in self._batchers.items()}
         return JSONResponse(describe(signatures, next(iter(signatures))))
 

@@ -13,17 +13,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
 import qfleet
 from qfleet.deploy import client as clients
+from qfleet.deploy.bodies import npy_head
 from qfleet.deploy.client import PolicyClient, ServerError
 from qfleet.deploy.server import Limits
 from support.policy_servers import SIGNATURE, FakeModel, application, serving
 from support.waiting import PHASE_S, deadline
 
 ONE = np.array([0.5, 1, 0, 0], np.float32)
-ACTION = safetensors.numpy.save({"actions": np.array(1)})
+ACTION = npy_head((), "<i8") + (1).to_bytes(8, "little")
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from starlette.types import Message, Receive
 
 from qfleet.deploy.batching import Batcher
 from qfleet.deploy.metrics import Metrics
@@ -100,9 +101,10 @@ def test_masks_of_some_requests_only_are_batched() -> None:
     assert model.batches == [2]
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
 def test_a_value_that_json_cannot_write_is_null() -> None:
     with application() as (app, *_):
-        huge = body(observation=[3e38, 3e38, 0, 0])
+        huge = body(observation=[3e38, 3e38, 0, 0])  # finite, but not their sum
         reply = asked(app, "/q-values", huge)
     assert reply.status == 200
     assert reply.json["q_values"] == [None, None]
@@ -197,38 +199,35 @@ def test_a_body_in_parts_is_read_and_limited() -> None:
 
 
 def test_bodies_that_are_received_at_the_same_time_are_limited() -> None:
-    async def run(app: PolicyServer) -> tuple[int, int]:
-        never = asyncio.Event()
+    async def run(app: PolicyServer) -> None:
+        gone = asyncio.Event()
 
-        async def receive() -> dict[str, Any]:
-            if never.is_set():
+        def slow_body() -> Receive:
+            parts: list[Message] = [{"type": "http.request", "body": b" " * 90, "more_body": True}]
+
+            async def receive() -> Message:
+                if parts:
+                    return parts.pop()
+                await gone.wait()
                 return {"type": "http.disconnect"}
-            await asyncio.sleep(0)
-            if receive.calls == 0:  # type: ignore[attr-defined]
-                await never.wait()
-                return {"type": "http.disconnect"}
-            receive.calls -= 1  # type: ignore[attr-defined]
-            return {"type": "http.request", "body": b" " * 90, "more_body": True}
 
-        receive.calls = 17  # type: ignore[attr-defined]
-        scope = {"type": "http", "method": "POST", "path": "/act", "headers": [
-            (b"content-type", b"application/json")]}  # fmt: skip
+            return receive
 
-        async def send(_: Any) -> None:
+        async def send(_: Message) -> None:
             pass
 
-        slow = [asyncio.create_task(app(scope, receive, send)) for _ in range(17)]  # type: ignore[arg-type]
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/act", "headers": headers}
+        slow = [asyncio.create_task(app(scope, slow_body(), send)) for _ in range(17)]
         await asyncio.sleep(0.05)
-        full = await ask(app, "/act", [b" " * 90, b" "])
-        small = await ask(app, "/act", body(observation=ONE))
-        never.set()
+        assert (await ask(app, "/act", [b" " * 90, b" "])).status == 503
+        assert (await ask(app, "/act", body(observation=ONE))).status == 200
+        gone.set()
         await asyncio.gather(*slow)
-        after = await ask(app, "/act", [body(observation=ONE), b" "])
-        assert after.status == 200
-        return full.status, small.status
+        assert (await ask(app, "/act", [body(observation=ONE), b" "])).status == 200
 
     with application(limits=Limits(max_body_bytes=100)) as (app, *_):
-        assert asyncio.run(run(app)) == (503, 200)
+        asyncio.run(run(app))
 
 
 def test_long_json_is_parsed_and_refused_like_short_json() -> None:
@@ -250,6 +249,9 @@ def test_long_json_is_parsed_and_refused_like_short_json() -> None:
         ("/models/%2e%2e/act", "POST", 404),
         ("/models/default/../../etc/act", "POST", 404),
         ("/metrics", "POST", 405),
+        ("/metrics/", "GET", 404),
+        ("/act/", "POST", 404),
+        ("//act", "POST", 404),
     ],
 )
 def test_unknown_routes_models_and_methods_are_refused(path: str, method: str, status: int) -> None:
@@ -328,11 +330,7 @@ def test_openapi_describes_the_observations() -> None:
     assert (observation["minItems"], observation["maxItems"]) == (4, 4)
     assert {"application/x-npy", "application/safetensors"} <= content.keys()
     assert {"200", "400", "413", "422", "503"} <= posted["responses"].keys()
-    assert "/act" in asked_text(document)
-
-
-def asked_text(document: Any) -> str:
-    return json.dumps(document)
+    assert "/act" in document["paths"]
 
 
 def test_the_index_names_the_routes() -> None:
