@@ -68,12 +68,13 @@ def record(
             torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"),
         ):
             function()
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:  # by a driver, or by an operation that cannot be recorded
-        _REFUSED[device, role] = str(error).partition("\n")[0]
-        for generator in generators:  # their own states still wait for the end of the recording
+        # The state of a generator is that of a recording in progress; a copy of it is not.
+        for generator in generators:
             generator.graphsafe_set_state(generator.clone_state())
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        _REFUSED[device, role] = str(error).partition("\n")[0]
         return function
     return graph.replay
 

@@ -130,7 +130,7 @@ class Learner:
         prediction = self._gradient.predict(batch)
         loss_info = self._gradient.backward(prediction, batch, target)  # into weights.grad
         if self._config.sum_gradients:
-            self.weights.grad.mul_(self._config.batch_size)
+            self.weights.grad.mul_(self.batch_size // (self.weights.agents or 1))
         if self._config.prioritized_replay:
             self._memory.update_priorities(batch.index, loss_info.priority)
         applied = self._updater.apply(self._learning_rate, loss_info.loss)

@@ -113,6 +113,8 @@ class RecordedLearner(Learner):
             count = min(updates, self.burst_updates)
             if self._recorded and count < self.burst_updates:
                 count = 1  # bursts are recorded in two sizes
+            if self._target_follows:
+                self._updater.before_gradient()  # it follows the newest weights
             self.burst(count)
             self._clock.updates += count
             updates -= count
@@ -217,7 +219,7 @@ class RecordedLearner(Learner):
         target = target_ready()
         loss_info = self._gradient.backward(predicted, batch, target)
         if self._config.sum_gradients:
-            self.weights.grad.mul_(self._config.batch_size)
+            self.weights.grad.mul_(self.batch_size // (self.weights.agents or 1))
         set_priorities = functools.partial(self._set_priorities, batch, loss_info)
         on_host = self._memory.device.type != self._device.type
         # A memory on the host makes the host wait for the gradient: launch the optimiser before.

@@ -98,7 +98,8 @@ class FlatWeights:
                 )
         self.data[..., : other.data.numel()].copy_(other.data)
         for name, buffer in other.buffers().items():
-            if name.startswith("torso."):  # those of heads are constants of the configuration
+            # Those of heads are constants of the configuration.
+            if name.startswith(("torso.", "critic.torso.")):
                 self.buffers()[name].copy_(buffer)
 
     def mirror(self, other: FlatWeights) -> None:

@@ -255,10 +255,10 @@ class Config:
     gradient_steps: int = field(1, "optimisation", common=True, low=1)
     """Updates per burst."""
     sum_gradients: bool = field(False, "optimisation")
-    """Add up the gradients of a batch's samples instead of averaging them."""
+    """Add up the gradients of a batch's samples instead of averaging them. max_grad_norm then
+    limits the sum."""
     target_update_interval: int = field(10_000, "optimisation", common=True, low=0)
-    """Env steps between updates of the target network; 0: one update of it before every gradient,
-    with a parameter server one per pull of a worker."""
+    """Env steps between updates of the target network; 0: one before every gradient."""
     tau: float = field(1.0, "optimisation", above=0, high=1)
     """Polyak factor of target network updates: share of the online weights; 1 copies them."""
 

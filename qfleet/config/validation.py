@@ -96,8 +96,6 @@ def _rules(c: Config) -> Rules:
             f"is for head actor-critic, not {c.head}; switch it off")
     yield c.value_learning_rate == 0 or c.separate_networks, "value_learning_rate", (
         "needs separate_networks, because shared layers have one rate; set that or use 0")
-    yield c.value_learning_rate == 0 or c.optimizer != "adamw", "value_learning_rate", (
-        "does not go with optimizer adamw, whose weight decay has one rate; use adam")
     if c.replay:
         least = (c.n_steps + 2) * c.envs + c.batch_size
         yield c.buffer_size >= least, "buffer_size", (

@@ -139,9 +139,12 @@ class EngineHook:
         """
         return None
 
-    def on_finish(self, run_s: float) -> Sequence[str]:
-        """Called once all is trained and saved, after ``run_s`` seconds, unless interrupted; shown
-        lines."""
+    def on_finish(self, run_s: float, give_up: Callable[[], bool]) -> Sequence[str]:
+        """Called once all is trained and saved, after ``run_s`` seconds; return lines to show.
+
+        It may measure for some seconds, until ``give_up`` returns True. Not called if the run was
+        interrupted.
+        """
         return ()
 
     def on_end(self, folder: Path, trace: Trace | None) -> Sequence[str]:
@@ -291,5 +294,6 @@ class LoopParts(Parts):
         super().start_from(weights)
         self.learner.move_target(1.0)
         online, target = self.learner.networks[0], self.learner.networks[-1]
-        target.torso.load_state_dict(online.torso.state_dict())  # its buffers
+        for theirs, ours in zip(target.torsos, online.torsos, strict=True):
+            theirs.load_state_dict(ours.state_dict())  # its buffers
         self.channel.restart(self.clock.updates)

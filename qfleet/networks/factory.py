@@ -29,16 +29,14 @@ def build_network(spec: EnvSpec, config: Config) -> QNetwork:
     """Build the network that ``config`` names; weights are drawn from torch's global generator."""
     bare = spec.unmasked
     network = _build_unmasked(bare, config)
-    parts = [network]
     if config.separate_networks:
         only_value = config.replace(head="q", separate_networks=False)
         network.critic = _build_unmasked(replace(bare, num_actions=1), only_value)
-        parts.append(network.critic)
     network.masked = spec if spec.is_masked else None
     if config.normalize_observations:
-        for part in parts:
+        for part in filter(None, (network, network.critic)):
             part.torso = NormalizedTorso(part.torso, bare)
-            part.share_statistics(network)
+        network.share_statistics(network)
     return network
 
 

@@ -58,6 +58,10 @@ class Population(QNetwork):
         return self.template.torso
 
     @property
+    def torsos(self) -> list[nn.Module]:
+        return self.template.torsos
+
+    @property
     def template(self) -> QNetwork:
         """A network of this shape; its own weights are not used."""
         return self._template[0]

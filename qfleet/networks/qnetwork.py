@@ -76,6 +76,11 @@ class QNetwork(nn.Module):
         self._noisy_layers = [m for m in self.head.modules() if isinstance(m, NoisyLinear)]
 
     @property
+    def torsos(self) -> list[nn.Module]:
+        """The torso, and that of the value's own network if there is one."""
+        return [self.torso] if self.critic is None else [self.torso, self.critic.torso]
+
+    @property
     def is_plain_mlp(self) -> bool:
         """Return whether the network is one fused stack of dense layers on a float32 vector.
 
@@ -119,6 +124,7 @@ class QNetwork(nn.Module):
             with torch.autocast(device, dtype, enabled=casts_head):
                 output = self.head(features if casts_head else features.float(), *given)
         if self.critic is not None:
+            self.critic.autocast_dtype = self.autocast_dtype
             output = torch.cat((output, self.critic(bare)), dim=1)
         if self.head_kind != "actor-critic" or self.masked is None:
             return output
@@ -172,8 +178,9 @@ class QNetwork(nn.Module):
 
     def share_statistics(self, other: QNetwork) -> None:
         """Use the running statistics of another network, if there are any."""
-        if isinstance(self.torso, NormalizedTorso) and isinstance(other.torso, NormalizedTorso):
-            self.torso.statistics = other.torso.statistics
+        for torso in self.torsos:
+            if isinstance(torso, NormalizedTorso) and isinstance(other.torso, NormalizedTorso):
+                torso.statistics = other.torso.statistics
 
     def resample_noise(self, generator: torch.Generator) -> None:
         """Draw new noise for noisy layers, if the network has any."""

@@ -228,17 +228,12 @@ class Run(RunState):
         for hook in self._hooks:
             hook.on_finish(self)
         run_s = time.monotonic() - self.started_s
-        self._final = self._result()
-        if self.interrupted_by is not None:
-            return
-        # The measurements are not part of the run: their faults and time do not count.
-        self.faults.ignores = True
-        for engine_hook in self.parts.hooks:
-            self.show(engine_hook.on_finish(run_s))
-            self._final = dataclasses.replace(self._final, **engine_hook.result())
-        if self.options.stage_rates:
-            self._measure_stages(end_to_end)
-        self.faults.ignores = False
+        self._write_result()
+        if self.interrupted_by is None:
+            # The measurements are not part of the run: their faults and time do not count.
+            self.faults.ignores = True
+            self._measure(run_s, end_to_end)
+            self.faults.ignores = False
 
     def _keep_rest(self) -> str:
         """Save what this process has of a run whose cluster is lost; return what to do now."""
@@ -247,6 +242,16 @@ class Run(RunState):
         if saved := list_checkpoints(self.folder / "checkpoints"):
             return f"checkpoint {saved[-1]} is kept; continue with: qfleet resume {self.folder}"
         return "no step was taken yet; run it again"
+
+    def _measure(self, run_s: float, end_to_end: float) -> None:
+        """Measure what the result compares the run with, and each stage if that was asked for."""
+        for hook in self.parts.hooks:
+            lines = hook.on_finish(run_s, lambda: self.interrupted_by is not None)
+            assert self._final is not None
+            self._final = dataclasses.replace(self._final, **hook.result())
+            self.show(lines)
+        if self.options.stage_rates:
+            self._measure_stages(end_to_end)
 
     def _measure_stages(self, end_to_end: float) -> None:
         """Measure each stage alone, if the engine's stages overlap."""

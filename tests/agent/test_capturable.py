@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from qfleet.agent.learner import Learner
 from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
@@ -20,6 +21,7 @@ from support.configs import tiny_config
 
 CPU = torch.device("cpu")
 SPEC = EnvSpec("toy", (3,), "float32", 2)
+SUMMED = {"sum_gradients": True, "optimizer": "sgd", "learning_rate": 1e-3, "max_grad_norm": 0.0}
 
 
 def placed(capturable: bool) -> Placement:
@@ -87,3 +89,60 @@ def test_recorded_bursts_are_the_bursts_themselves(algo: str) -> None:
     assert not torch.equal(recorded.weights.data, start.weights.data)
     assert clock.updates == 96
     assert recorded.read_metrics() == plain.read_metrics()
+
+
+@pytest.mark.parametrize("fields", [{"target_update_interval": 0, "tau": 0.2}, SUMMED], ids=str)
+def test_it_is_the_plain_learner_with_other_rules_for_target_and_gradient(
+    fields: dict[str, Any],
+) -> None:
+    config = configure("double-dqn", **fields)
+    recorded, memory, clock = make_pair(config, capturable=True)
+    plain_clock = Clock()
+    plain_memory = make_ring(config, SPEC, placed(True), seed=1)
+    plain = Learner(
+        config=config,
+        online=make_network(config, SPEC, CPU, 0),
+        target=make_network(config, SPEC, CPU, 0),
+        memory=plain_memory,
+        objective=make_objective(config, CPU, 2),
+        updater_factory=lambda weights: make_updater(config, weights, capturable=False),
+        clock=plain_clock,
+        timers=Timers(),
+        device=CPU,
+        seed=3,
+    )
+    recorded.burst_updates = plain.burst_updates
+    for turn in range(6):
+        for filled, at in ((plain_memory, plain_clock), (memory, clock)):
+            fill(filled, at, rows=20, envs=2, seed=turn)
+        plain.learn(8)
+        recorded.learn(8)
+    state, plain_state = recorded.state_dict(), plain.state_dict()
+    for name in ("weights", "target_weights"):
+        torch.testing.assert_close(state[name], plain_state[name], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(state["target_weights"], state["weights"])
+
+
+def test_a_target_network_that_follows_gradients_moves_after_the_pull() -> None:
+    config = configure("dqn", target_update_interval=0, tau=1.0)
+    learner, memory, clock = make_pair(config, capturable=True)
+    seen: list[torch.Tensor] = []
+
+    class Puller:
+        """An updater that fetches other weights before every gradient."""
+
+        def before_gradient(self) -> None:
+            learner.weights.data.add_(1.0)
+
+        def apply(self, *_: object) -> dict[str, float]:
+            seen.append(learner.state_dict()["target_weights"] - learner.weights.data)
+            return {"grad_norm": 0.0, "skipped": 0.0}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    learner._updater = Puller()  # type: ignore[assignment]
+    fill(memory, clock, rows=20, envs=2, seed=0)
+    learner.learn(2)
+    # ``before_gradient`` is called again by the step, where a worker has the newest weights.
+    assert [float(difference.abs().max()) for difference in seen] == pytest.approx([1.0, 1.0])

@@ -113,6 +113,37 @@ def test_weight_decay_is_the_stock_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_two_learning_rates_are_two_groups_of_the_stock_one(name: str) -> None:
+    kind, options = STOCK[name]
+    weights, factors = start(), torch.ones(SIZE)
+    factors[SIZE // 2 :] = 3.0
+    decay = 0.5 if name == "adamw" else 0.0
+    ours = descend(make_optimiser(name, weights, 1e-8, decay, factors), weights)
+    halves = [half.clone() for half in torch.split(start(), [SIZE // 2, SIZE - SIZE // 2])]
+    stock = kind([{"params": [half]} for half in halves], lr=RATE, weight_decay=decay, **options)
+    for i, grad in enumerate(gradients()):
+        for half, part, group, factor in zip(
+            halves,
+            torch.split(grad, [SIZE // 2, SIZE - SIZE // 2]),
+            stock.param_groups,
+            (1, 3),
+            strict=True,
+        ):
+            half.grad, group["lr"] = part.clone(), factor * RATE / (i + 1)
+        stock.step()
+    torch.testing.assert_close(ours, torch.cat(halves), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(ours, descend(make_optimiser(name, start(), 1e-8, decay), start()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_learning_rates_leave_weights_alone_if_the_gradient_is_bad(name: str) -> None:
+    weights = start()
+    optimiser = make_optimiser(name, weights, 1e-8, factors=torch.full((SIZE,), 0.3))
+    optimiser.step(weights, torch.full((SIZE,), math.nan), RATE, torch.tensor(1.0))
+    assert torch.equal(weights, start())
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_nothing_bad_found_changes_nothing(name: str) -> None:
     """The accelerator's path with a good gradient is the host's path."""
     host, accelerator = start(), start()

@@ -287,7 +287,10 @@ class RateFactors(FlatOptimiser):
 def make_optimiser(
     name: str, weights: Tensor, eps: float, weight_decay: float = 0.0, factors: Tensor | None = None
 ) -> FlatOptimiser:
-    """``factors``: each weight's learning rate relative to the run's; None: all are alike."""
+    """Return the named optimiser of a flat vector.
+
+    ``factors``: each weight's learning rate relative to the run's; None: all are alike.
+    """
     kinds = {"adam": Adam, "adamw": Adam, "radam": RAdam, "rmsprop": RMSProp}
     made: FlatOptimiser = SGD() if name == "sgd" else kinds[name](weights, eps)
     if weight_decay:

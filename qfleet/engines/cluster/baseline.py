@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 
 from qfleet.config.config import Config
 from qfleet.engines import serial
@@ -11,13 +12,13 @@ from qfleet.engines.parts import Setup
 from qfleet.telemetry.faults import FaultLog
 
 SHARE = 0.05
-"""Part of a run's time that its baseline is measured for …"""
+"""Share of a run's time for which its baseline is measured."""
 SHORTEST_S, LONGEST_S = 1.0, 5.0
-"""… within these limits; a shorter run has no baseline."""
+"""Limits of that time. The baseline of a run that is too short for the first is not measured."""
 MOST_ROWS = 20_000
-"""Transitions of its replay memory, which only has to be sampled from."""
+"""Transitions of the baseline's replay memory, which only has to be sampled from."""
 MOST_START = 1000
-"""Env steps before its first update."""
+"""Env steps before the baseline's first update."""
 
 
 def measured_for_s(run_s: float) -> float:
@@ -26,16 +27,18 @@ def measured_for_s(run_s: float) -> float:
     return 0.0 if share_s < SHORTEST_S else min(share_s, LONGEST_S)
 
 
-def serial_rate(config: Config, seconds: float) -> float | None:
-    """Return the env steps per second of the serial engine, learning included.
+def serial_rate(config: Config, measure_s: float, give_up: Callable[[], bool]) -> float | None:
+    """Return the env steps per second of the serial engine from its first update on.
 
-    None if it needs more than ``seconds`` before its first update, and again as long.
+    None if ``give_up`` returns True, or if there is no update within twice ``measure_s``.
     """
     least = (config.n_steps + 2) * config.envs + config.batch_size
     alone = config.replace(
         engine="serial",
         buffer_size=min(config.buffer_size, max(MOST_ROWS, least)),
         learning_starts=min(config.learning_starts, MOST_START),
+        # As for most of the run; random actions would need no network.
+        exploration_initial_eps=config.exploration_final_eps,
         replay_dir="",
     )
     parts = serial.build(Setup(alone, FaultLog()))
@@ -48,11 +51,12 @@ def serial_rate(config: Config, seconds: float) -> float | None:
         now_s = time.perf_counter()
         if first is None and clock.updates:
             first = (now_s, clock.env_steps)
-        return now_s - (began_s if first is None else first[0]) < seconds * (2 - bool(first))
+        until_s = began_s + 2 * measure_s if first is None else first[0] + measure_s
+        return now_s < until_s and clock.env_steps < alone.steps and not give_up()
 
     with contextlib.closing(parts):
         serial.run(parts, keep_going)
         ended_s = time.perf_counter()
-    if first is None or clock.env_steps == first[1]:
+    if first is None or clock.env_steps == first[1] or give_up():
         return None
     return (clock.env_steps - first[1]) / (ended_s - first[0])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from qfleet.config.config import Config
-from qfleet.core.errors import QfleetError
+from qfleet.core.errors import one_line
 from qfleet.engines.cluster.baseline import measured_for_s, serial_rate
 from qfleet.engines.parts import EngineHook
 from qfleet.telemetry.fleet import Processes
@@ -16,6 +16,9 @@ from qfleet.telemetry.fleet_plots import draw_fleet
 from qfleet.telemetry.fleet_table import fleet_lines
 from qfleet.telemetry.formatting import format_rate
 from qfleet.telemetry.trace import Trace, merge_lanes
+
+CLEARLY = 1.2
+"""Ratio of rates from which a run is advised not to use workers: a short measurement varies."""
 
 
 @dataclass
@@ -58,21 +61,21 @@ class ProcessesHook(EngineHook):
     baseline: float | None = None
     """Env steps per second of one process with the same settings; None: not measured."""
 
-    def on_finish(self, run_s: float) -> Sequence[str]:
-        """Measure the baseline; say so if it is faster than all workers together."""
-        rate, seconds = self.processes.env_steps_per_s(), measured_for_s(run_s)
-        if rate is None or seconds == 0:
+    def on_finish(self, run_s: float, give_up: Callable[[], bool]) -> Sequence[str]:
+        """Measure the baseline; say so if it is clearly faster than all workers together."""
+        rate, measure_s = self.processes.env_steps_per_s(), measured_for_s(run_s)
+        if rate is None or measure_s == 0:
             return ()
         try:
-            self.baseline = serial_rate(self.config, seconds)
-        except QfleetError as error:  # of its environment or its device; the run itself is good
-            return (f"one process could not be measured for comparison: {error}",)
-        if self.baseline is None or self.baseline <= rate:
+            self.baseline = serial_rate(self.config, measure_s, give_up)
+        except Exception as error:  # of any part; the run itself has its results
+            return (f"one process could not be measured for comparison: {one_line(error)}",)
+        if self.baseline is None or self.baseline <= CLEARLY * rate:
             return ()
         alone, together = (format_rate(number) for number in (self.baseline, rate))
         return (
             f"this run would be faster without workers: one process makes {alone} env steps/s "
-            f"here, {self.config.workers} workers made {together}; use --engine serial",
+            f"here, all workers made {together}; use --engine serial",
         )
 
     def result(self) -> Mapping[str, Any]:

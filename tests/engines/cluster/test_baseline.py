@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> ProcessesHook:
 
 
 def test_speed_up_and_efficiency_are_those_over_one_process(hook: ProcessesHook) -> None:
-    assert hook.on_finish(100.0) == ()
+    assert hook.on_finish(100.0, lambda: False) == ()
     fleet = hook.result()["fleet"]
     assert fleet["baseline_env_steps_per_s"] == 40.0
     assert (fleet["speed_up"], fleet["efficiency"]) == (2.5, 1.25)
@@ -50,13 +51,21 @@ def test_a_run_that_one_process_beats_says_so(
     hook: ProcessesHook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes_hook, "serial_rate", lambda *_: 1800.0)
-    (line,) = hook.on_finish(100.0)
+    (line,) = hook.on_finish(100.0, lambda: False)
     assert "--engine serial" in line
     assert "1,800" in line or "1.8k" in line
 
 
+def test_a_small_difference_gives_no_advice(
+    hook: ProcessesHook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes_hook, "serial_rate", lambda *_: 110.0)
+    assert hook.on_finish(100.0, lambda: False) == ()
+    assert hook.result()["fleet"]["speed_up"] == pytest.approx(100 / 110)
+
+
 def test_a_short_run_has_no_baseline(hook: ProcessesHook) -> None:
-    assert hook.on_finish(5.0) == ()
+    assert hook.on_finish(5.0, lambda: False) == ()
     fleet = hook.result()["fleet"]
     assert fleet["baseline_env_steps_per_s"] is fleet["speed_up"] is fleet["efficiency"] is None
 
@@ -68,7 +77,7 @@ def test_a_baseline_that_fails_does_not_spoil_the_run(
         raise ConfigError("no room here")
 
     monkeypatch.setattr(processes_hook, "serial_rate", fail)
-    (line,) = hook.on_finish(100.0)
+    (line,) = hook.on_finish(100.0, lambda: False)
     assert "no room here" in line
     assert hook.result()["fleet"]["speed_up"] is None
 
@@ -79,11 +88,24 @@ def test_the_baseline_takes_a_small_part_of_the_run() -> None:
 
 def test_the_rate_of_one_process_includes_learning() -> None:
     config = tiny_config(engine="parameter-server", workers=2, learning_starts=50)
-    rate = serial_rate(config, 0.3)
+    rate = serial_rate(config, 0.3, lambda: False)
     assert rate is not None
     assert rate > 10
 
 
+def test_the_time_after_the_last_step_does_not_count() -> None:
+    config = tiny_config(engine="parameter-server", workers=2, learning_starts=50, steps=400)
+    before_s = time.perf_counter()
+    rate = serial_rate(config, 60.0, lambda: False)
+    assert rate is not None
+    assert rate >= 350 / (time.perf_counter() - before_s)
+
+
+def test_an_interrupt_ends_the_measurement() -> None:
+    config = tiny_config(engine="parameter-server", workers=2, learning_starts=50)
+    assert serial_rate(config, 600.0, lambda: True) is None
+
+
 def test_a_process_that_never_learns_has_no_rate() -> None:
     config = tiny_config(engine="actors", workers=2, learning_starts=900, step_latency_s=0.01)
-    assert serial_rate(config, 0.05) is None
+    assert serial_rate(config, 0.05, lambda: False) is None
