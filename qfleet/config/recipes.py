@@ -145,7 +145,7 @@ PRESETS = {
     ),
     # With a larger learning rate than the zoo's 1e-4, nearly all convolutions may die in the first
     # 500 updates; with a larger epsilon of Adam, the values of states begin to differ later. With
-    # batches of 32 some seeds need more than 1.2M steps (docs/performance.md).
+    # batches of 32 a run had 12.1 after 1.2M steps (docs/performance.md).
     "pong": _preset(
         "qfleet's own, for a GPU: 3-step returns, early learning and little exploration.",
         base="atari-dqn", algo="n-step-dqn", steps=3_000_000, buffer_size=200_000,
