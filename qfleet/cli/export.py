@@ -12,8 +12,9 @@ import tyro
 
 from qfleet.cli.parsing import parse
 from qfleet.cli.run_options import quiet_stdout
+from qfleet.core.errors import ConfigError
 
-HELP = "write a policy as ONNX, torch.export or safetensors, and prove that it acts alike"
+HELP = "write a policy as ONNX, torch.export or safetensors, and verify that it acts alike"
 
 DESCRIPTION = """Write the policy of a run to a file that takes the environment's own observations
 and returns Q-values and actions. The file is compared with the policy; if they differ, it is
@@ -36,7 +37,7 @@ class ExportOptions:
     """File to write; default: policy with the format's suffix, in exports/ of the run or beside
     the file."""
     tolerance: float = 1e-4
-    """Largest allowed difference of a Q-value; relative where the Q-value is above 1."""
+    """Largest allowed difference of a Q-value (absolute)."""
     which: Literal["best", "last"] | None = None
     """The best evaluated policy, or the newest checkpoint's; default: best, if there is one."""
     compile: bool = False
@@ -56,6 +57,8 @@ def run(argv: list[str]) -> int:
     if api.is_policy_file(options.run):
         source = Path(options.run)
         default = source.with_suffix(SUFFIXES[options.to])
+        if options.out is None and default == source:
+            raise ConfigError(f"--to {options.to} needs --out: '{source}' is that format already")
     else:
         source = resolve_run(options.run, api.RUNS)
         default = source / FOLDER / f"policy{SUFFIXES[options.to]}"

@@ -32,6 +32,8 @@ class PushOptions:
     """hf://USER/REPOSITORY or a URL."""
     which: Literal["best", "last"] | None = None
     """The best evaluated policy, or the newest checkpoint's; default: best, if there is one."""
+    private: bool = False
+    """Create the hub's repository as a private one; one that exists keeps its visibility."""
     trust: bool = False
     """Import the code (module:Class) of the network that the run's configuration names."""
     json: bool = False
@@ -52,7 +54,7 @@ def run(argv: list[str]) -> int:
     policy = api.load(source or Path(options.run), which, options.trust, "cpu")
     names = push(
         policy, source, which or "best", options.target,
-        lambda line: print(f"qfleet: {line}", file=sys.stderr),
+        lambda line: print(f"qfleet: {line}", file=sys.stderr), options.private,
     )  # fmt: skip
     if options.json:
         print(json_module.dumps({"target": options.target, "files": names}))

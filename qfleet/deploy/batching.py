@@ -21,8 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qfleet.core.errors import QfleetError, one_line
+from qfleet.core.errors import ConfigError, QfleetError, one_line
 from qfleet.deploy.models import Answers, Model
+
+STOP_S = 5.0
+"""Seconds that a thread has to end. It does not keep the process alive if it takes longer."""
 
 
 class Overloaded(QfleetError):
@@ -71,6 +74,7 @@ class Batcher:
         """Replies that are awaited, oldest first, with the time at which they are given up."""
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._ready: list[_Request] = []
+        self._ready_timer: asyncio.Handle | None = None
         self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if in_thread:
@@ -80,11 +84,16 @@ class Batcher:
     def submit(
         self, observations: NDArray[Any], action_masks: NDArray[Any] | None
     ) -> asyncio.Future[Reply]:
-        """Return the future reply to ``[B, …]`` valid observations; raise Overloaded at the limit.
+        """Return the future reply to ``[B, …]`` valid observations.
 
-        A request with more observations than the limit is accepted if nothing else is pending.
+        Raise Overloaded at the limit, and ConfigError for a request that is above it by itself.
         """
-        if self.pending and self.pending + len(observations) > self._max_queue:
+        if len(observations) > self._max_queue:
+            raise ConfigError(
+                f"a request must have at most {self._max_queue} observations, "
+                f"got {len(observations)}; send them in parts"
+            )
+        if self.pending + len(observations) > self._max_queue:
             raise Overloaded(f"{self.pending} observations are waiting already; try again later")
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Reply] = loop.create_future()
@@ -97,17 +106,25 @@ class Batcher:
             self._queue.put(request)
             return reply
         self._ready.append(request)
-        if self._max_wait_s and self.pending < self._max_batch:
-            loop.call_later(self._max_wait_s, self._compute_ready)
-        elif len(self._ready) == 1 or self._max_wait_s:
-            loop.call_soon(self._compute_ready)
+        wait_s = self._max_wait_s if self.pending < self._max_batch else 0.0
+        if self._ready_timer is not None and self._max_wait_s and not wait_s:
+            self._ready_timer.cancel()
+            self._ready_timer = None
+        if self._ready_timer is None:
+            call = self._compute_ready
+            self._ready_timer = loop.call_later(wait_s, call) if wait_s else loop.call_soon(call)
         return reply
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are computed: False if the thread has ended."""
+        return self._thread is None or self._thread.is_alive()
 
     def stop(self) -> None:
         """Compute what is waiting, then end the thread."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            self._thread.join(STOP_S)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give up replies that take too long. One timer for all: one each took 8 µs a request."""
@@ -122,8 +139,8 @@ class Batcher:
 
     def _compute_ready(self) -> None:
         """Compute in the event loop."""
-        requests, self._ready = self._ready, []
-        for batch in self._batches(requests) if requests else []:
+        requests, self._ready, self._ready_timer = self._ready, [], None
+        for batch in self._batches(requests):
             self._deliver(batch, self._compute(batch))
 
     def _compute_all(self) -> None:
@@ -162,12 +179,15 @@ class Batcher:
         if all(request.reply.done() for request in batch):
             return Overloaded("all replies were given up")
         model, (observations, masks, _) = self.model, batch[0]
-        if len(batch) > 1:
-            observations = np.concatenate([request.observations for request in batch])
-            if masks is not None:  # all have masks, or none has
-                masks = np.concatenate([np.asarray(request.action_masks) for request in batch])
         try:
+            if len(batch) > 1:
+                observations = np.concatenate([request.observations for request in batch])
+                if masks is not None:  # all have masks, or none has
+                    masks = np.concatenate([np.asarray(request.action_masks) for request in batch])
             answers = self._answer(model, observations, masks)
+            counts = len(answers.q_values), len(answers.actions)
+            if counts != (len(observations),) * 2:
+                raise ValueError(f"{counts} answers to {len(observations)} observations")
         except Exception as error:  # of a runtime: out of memory, a lost device …
             self.count("failures", 1.0)
             return Overloaded(f"the model failed: {one_line(error)}")

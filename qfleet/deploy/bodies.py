@@ -24,7 +24,7 @@ SAFETENSORS = "application/safetensors"
 TYPES = (JSON, NPY, SAFETENSORS)
 
 
-class Given(NamedTuple):
+class DecodedBody(NamedTuple):
     """What a request holds, as it came."""
 
     observations: Any
@@ -33,14 +33,14 @@ class Given(NamedTuple):
     """Whether it is one observation; None: its shape tells."""
 
 
-def decode(media_type: str, body: bytes) -> Given:
+def decode(media_type: str, body: bytes) -> DecodedBody:
     """Return the contents of a body in one of TYPES, or raise ConfigError."""
     try:
         if media_type == JSON:
-            return _given(json.loads(body.decode()))
+            return _body_of(json.loads(body.decode()))
         if media_type == NPY:
-            return Given(from_npy(body))
-        return _given(safetensors.numpy.load(body))._replace(is_single=None)
+            return DecodedBody(from_npy(body))
+        return _body_of(safetensors.numpy.load(body))._replace(is_single=None)
     except RecursionError:
         raise ConfigError("the body is nested too deeply") from None
     # TypeError, KeyError: safetensors of types that numpy lacks.
@@ -48,7 +48,7 @@ def decode(media_type: str, body: bytes) -> Given:
         raise ConfigError(f"the body is not {media_type}: {one_line(error)[:200]}") from None
 
 
-def _given(fields: Any) -> Given:
+def _body_of(fields: Any) -> DecodedBody:
     names = set(fields) if isinstance(fields, dict) else set[str]()
     extra = names - {"observation", "observations", "action_masks"}
     if len(names & {"observation", "observations"}) != 1 or extra:
@@ -58,7 +58,7 @@ def _given(fields: Any) -> Given:
         )
     is_single = "observation" in names
     values = fields["observation" if is_single else "observations"]
-    return Given(values, fields.get("action_masks"), is_single)
+    return DecodedBody(values, fields.get("action_masks"), is_single)
 
 
 def from_npy(body: bytes) -> NDArray[Any]:
@@ -80,14 +80,15 @@ def from_npy(body: bytes) -> NDArray[Any]:
 @functools.lru_cache(maxsize=256)
 def _npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     file = io.BytesIO(head)
-    version = np.lib.format.read_magic(file)
-    read = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }
-    if version not in read:
-        raise ValueError(f"npy version {version} is unknown")
-    shape, is_fortran, dtype = read[version](file)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
+        shape, is_fortran, dtype = read(file)
+    except Exception as error:  # also TokenError, IndexError and SyntaxError of its parser
+        raise ValueError(f"the npy header is malformed: {one_line(error)[:200]}") from None
     if dtype.kind not in "biuf":
         raise ValueError(f"arrays of {dtype} are not accepted")
     return shape, is_fortran, dtype

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from qfleet.core.errors import ConfigError, QfleetError, one_line
-from qfleet.deploy.bodies import NPY, SAFETENSORS, from_npy, npy_head
+from qfleet.deploy.bodies import JSON, NPY, SAFETENSORS, from_npy, npy_head
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
@@ -52,8 +52,11 @@ class PolicyClient:
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._timeout_s, self._retries = timeout_s, retries
         self._local = threading.local()
-        self.version: str | None = None
-        """The version of the model that gave the last answer."""
+
+    @property
+    def version(self) -> str | None:
+        """The version of the model that gave the last answer to this thread."""
+        return getattr(self._local, "version", None)
 
     def act(self, obs: Any, action_masks: Any = None) -> int | NDArray[Any]:
         """Return the greedy action of one observation, or the actions of a batch."""
@@ -71,12 +74,7 @@ class PolicyClient:
             connection.close()
 
     def _ask(self, route: str, field: str, obs: Any, action_masks: Any) -> NDArray[Any]:
-        array, media_type = np.asarray(obs, order="C"), NPY
-        if action_masks is None:
-            body = npy_head(array.shape, array.dtype.str) + array.tobytes()
-        else:
-            masks, media_type = np.asarray(action_masks, order="C"), SAFETENSORS
-            body = safetensors.numpy.save({"observations": array, "action_masks": masks})
+        media_type, body = _encode(obs, action_masks)
         pause_s = _FIRST_PAUSE_S
         for attempt in range(self._retries + 1):
             try:
@@ -86,7 +84,7 @@ class PolicyClient:
                 problem = f"cannot be reached: {one_line(error)}"
             else:
                 if status == 200:
-                    self.version = version
+                    self._local.version = version
                     return _read(media_type, reply, field)
                 problem = f"answered {status}: {_error(reply)}"
                 if status != 503:
@@ -107,10 +105,47 @@ class PolicyClient:
         return response.status, response.read(), response.headers.get("X-Model-Version")
 
 
-def _read(media_type: str, reply: bytes, field: str) -> NDArray[Any]:
+def _encode(obs: Any, action_masks: Any) -> tuple[str, bytes]:
+    """Return the media type and the body: JSON for structures (Dict, Tuple …), else binary."""
+    array = _numbers(obs)
+    masks = None if action_masks is None else _numbers(action_masks)
+    if masks is None and action_masks is not None:
+        raise ConfigError(f"action_masks must be an array of numbers, got {action_masks!r:.100}")
+    if array is not None:
+        if masks is None:
+            return NPY, npy_head(array.shape, array.dtype.str) + array.tobytes()
+        return SAFETENSORS, safetensors.numpy.save({"observations": array, "action_masks": masks})
+    if not isinstance(obs, (dict, tuple, list)):
+        raise ConfigError(f"observation must be numbers or a structure of them, got {obs!r:.100}")
+    fields: dict[str, Any] = {"observations" if isinstance(obs, list) else "observation": obs}
+    if masks is not None:
+        fields["action_masks"] = masks
     try:
-        return from_npy(reply) if media_type == NPY else safetensors.numpy.load(reply)[field]
-    except (SafetensorError, KeyError, ValueError) as error:
+        return JSON, json.dumps(fields, default=lambda value: value.tolist()).encode()
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"observation cannot be sent: {one_line(error)}") from None
+
+
+def _numbers(value: Any) -> NDArray[Any] | None:
+    """Return an array of numbers; None if the value is another structure."""
+    try:
+        array = np.asarray(value, order="C")
+    except ValueError:  # parts of different shapes
+        return None
+    return array if array.dtype.kind in "biuf" else None
+
+
+def _read(media_type: str, reply: bytes, field: str) -> NDArray[Any]:
+    """Return a writable array."""
+    try:
+        if media_type == JSON:
+            found = json.loads(reply)
+            if field == "actions":
+                return np.array(found["action" if "action" in found else "actions"])
+            return np.array(found[field], np.float32)
+        array = from_npy(reply) if media_type == NPY else safetensors.numpy.load(reply)[field]
+        return array.copy()
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise ServerError(f"the server's reply is malformed: {one_line(error)}") from None
 
 

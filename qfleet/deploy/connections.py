@@ -28,6 +28,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._limits, self._metrics = limits, metrics
         self._timer: asyncio.TimerHandle | None = None
         """Runs while a request is incomplete. One that arrives as a whole needs none."""
+        self._write_timer: asyncio.TimerHandle | None = None
+        """Runs while the client does not read a reply."""
         self._header_bytes: int | None = None
         """Size of the headers so far, without the first part; None outside of headers."""
         self._is_complete = False
@@ -35,13 +37,29 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # any byte that is not sent pauses writing
         if len(self.connections) > self._limits.max_connections:
             self.app = self._too_many
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        delay_s = self._limits.request_timeout_s
+        self._write_timer = self.loop.call_later(delay_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def data_received(self, data: bytes) -> None:
         if self._header_bytes is not None:
@@ -49,7 +67,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._header_bytes is not None and self._header_bytes > MOST_HEADER_BYTES:
             self._refuse(431, f"the headers must have at most {MOST_HEADER_BYTES} bytes")
-        elif self._timer is None and not self._is_complete:
+        elif self._timer is None and (not self._is_complete or self.cycle.response_complete):
+            # uvicorn has stopped its keep-alive timer, also if nothing but a line break came.
             self._start_timer()
 
     def on_message_begin(self) -> None:
@@ -78,14 +97,20 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _expire(self) -> None:
         self._timer = None
-        is_in_body = self._header_bytes is None and self.cycle is not None and not self._is_complete
-        if self._header_bytes is not None or (is_in_body and not self.cycle.response_started):
+        if self._header_bytes is None and (self.cycle is None or self._is_complete):
+            self.transport.abort()  # nothing was asked
+        else:
             self._refuse(408, f"the request took over {self._limits.request_timeout_s:g} s")
-        else:  # nothing was sent, or the request was refused already
-            self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
         if self.transport.is_closing():
+            return
+        is_in_body = self._header_bytes is None and not self._is_complete
+        if self.pipeline or (self.cycle is not None and (
+            self.cycle.response_started if is_in_body else not self.cycle.response_complete
+        )):  # fmt: skip
+            # Another reply is in progress: the client would take this one for it.
+            self.transport.abort()
             return
         self._metrics.add_reply(status)
         body = json.dumps({"error": message}).encode()

@@ -18,7 +18,7 @@ from qfleet.agent.actor import draw_actions, legal_actions
 from qfleet.agent.evaluation import evaluation_config
 from qfleet.agent.policy import Policy
 from qfleet.core import files
-from qfleet.core.errors import ConfigError, ExportError, QfleetError, one_line, require
+from qfleet.core.errors import ConfigError, ExportError, UnknownNameError, one_line, require
 from qfleet.core.types import EnvSpec
 from qfleet.deploy.models import PT2_METADATA, Model, metadata_of, open_model
 from qfleet.deploy.tracing import quiet, to_onnx, trace
@@ -43,7 +43,7 @@ class Exported:
     size_bytes: int
     version: str
     largest_difference: float
-    """Of a Q-value; relative where the Q-value is above 1."""
+    """Of a Q-value."""
     observations: dict[str, int]
     """Number of observations that were compared, by their source: random, recorded."""
     not_recorded: str | None
@@ -56,8 +56,8 @@ def export_policy(
     """Write the policy to ``out`` and compare the file with it.
 
     ``compiled``: to machine code of this computer, by AOTInductor; for the format torch only.
-    Raise ExportError, and leave no file, if a Q-value differs by more than ``tolerance`` (relative
-    above 1), or an action where the two best Q-values differ by more.
+    Raise ExportError, and leave no file, if a Q-value differs by more than ``tolerance``, or
+    an action where the two best Q-values differ by more.
     """
     require(0 < tolerance < 1, "tolerance", tolerance, "> 0 and < 1")
     if compiled and to != "torch":
@@ -67,9 +67,16 @@ def export_policy(
     rows = {"random": random_rows(policy.spec)}
     why = None
     try:
-        rows["recorded"] = record_rows(policy)
-    except (QfleetError, ImportError) as error:  # no consent, no package …
+        policy.check_trust()
+    except ConfigError as error:  # no consent
         why = str(error)
+    else:
+        try:
+            rows["recorded"] = record_rows(policy)
+        except (ConfigError, UnknownNameError, ImportError) as error:
+            if not isinstance(error.__cause__ or error, (ImportError, UnknownNameError)):
+                raise
+            why = str(error)  # no package
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         # Beside the final file, so that it can be renamed; the folder goes with all it holds.
@@ -77,7 +84,7 @@ def export_policy(
             tmp = Path(folder) / out.name
             _WRITERS["compiled" if compiled else to](policy, tmp)
             model = open_model(tmp, device="cpu", trust=True)
-            worst = max(prove(policy, model, rows[kind], tolerance, kind) for kind in rows)
+            worst = max(verify(policy, model, rows[kind], tolerance, kind) for kind in rows)
             with tmp.open("rb+") as file:
                 files.sync(file, out.name)
             size = tmp.stat().st_size
@@ -120,7 +127,7 @@ _WRITERS: dict[str, Callable[[Policy, Path], Any]] = {
 }
 
 
-def prove(policy: Policy, model: Model, rows: NDArray[Any], tolerance: float, kind: str) -> float:
+def verify(policy: Policy, model: Model, rows: NDArray[Any], tolerance: float, kind: str) -> float:
     """Return the largest difference of a Q-value, or raise ExportError.
 
     ``rows``: observations as inside qfleet, numbered from 0 and with masks; ``kind`` names them.
@@ -131,9 +138,8 @@ def prove(policy: Policy, model: Model, rows: NDArray[Any], tolerance: float, ki
             tensor = torch.from_numpy(batch).to(policy.device)
             values = policy.network.q_values(tensor).cpu().numpy()
         actions = policy.action_table[policy.greedy(batch)]
-        answers = model(*_as_given(policy.spec, batch))
-        scale = np.maximum(np.abs(values), 1)
-        difference = float((np.abs(answers.q_values - values) / scale).max())
+        answers = model(*_client_inputs(policy.spec, batch))
+        difference = float(np.abs(answers.q_values - values).max())
         where = f"of {kind} observations in batches of {len(batch)}"
         if not difference <= tolerance:  # also NaN
             raise ExportError(
@@ -142,7 +148,7 @@ def prove(policy: Policy, model: Model, rows: NDArray[Any], tolerance: float, ki
                 "that is enough"
             )
         best = np.sort(values, axis=1)[:, -2:]
-        is_clear = best[:, -1] - best[:, 0] > tolerance * np.maximum(np.abs(best[:, -1]), 1)
+        is_clear = best[:, -1] - best[:, 0] > tolerance
         differs = (answers.actions != actions).reshape(len(batch), -1).any(axis=1)
         if (differs & is_clear).any():
             raise ExportError(f"no file was written: actions {where} differ from the policy's")
@@ -154,7 +160,7 @@ def _batches(rows: NDArray[Any]) -> list[NDArray[Any]]:
     return [rows[start : start + n] for n in BATCHES for start in range(0, 3 * n, n)]
 
 
-def _as_given(spec: EnvSpec, rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any] | None]:
+def _client_inputs(spec: EnvSpec, rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """Return observations and masks as a client gives them."""
     if not spec.is_masked:
         return rows + np.asarray(spec.first_obs_value, rows.dtype), None
@@ -180,7 +186,6 @@ def random_rows(spec: EnvSpec) -> NDArray[Any]:
 
 def record_rows(policy: Policy) -> NDArray[Any]:
     """Return observations of the policy's own environment; half of the actions are random."""
-    policy.check_trust()
     config, random = evaluation_config(policy.env_config), np.random.default_rng(0)
     envs = make_envs(config, RECORDING_ENVS, 0, training=False, on_fault=FaultLog())
     with contextlib.closing(envs):

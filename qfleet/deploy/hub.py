@@ -29,7 +29,10 @@ from qfleet.deploy.model_card import CARD, CONFIG, ONNX, VIDEOS, model_card, sco
 from qfleet.deploy.models import open_model, version_of
 from qfleet.storage.checkpoint import PUBLISHED_POLICY as POLICY
 
-LIST = "files.json"
+FILE_LIST = "files.json"
+OPTIONAL = (ONNX, *VIDEOS, "result.json")
+"""Files that a push may leave out."""
+MOST_LIST_BYTES, MOST_FILES = 10**6, 100
 _FORMAT = "qfleet-files-1"
 _HF = "hf://"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
@@ -39,18 +42,21 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 class _Hub:
     """A model repository of the Hugging Face Hub: HF_ENDPOINT and HF_TOKEN say where and who."""
 
-    def __init__(self, repo: str) -> None:
+    def __init__(self, repo: str, private: bool) -> None:
         if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo) or ".." in repo:
             raise ConfigError(f"'{_HF}{repo}' must be {_HF}USER/REPOSITORY")
         self._hub, self._repo = _package("huggingface_hub"), repo
-        where, who = os.environ.get("HF_ENDPOINT"), os.environ.get("HF_TOKEN")
-        self._api = self._hub.HfApi(endpoint=where, token=who)
+        endpoint, token = os.environ.get("HF_ENDPOINT"), os.environ.get("HF_TOKEN")
+        self._api, self._private = self._hub.HfApi(endpoint=endpoint, token=token), private
 
     def put(self, folder: Path, names: list[str]) -> None:
         """Store all files in one commit: readers see all of them or none."""
-        self._api.create_repo(self._repo, exist_ok=True)
-        added = [self._hub.CommitOperationAdd(name, folder / name) for name in names]
-        self._api.create_commit(self._repo, added, commit_message="Push a policy of qfleet")
+        self._api.create_repo(self._repo, exist_ok=True, private=self._private or None)
+        changes = [self._hub.CommitOperationAdd(name, folder / name) for name in names]
+        for name in OPTIONAL:
+            if name not in names and self._api.file_exists(self._repo, name):
+                changes.append(self._hub.CommitOperationDelete(name))
+        self._api.create_commit(self._repo, changes, commit_message="Push a policy of qfleet")
 
     def get(self, name: str, path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -63,35 +69,43 @@ class _Files:
     def __init__(self, url: str) -> None:
         if "://" not in url or ".." in PurePosixPath(url).parts:
             raise ConfigError(
-                f"'{url}' must be {_HF}USER/REPOSITORY or a URL without '..' such as "
+                f"'{_public(url)}' must be {_HF}USER/REPOSITORY or a URL without '..' such as "
                 "file:///models/pong or s3://bucket/pong"
             )
         self._system, self._root = _package("fsspec").url_to_fs(url)
 
     def put(self, folder: Path, names: list[str]) -> None:
-        """Store files in this order: the list, which comes last, is of files that are there."""
+        """Store files in this order: the list, which comes last, is of files that are there.
+
+        Then delete files of an earlier push that are not listed any more.
+        """
         self._system.makedirs(self._root, exist_ok=True)
         for name in names:
             self._system.put_file(str(folder / name), f"{self._root}/{name}")
+        for name in OPTIONAL:
+            if name not in names and self._system.exists(f"{self._root}/{name}"):
+                self._system.rm_file(f"{self._root}/{name}")
 
     def get(self, name: str, path: Path) -> None:
         self._system.get_file(f"{self._root}/{name}", str(path))
 
 
 def push(
-    policy: Policy, run: Path | None, which: str, target: str, report: Callable[[str], None]
-) -> list[str]:
+    policy: Policy, run: Path | None, which: str, target: str, report: Callable[[str], None],
+    private: bool = False,
+) -> list[str]:  # fmt: skip
     """Store a policy, its card and what its run has; return the names of the files.
 
-    ``report`` is called with a line about a file that is left out.
+    ``report`` is called with a line about a file that is left out. ``private``: make a new
+    repository of the Hugging Face Hub a private one.
     """
-    with tempfile.TemporaryDirectory() as folder, _reaching(target):
-        store = _open(target)
-        names = _collect(policy, run, which, target, Path(folder), report)
+    with tempfile.TemporaryDirectory() as folder, _transfer_errors(target):
+        store = _open(target, private)
+        names = _collect(policy, run, which, _public(target), Path(folder), report)
         records = {name: _record(Path(folder) / name) for name in names}
         text = json.dumps({"format": _FORMAT, "files": records}, indent=2)
-        files.write_text(Path(folder) / LIST, text)
-        store.put(Path(folder), [*names, LIST])
+        files.write_text(Path(folder) / FILE_LIST, text)
+        store.put(Path(folder), [*names, FILE_LIST])
     return names
 
 
@@ -99,21 +113,25 @@ def pull(source: str, out: Path) -> None:
     """Fetch what ``push`` stored into the new folder ``out``, which the verbs take like a run's."""
     if out.exists():
         raise ConfigError(f"'{out}' exists already; choose another --out")
-    with _reaching(source), contextlib.ExitStack() as stack:
+    with _transfer_errors(source), contextlib.ExitStack() as stack:
         store = _open(source)
         out.parent.mkdir(parents=True, exist_ok=True)
         prefix = tempfile.TemporaryDirectory(prefix=".pull-", dir=out.parent)
-        listed = Path(stack.enter_context(prefix)) / LIST
-        store.get(LIST, listed)
-        records = _read_list(files.read_text(listed), source)
+        listed = Path(stack.enter_context(prefix)) / FILE_LIST
+        store.get(FILE_LIST, listed)
+        if listed.stat().st_size > MOST_LIST_BYTES:
+            raise TransferError(
+                f"'{_public(source)}' has a {FILE_LIST} of over {MOST_LIST_BYTES} bytes"
+            )
+        records = _read_list(files.read_text(listed), _public(source))
         fetched = listed.with_name("files")
         fetched.mkdir()
         for name, record in records.items():
             store.get(name, fetched / name)
             if _record(fetched / name) != record:
                 raise TransferError(
-                    f"'{name}' of '{source}' is not the file that {LIST} lists (SHA-256); it is "
-                    "damaged or being replaced: pull again, or push it anew"
+                    f"'{name}' of '{_public(source)}' is not the file that {FILE_LIST} lists "
+                    "(SHA-256); it is damaged or being replaced: pull again, or push it anew"
                 )
         files.rename(fetched, out)
 
@@ -139,17 +157,29 @@ def _collect(
             newest = max(videos, key=lambda path: path.stat().st_mtime_ns)
             shutil.copy(newest, folder / f"replay{newest.suffix}")
         exported = run / FOLDER / ONNX
-        if exported.is_file() and open_model(exported).version == version_of(policy):
-            shutil.copy(exported, folder)
-        elif exported.is_file():
-            report(f"'{exported}' is of another policy and left out; export it again")
+        try:
+            if exported.is_file() and open_model(exported).version == version_of(policy):
+                shutil.copy(exported, folder)
+            elif exported.is_file():
+                report(f"'{exported}' is of another policy and left out; export it again")
+        except (QfleetError, OSError) as error:
+            report(f"'{exported}' cannot be read and is left out: {one_line(error)}")
     names = sorted(path.name for path in folder.iterdir())
     files.write_text(folder / CARD, model_card(policy, score, names, target))
     return [*names, CARD]
 
 
-def _open(url: str) -> _Hub | _Files:
-    return _Hub(url.removeprefix(_HF)) if url.startswith(_HF) else _Files(url)
+def _open(url: str, private: bool = False) -> _Hub | _Files:
+    if url.startswith(_HF):
+        return _Hub(url.removeprefix(_HF), private)
+    if private:
+        raise ConfigError(f"--private is for {_HF}USER/REPOSITORY, got '{_public(url)}'")
+    return _Files(url)
+
+
+def _public(url: str) -> str:
+    """Return a URL without user, password and query, which may be secret."""
+    return re.sub("(?<=://)[^/]*@", "", url.partition("?")[0])
 
 
 def _package(name: str) -> Any:
@@ -160,14 +190,15 @@ def _package(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def _reaching(url: str) -> Iterator[None]:
+def _transfer_errors(url: str) -> Iterator[None]:
     """Turn the errors of storages, which have no common class, into TransferError."""
     try:
         yield
     except QfleetError:
         raise
     except Exception as error:
-        raise TransferError(f"'{url}': {one_line(error)[:300]}") from error
+        text = one_line(error).replace(url, _public(url))
+        raise TransferError(f"'{_public(url)}': {text[:300]}") from error
 
 
 def _record(path: Path) -> dict[str, Any]:
@@ -183,9 +214,11 @@ def _read_list(text: str, source: str) -> dict[str, Any]:
         records: dict[str, Any] = stored["files"]
         if stored["format"] != _FORMAT or POLICY not in records:
             raise ValueError(f"it lists no {POLICY}")
+        if len(records) > MOST_FILES:
+            raise ValueError(f"it lists over {MOST_FILES} files")
         for name in records:
             if not _NAME.fullmatch(name):
                 raise ValueError(f"file name {name!r} is refused")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise TransferError(f"'{source}' has a malformed {LIST}: {one_line(error)}") from None
+        raise TransferError(f"'{source}' has a malformed {FILE_LIST}: {one_line(error)}") from None
     return records

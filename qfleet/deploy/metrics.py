@@ -16,7 +16,7 @@ KINDS = {
 }  # fmt: skip
 """Numbers per model. failures: batches that the model could not compute; pending: observations
 that were accepted and not answered yet."""
-STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 422, 431, 503, "other")
+STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 422, 431, 500, 503, "other")
 BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 

@@ -56,7 +56,7 @@ class Score(NamedTuple):
     """An evaluation of the policy during training."""
 
     mean: float
-    std: float
+    std: float | None
     env_steps: int
 
 
@@ -71,7 +71,7 @@ def score_of(run: Path, which: str) -> Score | None:
         rows = [row for row in rows if row["env_steps"] == steps]
     if not rows:
         return None
-    return Score(rows[-1][EVAL_RETURN], rows[-1].get("eval/std_reward", 0.0), rows[-1]["env_steps"])
+    return Score(rows[-1][EVAL_RETURN], rows[-1].get("eval/std_reward"), rows[-1]["env_steps"])
 
 
 def model_card(policy: Policy, score: Score | None, files: Collection[str], where: str) -> str:
@@ -79,9 +79,9 @@ def model_card(policy: Policy, score: Score | None, files: Collection[str], wher
     config, bare = policy.config, policy.spec.unmasked
     title, text, metrics = f"{config.algo} on {config.env}", "not measured", []
     if score is not None:
-        value = f"{score.mean:.2f} +/- {score.std:.2f}"
+        value = f"{score.mean:.2f}" + ("" if score.std is None else f" +/- {score.std:.2f}")
         metrics = [{"type": "mean_reward", "name": "mean_reward", "value": value}]
-        text = f"{score.mean:.2f} ± {score.std:.2f} after {score.env_steps:,} env steps"
+        text = f"{value.replace('+/-', '±')} after {score.env_steps:,} env steps"
     task = "reinforcement-learning"
     result: dict[str, Any] = {"task": {"type": task, "name": task}, "metrics": metrics}
     result["dataset"] = {"name": config.env, "type": config.env}

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import zipfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -75,10 +76,9 @@ def version_of(policy: Policy) -> str:
 
 
 def metadata_of(policy: Policy) -> dict[str, str]:
-    """Return what exported files say about themselves: signature, configuration and version."""
+    """Return what exported files say about themselves: signature and version."""
     return {
         "signature": signature_of(policy).to_json(),
-        "config": json.dumps(asdict(policy.config)),
         "version": version_of(policy),
     }
 
@@ -116,16 +116,15 @@ class OnnxModel:
     runtime = "onnxruntime"
 
     def __init__(self, contents: bytes, name: str, device: str | None = None) -> None:
-        """``name``: of the file, for errors. ``device``: None or ``cpu``, or ``cuda``."""
+        """``name``: of the file, for errors. ``device``: ``cpu`` (None), ``cuda`` or ``cuda:N``."""
         try:
             import onnxruntime
         except ImportError:
             raise ConfigError(
                 "onnxruntime is not installed: `pip install 'qfleet[export]'`"
             ) from None
-        provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(
-            (device or "cpu").partition(":")[0]
-        )
+        kind, _, number = (device or "cpu").partition(":")
+        provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(kind)
         if provider not in onnxruntime.get_available_providers():
             raise ConfigError(
                 f"this onnxruntime has no device '{device}'; use cpu, or for cuda "
@@ -133,8 +132,10 @@ class OnnxModel:
             )
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors only
+        options.intra_op_num_threads = torch.get_num_threads()
+        chosen = (provider, {"device_id": number} if number and kind == "cuda" else {})
         try:
-            self._session = onnxruntime.InferenceSession(contents, options, [provider])
+            self._session = onnxruntime.InferenceSession(contents, options, [chosen])
         except Exception as error:  # its errors have no base class of their own
             raise CheckpointError(f"'{name}' is no ONNX model: {one_line(error)[:200]}") from None
         metadata = self._session.get_modelmeta().custom_metadata_map
@@ -219,4 +220,7 @@ def _inputs(
 def _read_metadata(metadata: Mapping[str, str], name: str) -> tuple[Signature, str]:
     if not {"signature", "version"} <= metadata.keys():
         raise CheckpointError(f"'{name}' was not written by qfleet export")
-    return Signature.from_json(metadata["signature"]), metadata["version"]
+    version = str(metadata["version"])
+    if not re.fullmatch("[0-9a-f]{12}", version):
+        raise CheckpointError(f"'{name}' has a malformed version: {version[:100]!r}")
+    return Signature.from_json(metadata["signature"]), version

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,7 +21,12 @@ from qfleet.engines.cluster.ray_cluster import open_cluster
 
 def serve_on_ray(options: ServeOptions) -> int:
     """Deploy on the cluster at ``RAY_ADDRESS``, or on a new one, until SIGINT or SIGTERM."""
+    if len(options.devices) > 1 or options.port == 0:
+        raise ConfigError("--on ray takes one --device, which each replica has, and no --port 0")
     options, received, stopped = options.with_runtimes(), list[int](), threading.Event()
+    address, has_gpu = os.environ.get("RAY_ADDRESS"), (options.devices[0] or "cpu") != "cpu"
+    if has_gpu:
+        options = replace(options, devices=("cuda",))  # a replica sees only the GPU that it has
 
     def build_app() -> Starlette:
         # Models stay open as long as the replica's process lives.
@@ -31,7 +37,7 @@ def serve_on_ray(options: ServeOptions) -> int:
         received.append(number)
         stopped.set()
 
-    with open_cluster(options.workers, os.environ.get("RAY_ADDRESS")):
+    with open_cluster(options.workers, address):
         try:
             from ray import serve
         except ImportError as error:
@@ -43,7 +49,7 @@ def serve_on_ray(options: ServeOptions) -> int:
             name="policy",
             num_replicas=options.workers,
             max_ongoing_requests=options.limits.max_connections,
-            ray_actor_options={"num_gpus": int((options.devices[0] or "cpu") != "cpu")},
+            ray_actor_options={"num_gpus": int(has_gpu)},
         )
         try:
             with signals_request_stop(stop):
@@ -52,5 +58,8 @@ def serve_on_ray(options: ServeOptions) -> int:
                 log(f"serving at http://{options.host}:{options.port} on Ray")
                 stopped.wait()
         finally:
-            serve.shutdown()
+            if address is None:
+                serve.shutdown()
+            else:  # others may serve on this cluster
+                serve.delete("qfleet")
     return 128 + received[0]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.core.errors import ConfigError, QfleetError, one_line
-from qfleet.deploy.batching import Batcher
+from qfleet.deploy.batching import STOP_S, Batcher
 from qfleet.deploy.models import Model, open_model
 from qfleet.deploy.signature import Signature
 
@@ -21,6 +21,10 @@ Runtime = Literal["auto", "torch", "onnxruntime"]
 MEASURED_BATCHES = (1, 64)
 MEASURED_S = 0.2
 """Seconds for which a runtime is measured with each batch."""
+
+
+_OPENING = threading.Lock()
+"""Held while a model is opened: torch.export, which onnxruntime needs, is not thread-safe."""
 
 
 def log(line: str) -> None:
@@ -105,7 +109,7 @@ class Watcher:
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(STOP_S)
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval_s):
@@ -118,7 +122,8 @@ class Watcher:
     def _reload(self) -> None:
         old = self._batcher.model
         try:
-            new = warm_up(self._open())
+            with _OPENING:
+                new = warm_up(self._open())
             if new.signature != old.signature:
                 raise ConfigError("it takes other observations or actions; restart the server")
         except Exception as error:  # any fault of a file must leave the old model serving

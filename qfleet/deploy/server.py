@@ -33,14 +33,17 @@ from qfleet.deploy.signature import Signature, check_action_masks, check_observa
 
 FIELDS = {"act": "actions", "q-values": "q_values"}
 """Last part of a route → the field of a model's answers that it returns."""
-OPEN = ("/healthz", "/readyz")
+PUBLIC_ROUTES = ("/healthz", "/readyz")
 """Routes that need no token: probes have none."""
 RETRY = {"Retry-After": "1"}
 LINGER_S = 1.0
 """Seconds for which the rest of a refused body is read. Closing the connection while the client
 still sends would reset it, and the client might not see the reply."""
 SLOW_JSON_BYTES = 2**16
-"""Longer JSON bodies are parsed in a thread: other requests must not wait for it."""
+"""Longer JSON is parsed and written in a thread: other requests must not wait for it."""
+JSON_BYTES_PER_NUMBER = 16
+MOST_PROBE_BYTES = 2**16
+"""Size of the body of a probe, which needs no token."""
 MOST_BODIES = 16
 """Bodies of full size that may be received at the same time."""
 
@@ -91,6 +94,7 @@ class PolicyServer:
             return
         began_s, path, body = time.perf_counter(), scope["path"], _Body(receive)
         refused: HTTPException | None = None
+        is_counted = False
         try:
             headers = dict(scope["headers"])
             self._check_token(path, headers)
@@ -102,11 +106,12 @@ class PolicyServer:
                 await _send(send, 200, data, media_type.encode(), extra)
                 self._metrics.add_time(name, time.perf_counter() - began_s)
             elif path == "/healthz":
-                await self._read(headers, body)
+                await self._read(headers, body, min(MOST_PROBE_BYTES, self._limits.max_body_bytes))
                 await _send(send, 200, b'{"status": "ok"}')
             elif path in self._answers:
                 raise HTTPException(405, f"{path} takes POST", {"Allow": "POST"})
             else:
+                is_counted = True
                 await self._starlette(scope, receive, self._counted(send))
                 return
         except _Disconnected:
@@ -115,6 +120,12 @@ class PolicyServer:
             refused = HTTPException(503, "the server has no memory for this request", RETRY)
         except HTTPException as error:
             refused = error
+        except Exception:
+            if not is_counted:
+                self._metrics.add_reply(500)
+            raise
+        finally:
+            self._release(body)
         if refused is not None:
             await _refuse(send, refused, body)
         self._metrics.add_reply(refused.status_code if refused else 200)
@@ -128,10 +139,11 @@ class PolicyServer:
         return count
 
     def _check_token(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        if self._token is None or path in OPEN:
+        if self._token is None or path in PUBLIC_ROUTES:
             return
         if not hmac.compare_digest(headers.get(b"authorization", b""), self._token):
-            raise HTTPException(401, "the header Authorization must be 'Bearer TOKEN'")
+            message = "the header Authorization must be 'Bearer TOKEN'"
+            raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
 
     async def _answer(
         self,
@@ -144,46 +156,61 @@ class PolicyServer:
         """Return the body of a reply and the version of the model that computed it."""
         batcher = self._batchers[name]
         signature = batcher.model.signature
-        data = await self._read(headers, body)
+        data = await self._read(headers, body, self._limits.max_body_bytes)
         if media_type == JSON and len(data) > SLOW_JSON_BYTES:
-            parsed = await asyncio.to_thread(_parse, signature, media_type, data)
+            try:
+                async with asyncio.timeout(self._limits.request_timeout_s):
+                    parsed = await asyncio.to_thread(_parse, signature, media_type, data)
+            except TimeoutError:
+                raise HTTPException(503, "the body was not parsed in time", RETRY) from None
         else:
             parsed = _parse(signature, media_type, data)
+        self._release(body)
         try:
             reply = await batcher.submit(parsed.observations, parsed.action_masks)
         except Overloaded as error:
             raise HTTPException(503, str(error), RETRY) from None
+        except ConfigError as error:
+            raise HTTPException(422, str(error)) from None
         values = getattr(reply.batch, field)[reply.rows]
-        data = encode(media_type, field, values, parsed.is_single, name, reply.version)
-        return data, reply.version
+        given = (media_type, field, values, parsed.is_single, name, reply.version)
+        if media_type == JSON and values.size * JSON_BYTES_PER_NUMBER > SLOW_JSON_BYTES:
+            return await asyncio.to_thread(encode, *given), reply.version
+        return encode(*given), reply.version
 
-    async def _read(self, headers: Mapping[bytes, bytes], body: _Body) -> bytes:
-        """Return the body of a request; raise 413 as soon as it is too large."""
-        most_bytes, size = self._limits.max_body_bytes, 0
+    def _release(self, body: _Body) -> None:
+        self._receiving_bytes -= body.counted_bytes
+        body.counted_bytes = 0
+
+    async def _read(self, headers: Mapping[bytes, bytes], body: _Body, most_bytes: int) -> bytes:
+        """Return the body of a request, counted until ``_release``; raise 413 if it is too large.
+
+        A body that arrives as a whole is small and not counted.
+        """
         if int(headers.get(b"content-length", 0)) > most_bytes:
             raise HTTPException(413, f"the body must have at most {most_bytes} bytes")
         chunks = [await body.receive()]
         if body.is_complete and len(chunks[0]) <= most_bytes:
             return chunks[0]
-        try:
-            while True:
-                size += len(chunks[-1])
-                self._receiving_bytes += len(chunks[-1])
-                if size > most_bytes:
-                    raise HTTPException(413, f"the body must have at most {most_bytes} bytes")
-                if self._receiving_bytes > MOST_BODIES * most_bytes:
-                    raise HTTPException(503, "too many large bodies at the same time", RETRY)
-                if body.is_complete:
-                    return b"".join(chunks)
-                chunks.append(await body.receive())
-        finally:
-            self._receiving_bytes -= size
+        while True:
+            body.counted_bytes += len(chunks[-1])
+            self._receiving_bytes += len(chunks[-1])
+            if body.counted_bytes > most_bytes:
+                raise HTTPException(413, f"the body must have at most {most_bytes} bytes")
+            if self._receiving_bytes > MOST_BODIES * self._limits.max_body_bytes:
+                raise HTTPException(503, "too many large bodies at the same time", RETRY)
+            if body.is_complete:
+                return b"".join(chunks)
+            chunks.append(await body.receive())
 
     async def _index(self, _: Request) -> Response:
         lines = ["qfleet policy server: POST observations to", *self._answers]
         return PlainTextResponse("\n".join([*lines, "Description: /openapi.json", ""]))
 
     async def _ready(self, _: Request) -> Response:
+        ended = [name for name, batcher in self._batchers.items() if not batcher.is_alive]
+        if ended:
+            return JSONResponse({"error": f"the threads of models {ended} have ended"}, 503)
         versions = {name: batcher.model.version for name, batcher in self._batchers.items()}
         return JSONResponse({"status": "ready", "versions": versions})
 
@@ -215,16 +242,16 @@ def _parse(signature: Signature, media_type: str, body: bytes) -> _Parsed:
     except ConfigError as error:
         raise HTTPException(400, str(error)) from None
     try:
-        observations, masks = check_observations(signature, given.observations), None
+        observations, is_single = check_observations(signature, given.observations)
+        masks = None
         if signature.takes_masks or given.action_masks is not None:
             masks = check_action_masks(signature, given.action_masks, len(observations))
             if masks is None:  # a batch has masks for all its requests, or for none
                 masks = np.ones((len(observations), signature.num_actions), np.bool_)
     except ConfigError as error:
         raise HTTPException(422, str(error)) from None
-    is_single = given.is_single
-    if is_single is None:
-        is_single = np.ndim(given.observations) == len(signature.obs_shape)
+    if given.is_single is not None:
+        is_single = given.is_single
     if is_single and len(observations) > 1:
         raise HTTPException(422, '"observation" holds several; call it "observations"')
     return _Parsed(observations, masks, is_single)
@@ -240,6 +267,7 @@ class _Body:
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self.is_complete = False
+        self.counted_bytes = 0
 
     async def receive(self) -> bytes:
         message = await self._receive()

@@ -48,6 +48,8 @@ END_S = 5.0
 POLL_S = 0.2
 MOST_IN_LOOP_MS = 2.0
 """Networks that compute a whole batch in this time are computed in the event loop."""
+START_S = 120.0
+"""Seconds that workers have to open their models."""
 RESTART_S = 1.0
 """Seconds before a worker that has ended is started again."""
 
@@ -196,15 +198,15 @@ class _Worker:
         self, number: int, options: ServeOptions, metrics: Metrics, listener: socket.socket
     ) -> None:
         context = multiprocessing.get_context("spawn")  # threads and GPUs do not survive a fork
-        self._pipe, theirs = context.Pipe()
+        self._pipe, child_end = context.Pipe()
         self.process = context.Process(
-            target=_work, args=(number, options, metrics, listener, theirs)
+            target=_work, args=(number, options, metrics, listener, child_end)
         )
         self.process.start()
-        theirs.close()
+        child_end.close()
         self.is_ready = False
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Return whether the process is alive, and note whether it serves."""
         with contextlib.suppress(EOFError):
             self.is_ready = self.is_ready or (self._pipe.poll() and self._pipe.recv())
@@ -218,7 +220,7 @@ def _work(
     listener: socket.socket,
     parent: Connection,
 ) -> None:
-    """Be worker ``number``, until a signal or the end of the parent process."""
+    """Run worker ``number``, until a signal or the end of the parent process."""
 
     def leave_with_parent() -> None:
         with contextlib.suppress(OSError):
@@ -239,13 +241,17 @@ def _supervise(options: ServeOptions, metrics: Metrics, listener: socket.socket,
     received, workers, is_serving = list[int](), list[_Worker](), False
     try:
         with signals_request_stop(received.append):
+            until_s = time.monotonic() + START_S
             workers += [_Worker(i, options, metrics, listener) for i in range(options.workers)]
             while not received:
                 wait([worker.process.sentinel for worker in workers], POLL_S)
-                alive = [worker.look() for worker in workers]
+                alive = [worker.poll() for worker in workers]
                 if not is_serving and all(worker.is_ready for worker in workers):
                     is_serving = True
                     log(f"serving at {url} with {options.workers} workers")
+                if not is_serving and time.monotonic() > until_s:
+                    late = [i for i, worker in enumerate(workers) if not worker.is_ready]
+                    raise QfleetError(f"workers {late} were not ready within {START_S:g} s")
                 for number in [i for i, is_alive in enumerate(alive) if not is_alive]:
                     code = workers[number].process.exitcode
                     if received or not is_serving:  # it would fail again

@@ -51,8 +51,8 @@ class Signature:
             table = np.array(found.actions, found.action_dtype)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"the stored signature is malformed: {one_line(error)}") from None
-        texts = isinstance(found.algo, str) and isinstance(found.takes_masks, bool)
-        if not texts or table.dtype.kind not in "iuf" or len(table) != found.num_actions:
+        has_valid_types = isinstance(found.algo, str) and isinstance(found.takes_masks, bool)
+        if not has_valid_types or table.dtype.kind not in "iuf" or len(table) != found.num_actions:
             raise CheckpointError(f"the stored signature is malformed: {text[:300]!r}")
         return found
 
@@ -66,22 +66,28 @@ class Signature:
         )  # fmt: skip
 
 
-def check_observations(signature: Signature, value: Any) -> NDArray[Any]:
-    """Return one observation or a batch of them as a batch ``[B, *obs_shape]``; else ConfigError.
+def check_observations(signature: Signature, value: Any) -> tuple[NDArray[Any], bool]:
+    """Return a batch ``[B, *obs_shape]``, and whether ``value`` is one observation without B.
 
+    Raise ConfigError if ``value`` is neither an observation nor a batch of them.
     Of Dict, Tuple … spaces, ``value`` is the environment's own structure, its parts ``[…]`` or
     ``[B, …]``.
     """
     shape, wanted = signature.obs_shape, np.dtype(signature.obs_dtype)
     try:
         if signature.raw_obs:
-            value = _converter(signature.raw_obs).batch(value)
+            converter = _converter(signature.raw_obs)
+            for part in converter.parts:
+                _refuse_text(functools.reduce(lambda inner, key: inner[key], part.path, value))
+            value = converter.batch(value)
+        _refuse_text(value)
         given = np.asarray(value)
-    except (ValueError, TypeError, LookupError, OverflowError) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise ConfigError(f"observation is no array: {one_line(error)[:200]}") from None
     if given.dtype.kind not in ("iuf" if wanted.kind == "f" else "iu"):
         raise ConfigError(f"observation must hold {wanted}, got {given.dtype}")
-    if given.shape == shape:
+    is_single = given.shape == shape
+    if is_single:
         given = given[None]
     if given.shape[1:] != shape or given.ndim == 0 or len(given) == 0:
         raise ConfigError(
@@ -92,14 +98,14 @@ def check_observations(signature: Signature, value: Any) -> NDArray[Any]:
             batch = np.ascontiguousarray(given, wanted)
         if not np.isfinite(batch).all():
             raise ConfigError("observation must be finite, got NaN or Inf")
-        return batch
+        return batch, is_single
     low, count = signature.first_obs_value, signature.num_obs_values
     if wanted == np.uint8:
         low, count = 0, 256
     if not low <= given.min() <= given.max() < low + count:
         got = f"{given.min()} … {given.max()}"
         raise ConfigError(f"observation must be in {low} … {low + count - 1}, got {got}")
-    return np.ascontiguousarray(given, wanted)
+    return np.ascontiguousarray(given, wanted), is_single
 
 
 def check_action_masks(signature: Signature, value: Any, count: int) -> NDArray[np.bool_] | None:
@@ -113,8 +119,9 @@ def check_action_masks(signature: Signature, value: Any, count: int) -> NDArray[
         raise ConfigError("this policy was trained without action masks; leave them out")
     shape = (count, signature.num_actions)
     try:
+        _refuse_text(value)
         given = np.asarray(value)
-    except (ValueError, TypeError, OverflowError):  # rows of different lengths
+    except (ValueError, TypeError, OverflowError, RecursionError):  # or rows of different lengths
         given = np.empty(0)
     is_usable = given.dtype.kind in "biuf" and given.shape in (shape, shape[1:])
     if not is_usable or not (given != 0).any(axis=-1).all():
@@ -122,6 +129,18 @@ def check_action_masks(signature: Signature, value: Any, count: int) -> NDArray[
             f"action_masks must be numbers of shape {shape[1:]} or {shape} with a legal action each"
         )
     return np.ascontiguousarray(np.broadcast_to(given != 0, shape))
+
+
+def _refuse_text(value: Any) -> None:
+    """Raise ValueError if a list holds text: numpy would make all entries as long as the longest.
+
+    A body of 250 KB became an array of 20 GB.
+    """
+    if isinstance(value, str):
+        raise ValueError("it holds text")
+    if isinstance(value, list) and not set(map(type, value)) <= {int, float, bool}:
+        for entry in value:
+            _refuse_text(entry)
 
 
 @functools.lru_cache(maxsize=16)

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from qfleet.core.errors import ConfigError
 from qfleet.deploy.batching import Batcher, Overloaded, Reply
+from qfleet.deploy.models import Answers
 from support.policy_servers import FakeModel
 from support.waiting import PHASE_S, deadline
 
@@ -127,8 +129,8 @@ def test_the_queue_is_bounded() -> None:
         await asyncio.gather(*accepted)
         assert batcher.pending == 0
         assert firsts(await batcher.submit(rows(3), None)) == [3]
-        large = await batcher.submit(rows(*range(11)), None)  # nothing else is pending
-        assert firsts(large) == list(range(11))
+        with pytest.raises(ConfigError, match="at most 10 observations, got 11"):
+            batcher.submit(rows(*range(11)), None)  # it would never be accepted
         batcher.stop()
 
     asyncio.run(run())
@@ -175,6 +177,54 @@ def test_a_model_that_fails_is_reported_and_the_next_batch_is_computed(in_thread
         assert counted.count("failures") == 1
         assert counted.count("batches") == 1
         batcher.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("in_thread", [True, False])
+def test_a_fault_before_the_model_does_not_end_the_thread(
+    in_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        batcher = Batcher(FakeModel(), in_thread=in_thread, max_wait_s=0.05)
+
+        def fail(_: object) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr("numpy.concatenate", fail)
+            both = [batcher.submit(rows(n), None) for n in range(2)]
+            for reply in both:
+                with pytest.raises(Overloaded, match="model failed"):
+                    await reply
+        assert firsts(await batcher.submit(rows(2), None)) == [2]
+        assert batcher.is_alive
+        batcher.stop()
+        assert batcher.is_alive is not in_thread
+
+    asyncio.run(run())
+
+
+def test_answers_of_another_number_are_not_handed_out() -> None:
+    class Short(FakeModel):
+        def __call__(self, observations: Any, action_masks: Any = None) -> Answers:
+            return super().__call__(observations[1:], action_masks)
+
+    async def run() -> None:
+        with pytest.raises(Overloaded, match="answers"):
+            await Batcher(Short(), in_thread=False).submit(rows(1, 2), None)
+
+    asyncio.run(run())
+
+
+def test_waiting_requests_in_the_event_loop_share_a_timer() -> None:
+    async def run() -> None:
+        model = FakeModel()
+        batcher = Batcher(model, max_wait_s=0.2, max_batch=3, in_thread=False)
+        await asyncio.gather(*(batcher.submit(rows(n), None) for n in range(3)))
+        later = asyncio.gather(*(batcher.submit(rows(n), None) for n in range(2)))
+        await later
+        assert model.batches == [3, 2]
 
     asyncio.run(run())
 

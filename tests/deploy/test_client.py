@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -113,6 +114,45 @@ def test_threads_share_a_client() -> None:
 
         with ThreadPoolExecutor(8) as threads:
             assert list(threads.map(ask, range(200))) == list(range(200))
+
+
+def test_versions_are_those_of_the_thread() -> None:
+    with scripted(reply(200, ACTION)) as client:
+        client.act(ONE)
+        assert client.version == "v1"
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(lambda: client.version).result() is None
+
+
+def test_structures_are_sent_as_json_and_answers_are_writable() -> None:
+    parts = [[["eye"], "Box", [3]], [["gear"], "Box", []]]
+    signature = replace(SIGNATURE, raw_obs=json.dumps(parts), takes_masks=True)
+    model = FakeModel(signature=signature)
+    with application(model) as (app, metrics, _), serving(app, Limits(), metrics) as port:
+        client = PolicyClient(f"http://127.0.0.1:{port}")
+        obs = {"eye": np.ones(3, np.float32), "gear": np.float32(0.5)}
+        assert client.act(obs) == 0
+        assert client.act(obs, action_masks=np.array([False, True])) == 1
+        values = client.q_values(obs)
+        assert (values.tolist(), values.dtype) == ([3.5, -3.5], np.float32)
+        client.close()
+    with application() as (app, metrics, _), serving(app, Limits(), metrics) as port:
+        client = PolicyClient(f"http://127.0.0.1:{port}")
+        for found in (client.q_values(ONE), client.act(np.stack([ONE, ONE]))):
+            assert isinstance(found, np.ndarray)
+            found += 1
+        client.close()
+
+
+@pytest.mark.parametrize(
+    "obs", ["text", None, np.array([None, 1]), np.ones(4, complex), {"a": {1, 2}}]
+)
+def test_what_holds_no_numbers_is_not_sent(obs: object) -> None:
+    client = PolicyClient("http://127.0.0.1:9")
+    with pytest.raises(qfleet.ConfigError, match="observation"):
+        client.act(obs)
+    with pytest.raises(qfleet.ConfigError, match="action_masks"):
+        client.act(ONE, action_masks=[[1], [1, 2]])
 
 
 def test_a_refused_request_is_not_sent_again() -> None:

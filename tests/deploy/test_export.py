@@ -19,7 +19,7 @@ from qfleet.agent.policy import Policy
 from qfleet.cli.main import main
 from qfleet.core.errors import CheckpointError, ConfigError, ExportError
 from qfleet.deploy import export
-from qfleet.deploy.export import BATCHES, export_policy, prove, random_rows, record_rows
+from qfleet.deploy.export import BATCHES, export_policy, random_rows, record_rows, verify
 from qfleet.deploy.models import Answers, TorchModel, open_model
 from qfleet.deploy.signature import Signature
 from support.messages import holds, says
@@ -90,7 +90,7 @@ def test_a_policy_is_exported_and_compared(name: str, to: Any, tmp_path: Path) -
     # Negative control: the comparison finds another policy's file.
     policy.weights.data.mul_(1.01)
     with pytest.raises(ExportError):
-        prove(policy, model, random_rows(policy.spec), 1e-4, "random")
+        verify(policy, model, random_rows(policy.spec), 1e-4, "random")
 
 
 def test_the_file_gives_what_the_policy_gives_for_the_environments_own_numbers(
@@ -135,15 +135,22 @@ class Wrong:
 def test_a_difference_is_found(values: float, actions: int, word: str) -> None:
     policy = made("mlp")
     rows = random_rows(policy.spec)
-    assert prove(policy, Wrong(policy), rows, 1e-4, "random") < 1e-6  # negative control
+    assert verify(policy, Wrong(policy), rows, 1e-4, "random") < 1e-6  # negative control
     with pytest.raises(ExportError, match=says(word, "random")):
-        prove(policy, Wrong(policy, values, actions), rows, 1e-4, "random")
+        verify(policy, Wrong(policy, values, actions), rows, 1e-4, "random")
+
+
+def test_the_tolerance_is_absolute() -> None:
+    policy = made("mlp")
+    policy.weights.data.mul_(100)  # large Q-values
+    with pytest.raises(ExportError, match=says("Q-values", "0.001")):
+        verify(policy, Wrong(policy, 2e-3), random_rows(policy.spec), 1e-3, "random")
 
 
 def test_actions_of_equally_good_value_may_differ() -> None:
     policy = made("mlp")
     policy.weights.data.zero_()
-    prove(policy, Wrong(policy, actions=1), random_rows(policy.spec), 1e-4, "random")
+    verify(policy, Wrong(policy, actions=1), random_rows(policy.spec), 1e-4, "random")
 
 
 @pytest.mark.parametrize("to", ["onnx", "torch", "safetensors"])
@@ -214,7 +221,7 @@ def given_and_expected(policy: Policy, folder: Path) -> None:
     """Write the file, and recorded observations with what the policy itself makes of them."""
     export_policy(policy, folder / "policy.onnx", "onnx")
     rows = record_rows(policy)
-    obs, masks = export._as_given(policy.spec, rows)
+    obs, masks = export._client_inputs(policy.spec, rows)
     legal = {} if masks is None else {"action_masks": masks}
     with torch.inference_mode():
         values = policy.network.q_values(torch.from_numpy(rows)).numpy()
@@ -287,7 +294,7 @@ def test_policies_act_without_the_package_of_their_environment(name: str, tmp_pa
     policy = made(name)
     policy.save(tmp_path / "policy")
     export_policy(policy, tmp_path / "policy.onnx", "onnx")
-    obs, _ = export._as_given(policy.spec, random_rows(policy.spec)[:5])
+    obs, _ = export._client_inputs(policy.spec, random_rows(policy.spec)[:5])
     np.savez(tmp_path / "given.npz", obs=obs, actions=policy.act(obs))
     ended = subprocess.run(
         [sys.executable, "-c", WITHOUT_ENV],
@@ -327,12 +334,31 @@ def test_a_missing_package_of_the_environment_is_reported(
     assert "ale_py" in done.not_recorded
 
 
+def test_another_fault_of_the_environment_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_envs(*_: Any, **__: Any) -> None:
+        raise ConfigError("env_kwargs has an unknown key")
+
+    monkeypatch.setattr(export, "make_envs", make_envs)
+    with pytest.raises(ConfigError, match=says("env_kwargs")):
+        export_policy(made("mlp"), tmp_path / "it.safetensors", "safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_does_not_hold_the_configuration(tmp_path: Path) -> None:
+    policy = made("mlp")
+    policy.config = policy.config.replace(replay_dir="/home/me/replay")
+    export_policy(policy, tmp_path / "it.onnx", "onnx")
+    assert b"/home/me" not in (tmp_path / "it.onnx").read_bytes()
+
+
 # --- the command ------------------------------------------------------------------------------
 
 
 def test_the_verb_writes_beside_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = made("mlp").save(tmp_path / "it")
-    for to, suffix in SUFFIX.items():
+    for to, suffix in (("onnx", ".onnx"), ("torch", ".pt2")):
         assert main(["export", str(path), "--to", to, "--json"]) == 0
         said = json.loads(capsys.readouterr().out)
         assert said["path"] == str(path.with_suffix(suffix))
@@ -345,6 +371,7 @@ def test_the_verb_writes_beside_a_file(tmp_path: Path, capsys: pytest.CaptureFix
     ("words", "expected"),
     [
         ("--to onnx --compile", "--compile --to torch"),
+        ("--to safetensors", "--out"),
         ("--to onnx --out x.pt", "--out .onnx x.pt"),
         ("--to onnx --tolerance 0", "tolerance 0"),
         ("--to onnx --tolerance nan", "tolerance nan"),
@@ -418,9 +445,13 @@ def test_what_is_no_exported_policy_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=says("qfleet export")):
         open_model(path)
     signature = dataclasses.replace(TorchModel.of(made("mlp")).signature, obs_shape=(5,))
-    onnx.helper.set_model_props(model, {"signature": signature.to_json(), "version": "x"})
+    onnx.helper.set_model_props(model, {"signature": signature.to_json(), "version": "0" * 12})
     path.write_bytes(model.SerializeToString())
     with pytest.raises(CheckpointError, match=says("signature")):
+        open_model(path)
+    onnx.helper.set_model_props(model, {"signature": signature.to_json(), "version": "../x"})
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(CheckpointError, match=says("version", "../x")):
         open_model(path)
     path.write_bytes(whole)
     with pytest.raises(ConfigError, match=says("onnxruntime", "torch")):

@@ -13,7 +13,8 @@ import pytest
 import qfleet
 from qfleet.cli.main import main
 from qfleet.core.errors import ConfigError, TransferError
-from qfleet.deploy.hub import LIST, pull, push
+from qfleet.deploy.hub import FILE_LIST, _public, pull, push
+from qfleet.deploy.model_card import Score, model_card
 from qfleet.storage.checkpoint import PUBLISHED_POLICY as POLICY
 from support.configs import tiny_fields
 from support.hub import TOKEN, Hub, hub
@@ -74,7 +75,7 @@ def test_a_run_is_pushed_and_pulled_back(
         assert main([words[0], str(out), *words[1:], "--json"]) == 0
     if place == "hub":
         assert "/lfs" in server.seen  # the weights went the way of large files
-        assert set(server.repos["me/cart-pole"]) == FILES | {"replay.gif", LIST}
+        assert set(server.repos["me/cart-pole"]) == FILES | {"replay.gif", FILE_LIST}
 
 
 def test_the_card_has_the_score_of_the_policy_and_how_to_reproduce_it(
@@ -131,6 +132,70 @@ def test_an_export_of_another_policy_is_left_out(run: Path, tmp_path: Path) -> N
     assert holds(line, "policy.onnx", "export")
 
 
+@pytest.mark.parametrize("what", ["damaged", "package"])
+def test_an_export_that_cannot_be_read_is_left_out(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "exports").mkdir()
+    (tmp_path / "exports" / "policy.onnx").write_bytes(b"nothing")
+    if what == "package":
+        monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    lines: list[str] = []
+    pushed = push(untrained(), tmp_path, "last", f"file://{tmp_path}/it", lines.append)
+    assert "policy.onnx" not in pushed
+    assert holds(*lines, "policy.onnx", "left out")
+
+
+@pytest.mark.parametrize("place", ["hub", "file"])
+def test_files_of_an_earlier_push_are_deleted(
+    place: str, run: Path, tmp_path: Path, server: Hub
+) -> None:
+    target = "hf://me/again" if place == "hub" else f"file://{tmp_path}/again"
+    assert main(["push", str(run), target]) == 0
+    push(untrained(), None, "best", target, pytest.fail)
+    left = (
+        set(server.repos["me/again"])
+        if place == "hub"
+        else {path.name for path in (tmp_path / "again").iterdir()}
+    )
+    assert left == {POLICY, "config.json", "README.md", FILE_LIST}
+
+
+def test_a_repository_is_created_as_a_private_one_if_asked(tmp_path: Path, server: Hub) -> None:
+    path = str(untrained().save(tmp_path / "it"))
+    assert main(["push", path, "hf://me/hidden", "--private"]) == 0
+    assert main(["push", path, "hf://me/shown"]) == 0
+    hidden, shown = server.created
+    assert hidden.get("private") or hidden.get("visibility") == "private"
+    assert not shown.get("private")
+    assert shown.get("visibility") != "private"
+    assert main(["push", path, f"file://{tmp_path}/it", "--private"]) == 2
+
+
+def test_secrets_of_a_url_are_not_published_or_shown(tmp_path: Path) -> None:
+    card = model_card(untrained(), None, [], _public("s3://key:pass@bucket/it?sig=x"))
+    assert "qfleet pull s3://bucket/it --out" in card
+    with pytest.raises(TransferError, match=says("nosuch://host/it")) as caught:
+        pull("nosuch://key:pass@host/it?sig=x", tmp_path / "out")
+    assert not holds(str(caught.value), "pass")
+    assert not holds(str(caught.value), "sig")
+
+
+def test_a_score_without_deviation_has_none() -> None:
+    card = model_card(untrained(), Score(3.0, None, 10), [], "hf://me/it")
+    assert "**3.00 after 10 env steps**" in card
+    assert "±" not in card
+
+
+def test_a_stray_export_does_not_stand_in_for_the_policy_of_a_run(run: Path) -> None:
+    right = qfleet.load(run).q_values(MANY)
+    stray = untrained(seed=3).save(run / POLICY)
+    try:
+        assert np.array_equal(qfleet.load(run).q_values(MANY), right)
+    finally:
+        stray.unlink()
+
+
 # --- faults -----------------------------------------------------------------------------------
 
 
@@ -162,10 +227,10 @@ def test_a_listed_name_that_leaves_the_folder_is_refused(
 ) -> None:
     """Fault 39."""
     folder, target = stored
-    listed = json.loads((folder / LIST).read_text())
+    listed = json.loads((folder / FILE_LIST).read_text())
     listed["files"][name] = listed["files"][POLICY]
-    (folder / LIST).write_text(json.dumps(listed))
-    with pytest.raises(TransferError, match=says(LIST, "refused")):
+    (folder / FILE_LIST).write_text(json.dumps(listed))
+    with pytest.raises(TransferError, match=says(FILE_LIST, "refused")):
         pull(target, tmp_path / "out" / "it")
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -173,10 +238,23 @@ def test_a_listed_name_that_leaves_the_folder_is_refused(
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"files": 3}', "[" * 100_000, '{"format": "x"}'])
 def test_a_malformed_list_is_refused(text: str, stored: tuple[Path, str], tmp_path: Path) -> None:
     folder, target = stored
-    (folder / LIST).write_text(text)
-    with pytest.raises(TransferError, match=says(LIST)) as caught:
+    (folder / FILE_LIST).write_text(text)
+    with pytest.raises(TransferError, match=says(FILE_LIST)) as caught:
         pull(target, tmp_path / "out")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["bytes", "files"])
+def test_a_list_that_is_too_long_is_refused(
+    what: str, stored: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder, target = stored
+    listed = json.loads((folder / FILE_LIST).read_text())
+    if what == "files":
+        listed["files"] |= {f"file{i}": {} for i in range(100)}
+    (folder / FILE_LIST).write_text(json.dumps(listed) + " " * (10**6 * (what == "bytes")))
+    with pytest.raises(TransferError, match=says(FILE_LIST, "over", what)):
+        pull(target, tmp_path / "out" / "it")
 
 
 TARGETS = [

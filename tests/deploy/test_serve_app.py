@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import pickle
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,21 @@ import pytest
 import safetensors.numpy
 from starlette.types import Message, Receive
 
+from qfleet.deploy import server
 from qfleet.deploy.batching import Batcher
 from qfleet.deploy.metrics import Metrics
 from qfleet.deploy.server import Limits, PolicyServer
-from support.policy_servers import JSON, SIGNATURE, FakeModel, application, ask, asked
+from support.policy_servers import (
+    JSON,
+    NPY_HEADERS,
+    SIGNATURE,
+    FakeModel,
+    application,
+    ask,
+    asked,
+    npy_with_header,
+)
+from support.waiting import PHASE_S, deadline
 
 NPY = {"content-type": "application/x-npy"}
 SAFETENSORS = {"content-type": "application/safetensors"}
@@ -139,6 +151,8 @@ REFUSED: list[tuple[bytes, dict[str, str], int]] = [
     (body(observation=[1, 2, 3, 1e39]), JSON, 422),
     (body(observation=[1, 2, 3, 10**400]), JSON, 422),
     (body(observations=[]), JSON, 422),
+    (body(observations=[["x" * 10_000], *[[1]] * 10_000]), JSON, 422),
+    (body(observations=[ONE] * 4097), JSON, 422),
     (body(observation=[ONE, ONE]), JSON, 422),
     (body(observation=ONE, action_masks=[1, 0]), JSON, 422),
     (b"", NPY, 400),
@@ -150,6 +164,7 @@ REFUSED: list[tuple[bytes, dict[str, str], int]] = [
     (npy(np.ones(4)).replace(b"(4,), }        ", b"(999999999,), }"), NPY, 400),
     (npy(np.array([Canary()]), allow_pickle=True), NPY, 400),
     (pickle.dumps(np.ones(4)), NPY, 400),
+    *((npy_with_header(header), NPY, 400) for header in NPY_HEADERS),
     (npy(np.array(["a"])), NPY, 400),
     (npy(np.zeros(4, [("a", "f4")])), NPY, 400),
     (npy(np.ones((0, 4))), NPY, 422),
@@ -232,10 +247,74 @@ def test_bodies_that_are_received_at_the_same_time_are_limited() -> None:
 
 def test_long_json_is_parsed_and_refused_like_short_json() -> None:
     with application() as (app, *_):
-        many = asked(app, "/act", body(observations=[ONE] * 5000))
-        wrong = asked(app, "/act", body(observations=[ONE[:3]] * 5000))
-    assert many.json["actions"] == [0] * 5000
+        many = asked(app, "/act", body(observations=[ONE] * 4000))
+        wrong = asked(app, "/act", body(observations=[ONE[:3]] * 4000))
+    assert many.json["actions"] == [0] * 4000
     assert wrong.status == 422
+
+
+def test_long_json_counts_until_it_is_parsed_and_has_a_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    many = body(observations=[ONE] * 4000)
+    counted, gate = list[int](), threading.Event()
+
+    with application(limits=Limits(request_timeout_s=0.2)) as (app, *_):
+
+        def parse(*_: Any) -> Any:
+            counted.append(app._receiving_bytes)
+            gate.wait(deadline(PHASE_S))
+
+        monkeypatch.setattr(server, "_parse", parse)
+
+        async def run() -> int:
+            status = (await ask(app, "/act", [many[:9], many[9:]])).status
+            gate.set()
+            return status
+
+        assert asyncio.run(run()) == 503
+        assert counted == [len(many)]
+        assert app._receiving_bytes == 0
+
+
+def test_a_probe_needs_no_large_body() -> None:
+    with application() as (app, *_):
+        assert asked(app, "/healthz", b" " * 2**16).status == 200
+        assert asked(app, "/healthz", b" " * (2**16 + 1)).status == 413
+
+
+def test_a_server_whose_thread_has_ended_is_not_ready() -> None:
+    with application(in_thread=True) as (app, _, batcher):
+        assert asked(app, "/readyz", method="GET").status == 200
+        batcher.stop()
+        refused = asked(app, "/readyz", method="GET")
+    assert refused.status == 503
+    assert "default" in refused.json["error"]
+
+
+@pytest.mark.parametrize(("path", "method"), [("/act", "POST"), ("/readyz", "GET")])
+def test_a_fault_of_the_server_is_counted_once(
+    path: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with application() as (app, metrics, batcher):
+        monkeypatch.delattr(batcher.model, "signature")
+        monkeypatch.delattr(batcher.model, "version")
+        monkeypatch.delattr(FakeModel, "signature")
+        monkeypatch.delattr(FakeModel, "version")
+        with pytest.raises(AttributeError):
+            asked(app, path, body(observation=ONE), method=method)
+        assert metrics.total("status", 500) == 1
+
+
+def test_one_observation_of_a_structure_is_recognised_by_its_parts() -> None:
+    """Its parts are [2] and [2]; the policy sees [4]."""
+    parts = [[[0], "Box", [2]], [[1], "Box", [2]]]
+    signature = replace(SIGNATURE, raw_obs=json.dumps(parts))
+    with application(FakeModel(signature=signature)) as (app, *_):
+        single = asked(app, "/act", npy(np.ones((2, 2))), NPY)
+        batch = asked(app, "/act", npy(np.ones((2, 3, 2))), NPY)
+    assert np.load(io.BytesIO(single.body)).shape == ()
+    assert np.load(io.BytesIO(batch.body)).shape == (3,)
 
 
 @pytest.mark.parametrize(
@@ -281,6 +360,7 @@ def test_a_token_is_needed_except_for_probes() -> None:
             assert refused.status == 401
             assert "Authorization" in refused.json["error"]
             assert "secret" not in refused.json["error"]
+            assert refused.headers["www-authenticate"] == "Bearer"
             for path in ("/", "/metrics", "/openapi.json", "/nothing"):
                 assert asked(app, path, method="GET", headers=given).status == 401
         right = {**JSON, "authorization": "Bearer secret"}

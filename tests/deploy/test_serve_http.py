@@ -18,9 +18,11 @@ import pytest
 from qfleet.deploy.connections import MOST_HEADER_BYTES
 from qfleet.deploy.server import Limits
 from support.policy_servers import (
+    NPY_HEADERS,
     FakeModel,
     application,
     connect,
+    npy_with_header,
     post,
     read_reply,
     saved_policy,
@@ -145,9 +147,37 @@ def test_slow_requests_are_408() -> None:
             assert read_one(connection) == 200
             connection.sendall(b"\r\n" + whole[:20])
             assert read_one(connection) == 408
+        with connect(port) as connection:  # a line break alone asks nothing
+            connection.sendall(whole)
+            assert read_one(connection) == 200
+            connection.sendall(b"\r\n")
+            assert connection.recv(1) == b""
         with connect(port) as silent:
             assert silent.recv(1) == b""  # closed without a reply: nothing was asked
         assert status(port, whole) == 200
+
+
+def test_a_client_that_never_reads_is_disconnected() -> None:
+    """The client that sends would wait for ever if the server had no timer."""
+    body = json.dumps({"observations": [[0.1, 0, 0, 0]] * 4000}).encode()
+    with small_server() as port, connect(port) as connection:
+        many = request(body, "/q-values") * 1000  # 170 MB of replies
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            connection.sendall(many)
+        assert status(port, request()) == 200
+
+
+@pytest.mark.parametrize("rest", [request()[:20], request()[:-5], b"nonsense\r\n\r\n"])
+def test_a_refusal_is_not_taken_for_the_reply_to_an_earlier_request(rest: bytes) -> None:
+    gate = threading.Event()
+    model = FakeModel(wait=lambda: gate.wait(deadline(PHASE_S)))
+    with small_server(model=model, in_thread=True, timeout_s=deadline(PHASE_S)) as port:
+        with connect(port) as connection:
+            connection.sendall(request() + rest)
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+        gate.set()
+        assert status(port, request()) == 200
 
 
 def test_too_many_connections_are_refused_and_others_still_served() -> None:
@@ -222,6 +252,7 @@ def malformed(draw: random.Random) -> tuple[list[bytes], bool]:
         b"[" * draw.choice([1, 1000, 50_000]),
         b'{"observation": [' + b"9" * draw.choice([10, 5000]) + b"]}",
         b"\x93NUMPY" + bytes([draw.randrange(4), 0]) + noise,
+        npy_with_header(draw.choice(NPY_HEADERS)),
         draw.randrange(2**40).to_bytes(8, "little") + noise,
         noise,
     ]

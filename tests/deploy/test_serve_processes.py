@@ -252,6 +252,15 @@ def test_workers_that_cannot_start_end_the_server(policy: Path) -> None:
     assert "Traceback" not in errors
 
 
+def test_workers_that_are_not_ready_in_time_end_the_start(
+    policy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qfleet.deploy.serving.START_S", 0.0)
+    words = ["serve", str(policy), "--runtime", "torch", "--workers", "2", "--port", "0"]
+    assert main(words) == 1
+    assert "[0, 1] were not ready" in capsys.readouterr().err
+
+
 WITHOUT = """
 import sys
 for name in ("ale_py", "minatar", "pygame"):

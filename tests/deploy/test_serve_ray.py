@@ -47,6 +47,17 @@ def test_replicas_answer_until_a_signal(tmp_path: Path) -> None:
         process.kill()
 
 
+@pytest.mark.parametrize("words", ["--port 0", "--device cuda:0,cuda:1"])
+def test_what_replicas_cannot_have_is_refused(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved_policy(tmp_path / "policy")
+    assert main(["serve", str(path), "--on", "ray", "--runtime", "torch", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words.split()[0] in error
+
+
 @needs_ray
 @pytest.mark.skipif(bool(HAS_SERVE), reason="is installed")
 def test_without_ray_serve_one_line_names_it(

@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import qfleet
+from qfleet.deploy.batching import Batcher
 from qfleet.deploy.models import open_model
-from qfleet.deploy.reloading import choose_runtime, stamp
+from qfleet.deploy.reloading import Watcher, choose_runtime, stamp
 from qfleet.deploy.serving import ServeOptions, Source
 from qfleet.storage.checkpoint import save_policy
 from support.configs import tiny_fields
-from support.policy_servers import post, saved_policy, served
+from support.policy_servers import FakeModel, post, saved_policy, served
 from support.waiting import PHASE_S, deadline, wait_until
 
 RELOADS = 100
@@ -158,6 +160,27 @@ def test_a_new_best_policy_of_a_run_is_taken_over(run: Path) -> None:
         best.parts["policy"]["weights"] *= 2
         save_policy(run / "best", best.parts, best.meta)
         wait_until(lambda: version(port) != before, "the new policy was taken over")
+
+
+def test_models_are_opened_one_at_a_time() -> None:
+    """torch.export is not thread-safe."""
+    opening, most, opened = list[int](), list[int](), threading.Barrier(3)
+
+    def open_slowly() -> FakeModel:
+        opening.append(1)
+        most.append(len(opening))
+        time.sleep(0.05)
+        opening.pop()
+        threading.Thread(target=opened.wait, args=(deadline(PHASE_S),), daemon=True).start()
+        return FakeModel()
+
+    batchers = [Batcher(FakeModel(), in_thread=False) for _ in range(2)]
+    path = Path(__file__)
+    watchers = [Watcher("x", path, (1,), open_slowly, batcher, 0.01) for batcher in batchers]
+    opened.wait(deadline(PHASE_S))
+    for watcher in watchers:
+        watcher.stop()
+    assert most == [1, 1]
 
 
 def test_a_stamp_changes_with_the_file_and_is_empty_without(tmp_path: Path) -> None:

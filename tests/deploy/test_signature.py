@@ -34,7 +34,7 @@ NUMBER = Signature("x", "dqn", (), "int64", 2, False, [0, 1], first_obs_value=3,
     ],
 )
 def test_observations_become_a_batch(signature: Signature, value: Any, batch: Any) -> None:
-    found = check_observations(signature, value)
+    found, _ = check_observations(signature, value)
     assert found.dtype == signature.obs_dtype
     assert found.flags.c_contiguous
     assert found.tolist() == batch
@@ -77,6 +77,18 @@ def test_any_json_is_a_batch_or_a_one_line_error(value: Any, signature: Signatur
         assert "\n" not in said
 
 
+def test_text_in_lists_is_refused_before_numpy_makes_an_array_of_it() -> None:
+    """An array of texts would have 20 GB: every entry has the size of the longest one."""
+    value = [[["x" * 100_000], *[[1]] * 50_000]]
+    with pytest.raises(ConfigError, match=says("observation", "text")):
+        check_observations(VECTOR, value)
+    with pytest.raises(ConfigError, match=says("action_masks")):
+        check_action_masks(VECTOR, value, 1)
+    policy = untrained("support.space_envs:Sampled", env_kwargs='{"space": "tuple"}')
+    with pytest.raises(ConfigError, match=says("observation", "text")):
+        check_observations(signature_of(policy), value * 3)
+
+
 def test_masks_are_checked() -> None:
     assert check_action_masks(VECTOR, None, 2) is None
     for value in ([0, 1], [False, True], [[0, 1], [0, 1.0]]):
@@ -106,7 +118,9 @@ def test_structures_of_json_become_what_the_policy_sees(space: str) -> None:
     for _ in range(5):
         obs = SPACES[space].sample()
         batch, _ = policy._batch(obs)
-        assert np.array_equal(check_observations(signature, as_json(obs)), batch)
+        found, is_single = check_observations(signature, as_json(obs))
+        assert np.array_equal(found, batch)
+        assert is_single
     for bad in (None, 3, {}, [], {"speed": "x"}, {"eye": [[1]], "gear": 0, "arm": [0]}):
         with pytest.raises(ConfigError, match=says("observation")):
             check_observations(signature, bad)

@@ -31,6 +31,7 @@ class Hub(ThreadingHTTPServer):
         self.repos: dict[str, dict[str, bytes]] = {}
         self.objects: dict[str, bytes] = {}
         self.seen: list[str] = []
+        self.created: list[dict[str, Any]] = []
         self.fails_at = ""
 
     @property
@@ -93,6 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
             given = json.loads(body)
             repo = f"{given.get('organization') or 'me'}/{given['name']}"
             self.server.repos.setdefault(repo, {})
+            self.server.created.append(given)
             return self._json({"url": f"{self.server.url}/{repo}"})
         if match := re.fullmatch(r"/api/models/(.+/.+)/preupload/main", path):
             names = [one["path"] for one in json.loads(body)["files"]]
@@ -115,6 +117,8 @@ class _Handler(BaseHTTPRequestHandler):
                 changed[value["path"]] = base64.b64decode(value["content"])
             for value in (one["value"] for one in lines if one["key"] == "lfsFile"):
                 changed[value["path"]] = self.server.objects[value["oid"]]
+            for value in (one["value"] for one in lines if one["key"] == "deletedFile"):
+                del changed[value["path"]]
             self.server.repos[match[1]] = changed
             url = f"{self.server.url}/{match[1]}/commit/{COMMIT}"
             return self._json({"commitUrl": url, "commitOid": COMMIT})

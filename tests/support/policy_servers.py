@@ -26,6 +26,21 @@ from support.waiting import PHASE_S, deadline
 
 SIGNATURE = Signature("CartPole-v1", "dqn", (4,), "float32", 2, False, [0, 1])
 JSON = {"content-type": "application/json"}
+NPY_HEADERS = [
+    b"{'descr': '<f4",
+    b"(",
+    b"[[",
+    b"  x\n y",
+    b"{'descr': '', }",
+    b"",
+    b"{" * 200,
+    b"\0",
+]
+"""Headers on which the parser of numpy raises TokenError, IndexError, IndentationError …"""
+
+
+def npy_with_header(header: bytes) -> bytes:
+    return b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header + bytes(16)
 
 
 @dataclass
