@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import time
@@ -96,7 +97,7 @@ class PolicyServer:
             self._check_token(path, headers)
             if path in self._answers and scope["method"] == "POST":
                 name, field = self._answers[path]
-                media_type = _media_type(headers)
+                media_type = _media_type(headers.get(b"content-type", b""))
                 data, version = await self._answer(name, field, media_type, headers, body)
                 extra = ((b"x-model-version", version.encode()),)
                 await _send(send, 200, data, media_type.encode(), extra)
@@ -195,8 +196,9 @@ class PolicyServer:
         return JSONResponse(describe(signatures, next(iter(signatures))))
 
 
-def _media_type(headers: Mapping[bytes, bytes]) -> str:
-    given = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
+@functools.lru_cache(maxsize=64)
+def _media_type(header: bytes) -> str:
+    given = header.decode("latin-1").partition(";")[0].strip().lower()
     if given not in TYPES:
         raise HTTPException(415, f"Content-Type must be one of {', '.join(TYPES)}")
     return given
@@ -224,7 +226,7 @@ def _parse(signature: Signature, media_type: str, body: bytes) -> _Parsed:
         raise HTTPException(422, str(error)) from None
     is_single = given.is_single
     if is_single is None:
-        is_single = np.ndim(given.observations) == len(signature.obs_shape)
+        is_single = given.observations.ndim == len(signature.obs_shape)
     if is_single and len(observations) > 1:
         raise HTTPException(422, '"observation" holds several; call it "observations"')
     return _Parsed(observations, masks, is_single)

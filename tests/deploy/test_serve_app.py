@@ -18,6 +18,7 @@ from qfleet.deploy.batching import Batcher
 from qfleet.deploy.metrics import Metrics
 from qfleet.deploy.server import Limits, PolicyServer
 from support.policy_servers import JSON, SIGNATURE, FakeModel, application, ask, asked
+from support.waiting import PHASE_S, deadline
 
 NPY = {"content-type": "application/x-npy"}
 SAFETENSORS = {"content-type": "application/safetensors"}
@@ -96,7 +97,7 @@ def test_masks_of_some_requests_only_are_batched() -> None:
             for one in await asyncio.gather(*(ask(app, "/act", b) for b in bodies))
         ]
 
-    with application(model) as (app, *_):
+    with application(model, max_batch=2, max_wait_s=deadline(PHASE_S)) as (app, *_):
         assert asyncio.run(run(app)) == [0, 1]
     assert model.batches == [2]
 
@@ -264,7 +265,7 @@ def test_unknown_routes_models_and_methods_are_refused(path: str, method: str, s
 
 def test_several_models_by_name() -> None:
     metrics = Metrics(["a", "b"])
-    batchers = {name: Batcher(FakeModel(name), in_thread=False) for name in ("a", "b")}
+    batchers = {name: Batcher(FakeModel(name)) for name in ("a", "b")}
     app = PolicyServer(batchers, Limits(), metrics)
     observation = body(observation=ONE)
     assert asked(app, "/models/a/act", observation).json["version"] == "a"

@@ -173,7 +173,7 @@ def test_overload_is_503_with_a_bounded_queue() -> None:
     model = FakeModel(wait=lambda: gate.wait(deadline(PHASE_S)))
     limits = Limits(request_timeout_s=deadline(PHASE_S))
     with (
-        application(model, limits, in_thread=True, max_queue=50) as (app, metrics, batcher),
+        application(model, limits, max_queue=50) as (app, metrics, batcher),
         serving(app, limits, metrics) as port,
         ThreadPoolExecutor(200) as clients,
     ):
@@ -194,7 +194,7 @@ def test_requests_in_progress_are_finished_when_the_server_stops() -> None:
     limits = Limits(request_timeout_s=deadline(PHASE_S))
     with ThreadPoolExecutor(8) as clients:
         with (
-            application(model, limits, in_thread=True) as (app, metrics, batcher),
+            application(model, limits) as (app, metrics, batcher),
             serving(app, limits, metrics) as port,
         ):
             asked = [clients.submit(post, port, "/act", GOOD) for _ in range(8)]
