@@ -1,11 +1,9 @@
 """Batches of requests. In: the observations of many requests; out: the answers of each.
 
-What has arrived while a batch was computed is the next batch. So a request never waits for others,
-unless ``max_wait_s`` asks for it, and batches grow with the load.
-
-A thread computes, so that requests are received meanwhile. A small network is computed in the event
-loop instead, after all requests that have arrived together were parsed: two threads that take turns
-at Python's lock cost a third of its rate.
+A thread computes, so that requests are received meanwhile, and what has arrived while it computed a
+batch is its next batch. So a request never waits for others, unless ``max_wait_s`` asks for it, and
+batches grow with the load. (Small networks were tried in the event loop itself: the rate was the
+same.)
 """
 
 from __future__ import annotations
@@ -61,7 +59,6 @@ class Batcher:
         max_queue: int = 4096,
         timeout_s: float = 10.0,
         count: Callable[[str, float], None] = lambda _kind, _amount: None,
-        in_thread: bool = True,
     ) -> None:
         """``max_batch``, ``max_queue``: numbers of observations; ``count`` adds to metrics."""
         self.model = model
@@ -73,13 +70,9 @@ class Batcher:
         self._waiting: collections.deque[tuple[float, asyncio.Future[Reply]]] = collections.deque()
         """Replies that are awaited, oldest first, with the time at which they are given up."""
         self._sweep_timer: asyncio.TimerHandle | None = None
-        self._ready: list[_Request] = []
-        self._ready_timer: asyncio.Handle | None = None
         self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        if in_thread:
-            self._thread = threading.Thread(target=self._compute_all, name="batcher", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._compute_all, name="batcher", daemon=True)
+        self._thread.start()
 
     def submit(
         self, observations: NDArray[Any], action_masks: NDArray[Any] | None
@@ -101,30 +94,18 @@ class Batcher:
         self._waiting.append((loop.time() + self._timeout_s, reply))
         if self._sweep_timer is None:
             self._sweep_timer = loop.call_later(self._timeout_s, self._sweep, loop)
-        request = _Request(observations, action_masks, reply)
-        if self._thread is not None:
-            self._queue.put(request)
-            return reply
-        self._ready.append(request)
-        wait_s = self._max_wait_s if self.pending < self._max_batch else 0.0
-        if self._ready_timer is not None and self._max_wait_s and not wait_s:
-            self._ready_timer.cancel()
-            self._ready_timer = None
-        if self._ready_timer is None:
-            call = self._compute_ready
-            self._ready_timer = loop.call_later(wait_s, call) if wait_s else loop.call_soon(call)
+        self._queue.put(_Request(observations, action_masks, reply))
         return reply
 
     @property
     def is_alive(self) -> bool:
         """Whether requests are computed: False if the thread has ended."""
-        return self._thread is None or self._thread.is_alive()
+        return self._thread.is_alive()
 
     def stop(self) -> None:
         """Compute what is waiting, then end the thread."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(STOP_S)
+        self._queue.put(None)
+        self._thread.join(STOP_S)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give up replies that take too long. One timer for all: one each took 8 µs a request."""
@@ -137,14 +118,8 @@ class Batcher:
         if waiting:
             self._sweep_timer = loop.call_at(waiting[0][0], self._sweep, loop)
 
-    def _compute_ready(self) -> None:
-        """Compute in the event loop."""
-        requests, self._ready, self._ready_timer = self._ready, [], None
-        for batch in self._batches(requests):
-            self._deliver(batch, self._compute(batch))
-
     def _compute_all(self) -> None:
-        """Compute in the thread, until None is in the queue."""
+        """Compute what is in the queue, until it holds None."""
         while (request := self._queue.get()) is not None:
             requests, until_s = [request], time.monotonic() + self._max_wait_s
             size = len(request.observations)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import json
-import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import safetensors.numpy
@@ -70,15 +69,12 @@ def from_npy(body: bytes) -> NDArray[Any]:
     # Version 1 of the format has 2 bytes for the length of the rest of the header, version 2 has 4.
     digits = 2 if body[6:7] == b"\1" else 4
     end = 8 + digits + int.from_bytes(body[8 : 8 + digits], "little")
-    shape, is_fortran, dtype = _npy_header(body[:end])
-    array = np.frombuffer(body, dtype, offset=end)
-    if array.size != math.prod(shape):
-        raise ValueError(f"{array.size} entries do not have shape {shape}")
-    return array.reshape(shape, order="F" if is_fortran else "C")
+    shape, order, dtype = _npy_header(body[:end])
+    return np.frombuffer(body, dtype, offset=end).reshape(shape, order=order)
 
 
 @functools.lru_cache(maxsize=256)
-def _npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def _npy_header(head: bytes) -> tuple[tuple[int, ...], Literal["C", "F"], np.dtype[Any]]:
     file = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(file)
@@ -89,9 +85,9 @@ def _npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         shape, is_fortran, dtype = read(file)
     except Exception as error:  # also TokenError, IndexError and SyntaxError of its parser
         raise ValueError(f"the npy header is malformed: {one_line(error)[:200]}") from None
-    if dtype.kind not in "biuf":
-        raise ValueError(f"arrays of {dtype} are not accepted")
-    return shape, is_fortran, dtype
+    if dtype.kind not in "biuf" or min(shape, default=0) < 0:
+        raise ValueError(f"an array of {dtype} with shape {shape} is not accepted")
+    return shape, "F" if is_fortran else "C", dtype
 
 
 @functools.lru_cache(maxsize=256)

@@ -53,7 +53,7 @@ def choose_runtime(path: Path, device: str | None, trust: bool) -> Runtime:
         except ConfigError as error:  # not for this file or device, or not installed
             refused = refused or error
             continue
-        times[runtime] = [milliseconds(model, count) for count in MEASURED_BATCHES]
+        times[runtime] = [_milliseconds(model, count) for count in MEASURED_BATCHES]
     if not times:
         assert refused is not None
         raise refused
@@ -66,7 +66,7 @@ def choose_runtime(path: Path, device: str | None, trust: bool) -> Runtime:
     return best
 
 
-def milliseconds(model: Model, count: int) -> float:
+def _milliseconds(model: Model, count: int) -> float:
     """Return the median time of a batch."""
     batch, times = example(model.signature, count), list[float]()
     model(batch)

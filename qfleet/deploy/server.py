@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import time
@@ -100,7 +101,7 @@ class PolicyServer:
             self._check_token(path, headers)
             if path in self._answers and scope["method"] == "POST":
                 name, field = self._answers[path]
-                media_type = _media_type(headers)
+                media_type = _media_type(headers.get(b"content-type", b""))
                 data, version = await self._answer(name, field, media_type, headers, body)
                 extra = ((b"x-model-version", version.encode()),)
                 await _send(send, 200, data, media_type.encode(), extra)
@@ -222,8 +223,9 @@ class PolicyServer:
         return JSONResponse(describe(signatures, next(iter(signatures))))
 
 
-def _media_type(headers: Mapping[bytes, bytes]) -> str:
-    given = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
+@functools.lru_cache(maxsize=64)
+def _media_type(header: bytes) -> str:
+    given = header.decode("latin-1").partition(";")[0].strip().lower()
     if given not in TYPES:
         raise HTTPException(415, f"Content-Type must be one of {', '.join(TYPES)}")
     return given

@@ -27,15 +27,7 @@ from qfleet.deploy.batching import Batcher
 from qfleet.deploy.connections import LimitedProtocol
 from qfleet.deploy.metrics import Metrics
 from qfleet.deploy.models import open_model
-from qfleet.deploy.reloading import (
-    Runtime,
-    Watcher,
-    choose_runtime,
-    log,
-    milliseconds,
-    stamp,
-    warm_up,
-)
+from qfleet.deploy.reloading import Runtime, Watcher, choose_runtime, log, stamp, warm_up
 from qfleet.deploy.server import Limits, PolicyServer
 
 BACKLOG = 2048
@@ -46,8 +38,6 @@ DRAIN_S = 10
 END_S = 5.0
 """Seconds that a worker has to end after that."""
 POLL_S = 0.2
-MOST_IN_LOOP_MS = 2.0
-"""Networks that compute a whole batch in this time are computed in the event loop."""
 START_S = 120.0
 """Seconds that workers have to open their models."""
 RESTART_S = 1.0
@@ -101,11 +91,9 @@ def open_server(options: ServeOptions, metrics: Metrics, worker: int = 0) -> Ite
         for name, (path, runtime) in options.models.items():
             opener = functools.partial(open_model, path, runtime, device, options.trust)
             seen, count = stamp(path), functools.partial(metrics.count, name)
-            model = warm_up(opener())
             batcher = batchers[name] = Batcher(
-                model, options.max_batch, options.max_wait_s, options.max_queue,
+                warm_up(opener()), options.max_batch, options.max_wait_s, options.max_queue,
                 options.limits.request_timeout_s, count,
-                in_thread=milliseconds(model, options.max_batch) > MOST_IN_LOOP_MS,
             )  # fmt: skip
             closing.callback(batcher.stop)
             if options.reload_s:

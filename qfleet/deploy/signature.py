@@ -94,8 +94,11 @@ def check_observations(signature: Signature, value: Any) -> tuple[NDArray[Any], 
             f"observation must have shape {shape} or [B, *{shape}], got {given.shape}"
         )
     if wanted.kind == "f":
-        with np.errstate(over="ignore"):
-            batch = np.ascontiguousarray(given, wanted)
+        if given.dtype == wanted:  # errstate takes longer than the rest of the check
+            batch = np.ascontiguousarray(given)
+        else:
+            with np.errstate(over="ignore"):
+                batch = np.ascontiguousarray(given, wanted)
         if not np.isfinite(batch).all():
             raise ConfigError("observation must be finite, got NaN or Inf")
         return batch, is_single

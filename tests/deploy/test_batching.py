@@ -43,10 +43,9 @@ class Gate:
         assert self.event.wait(deadline(PHASE_S))
 
 
-@pytest.mark.parametrize("in_thread", [True, False])
-def test_every_request_gets_its_own_answers(in_thread: bool) -> None:
+def test_every_request_gets_its_own_answers() -> None:
     async def run() -> None:
-        batcher = Batcher(FakeModel(), in_thread=in_thread)
+        batcher = Batcher(FakeModel())
         replies = await asyncio.gather(
             *(batcher.submit(rows(*range(n, 2 * n)), None) for n in range(1, 20))
         )
@@ -74,38 +73,26 @@ def test_what_arrives_during_a_batch_is_the_next_batch() -> None:
     asyncio.run(run())
 
 
-def test_requests_that_arrive_together_are_one_batch_in_the_event_loop() -> None:
+def test_a_request_waits_for_others_if_told_so() -> None:
     async def run() -> None:
         model = FakeModel()
-        batcher = Batcher(model, in_thread=False)
-        await asyncio.gather(*(batcher.submit(rows(n), None) for n in range(7)))
-        assert model.batches == [7]
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("in_thread", [True, False])
-def test_a_request_waits_for_others_if_told_so(in_thread: bool) -> None:
-    async def run() -> None:
-        model = FakeModel()
-        batcher = Batcher(model, max_wait_s=deadline(PHASE_S), in_thread=in_thread, max_batch=3)
+        batcher = Batcher(model, max_wait_s=deadline(PHASE_S), max_batch=3)
         first = [batcher.submit(rows(n), None) for n in range(2)]
         await asyncio.sleep(0.05)
         assert model.batches == []
         await asyncio.gather(*first, batcher.submit(rows(2), None))  # the batch is full
         assert model.batches == [3]
-        batcher = Batcher(model, max_wait_s=0.01, in_thread=in_thread)
+        batcher = Batcher(model, max_wait_s=0.01)
         await batcher.submit(rows(1), None)  # nothing else comes
         batcher.stop()
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("in_thread", [True, False])
-def test_batches_have_at_most_the_given_size(in_thread: bool) -> None:
+def test_batches_have_at_most_the_given_size() -> None:
     async def run() -> None:
         model = FakeModel()
-        batcher = Batcher(model, max_batch=4, in_thread=in_thread)
+        batcher = Batcher(model, max_batch=4)
         large = batcher.submit(rows(*range(10)), None)
         small = [batcher.submit(rows(n), None) for n in range(9)]
         assert firsts(await large) == list(range(10))
@@ -156,8 +143,7 @@ def test_a_reply_that_takes_too_long_is_given_up() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("in_thread", [True, False])
-def test_a_model_that_fails_is_reported_and_the_next_batch_is_computed(in_thread: bool) -> None:
+def test_a_model_that_fails_is_reported_and_the_next_batch_is_computed() -> None:
     async def run() -> None:
         faults = [RuntimeError("out of memory")]
 
@@ -168,7 +154,6 @@ def test_a_model_that_fails_is_reported_and_the_next_batch_is_computed(in_thread
         counted: list[str] = []
         batcher = Batcher(
             FakeModel(wait=fail_once),
-            in_thread=in_thread,
             count=lambda kind, _: counted.append(kind),
         )
         with pytest.raises(Overloaded, match="out of memory"):
@@ -181,12 +166,11 @@ def test_a_model_that_fails_is_reported_and_the_next_batch_is_computed(in_thread
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("in_thread", [True, False])
 def test_a_fault_before_the_model_does_not_end_the_thread(
-    in_thread: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def run() -> None:
-        batcher = Batcher(FakeModel(), in_thread=in_thread, max_wait_s=0.05)
+        batcher = Batcher(FakeModel(), max_wait_s=0.05)
 
         def fail(_: object) -> None:
             raise MemoryError
@@ -200,7 +184,7 @@ def test_a_fault_before_the_model_does_not_end_the_thread(
         assert firsts(await batcher.submit(rows(2), None)) == [2]
         assert batcher.is_alive
         batcher.stop()
-        assert batcher.is_alive is not in_thread
+        assert not batcher.is_alive
 
     asyncio.run(run())
 
@@ -212,19 +196,7 @@ def test_answers_of_another_number_are_not_handed_out() -> None:
 
     async def run() -> None:
         with pytest.raises(Overloaded, match="answers"):
-            await Batcher(Short(), in_thread=False).submit(rows(1, 2), None)
-
-    asyncio.run(run())
-
-
-def test_waiting_requests_in_the_event_loop_share_a_timer() -> None:
-    async def run() -> None:
-        model = FakeModel()
-        batcher = Batcher(model, max_wait_s=0.2, max_batch=3, in_thread=False)
-        await asyncio.gather(*(batcher.submit(rows(n), None) for n in range(3)))
-        later = asyncio.gather(*(batcher.submit(rows(n), None) for n in range(2)))
-        await later
-        assert model.batches == [3, 2]
+            await Batcher(Short()).submit(rows(1, 2), None)
 
     asyncio.run(run())
 
@@ -250,7 +222,7 @@ def test_a_batch_is_finished_by_the_model_that_began_it() -> None:
 
 def test_masks_are_batched_with_their_observations() -> None:
     async def run() -> None:
-        batcher = Batcher(FakeModel(), in_thread=False)
+        batcher = Batcher(FakeModel(), max_batch=2, max_wait_s=deadline(PHASE_S))
         legal = np.array([[True, False]]), np.array([[False, True]])
         first, second = await asyncio.gather(*(batcher.submit(rows(1), mask) for mask in legal))
         assert first.batch.actions[first.rows] == [0]

@@ -108,7 +108,7 @@ def test_masks_of_some_requests_only_are_batched() -> None:
             for one in await asyncio.gather(*(ask(app, "/act", b) for b in bodies))
         ]
 
-    with application(model) as (app, *_):
+    with application(model, max_batch=2, max_wait_s=deadline(PHASE_S)) as (app, *_):
         assert asyncio.run(run(app)) == [0, 1]
     assert model.batches == [2]
 
@@ -284,7 +284,7 @@ def test_a_probe_needs_no_large_body() -> None:
 
 
 def test_a_server_whose_thread_has_ended_is_not_ready() -> None:
-    with application(in_thread=True) as (app, _, batcher):
+    with application() as (app, _, batcher):
         assert asked(app, "/readyz", method="GET").status == 200
         batcher.stop()
         refused = asked(app, "/readyz", method="GET")
@@ -343,7 +343,7 @@ def test_unknown_routes_models_and_methods_are_refused(path: str, method: str, s
 
 def test_several_models_by_name() -> None:
     metrics = Metrics(["a", "b"])
-    batchers = {name: Batcher(FakeModel(name), in_thread=False) for name in ("a", "b")}
+    batchers = {name: Batcher(FakeModel(name)) for name in ("a", "b")}
     app = PolicyServer(batchers, Limits(), metrics)
     observation = body(observation=ONE)
     assert asked(app, "/models/a/act", observation).json["version"] == "a"

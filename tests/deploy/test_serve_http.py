@@ -171,7 +171,7 @@ def test_a_client_that_never_reads_is_disconnected() -> None:
 def test_a_refusal_is_not_taken_for_the_reply_to_an_earlier_request(rest: bytes) -> None:
     gate = threading.Event()
     model = FakeModel(wait=lambda: gate.wait(deadline(PHASE_S)))
-    with small_server(model=model, in_thread=True, timeout_s=deadline(PHASE_S)) as port:
+    with small_server(model=model, timeout_s=deadline(PHASE_S)) as port:
         with connect(port) as connection:
             connection.sendall(request() + rest)
             with contextlib.suppress(ConnectionResetError):
@@ -203,7 +203,7 @@ def test_overload_is_503_with_a_bounded_queue() -> None:
     model = FakeModel(wait=lambda: gate.wait(deadline(PHASE_S)))
     limits = Limits(request_timeout_s=deadline(PHASE_S))
     with (
-        application(model, limits, in_thread=True, max_queue=50) as (app, metrics, batcher),
+        application(model, limits, max_queue=50) as (app, metrics, batcher),
         serving(app, limits, metrics) as port,
         ThreadPoolExecutor(200) as clients,
     ):
@@ -224,7 +224,7 @@ def test_requests_in_progress_are_finished_when_the_server_stops() -> None:
     limits = Limits(request_timeout_s=deadline(PHASE_S))
     with ThreadPoolExecutor(8) as clients:
         with (
-            application(model, limits, in_thread=True) as (app, metrics, batcher),
+            application(model, limits) as (app, metrics, batcher),
             serving(app, limits, metrics) as port,
         ):
             asked = [clients.submit(post, port, "/act", GOOD) for _ in range(8)]

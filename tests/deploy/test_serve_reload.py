@@ -174,7 +174,7 @@ def test_models_are_opened_one_at_a_time() -> None:
         threading.Thread(target=opened.wait, args=(deadline(PHASE_S),), daemon=True).start()
         return FakeModel()
 
-    batchers = [Batcher(FakeModel(), in_thread=False) for _ in range(2)]
+    batchers = [Batcher(FakeModel()) for _ in range(2)]
     path = Path(__file__)
     watchers = [Watcher("x", path, (1,), open_slowly, batcher, 0.01) for batcher in batchers]
     opened.wait(deadline(PHASE_S))

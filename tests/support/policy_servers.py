@@ -118,7 +118,6 @@ def application(
     model: Any = None,
     limits: Limits | None = None,
     token: str | None = None,
-    in_thread: bool = False,
     **options: Any,
 ) -> Iterator[tuple[PolicyServer, Metrics, Batcher]]:
     """An application with one model, ``default``; its metrics and its batcher."""
@@ -126,7 +125,6 @@ def application(
     batcher = Batcher(
         model or FakeModel(),
         count=lambda kind, amount: metrics.count("default", kind, amount),
-        in_thread=in_thread,
         **options,
     )
     yield PolicyServer({"default": batcher}, limits or Limits(), metrics, token), metrics, batcher
