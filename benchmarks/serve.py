@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import gc
 import io
 import json
@@ -38,6 +39,8 @@ import numpy as np
 SECONDS = 1.0
 """Length of one measurement."""
 NAP_S = 0.0001
+END_S = 30.0
+"""Seconds that a server has to end."""
 SHAPES = {"mlp": ((4,), np.float32), "cnn": ((4, 84, 84), np.uint8)}
 CONNECTIONS = {"mlp": 64, "cnn": 128}
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -112,7 +115,11 @@ class Server:
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGTERM)
-        self._process.wait()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 class Generator:
@@ -134,12 +141,13 @@ class Generator:
         one = next(iter(self._sockets.values()))
         one.sendall(self._request)
         data = b""
-        while True:
-            data += one.recv(65536)
+        while chunk := one.recv(65536):
+            data += chunk
             head, found, body = data.partition(b"\r\n\r\n")
             if found and len(body) == int(head.lower().split(b"content-length: ")[1].split()[0]):
                 assert data.startswith(b"HTTP/1.1 200"), data
                 return len(data)
+        raise SystemExit(f"the server has closed a connection: {data[:300]!r}")
 
     def run(self, seconds: float, rate: float | None) -> dict[str, float]:
         """Return the rate and the latencies.
@@ -168,7 +176,8 @@ class Generator:
                 time.sleep(NAP_S)  # epoll's own timeout is in whole milliseconds
             for handle, _ in ready:
                 data = self._sockets[handle].recv(65536)
-                if left[handle] == self._reply_bytes and not data.startswith(b"HTTP/1.1 200"):
+                is_first = left[handle] == self._reply_bytes
+                if not data or (is_first and not data.startswith(b"HTTP/1.1 200")):
                     raise SystemExit(f"refused: {data[:300]!r}")
                 left[handle] -= len(data)
                 if left[handle] == 0:
@@ -231,13 +240,28 @@ def chosen_runtime(server: Server) -> str:
 
 
 def measure(network: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    path, runtime = save_policy(network, folder), arguments.runtime
+    with contextlib.ExitStack() as stopping:
+        batched = Server(path, "--runtime", runtime)
+        stopping.callback(batched.stop)
+        runtime = chosen_runtime(batched) if runtime == "auto" else runtime
+        alone = Server(path, "--runtime", runtime, "--max-batch", "1")
+        stopping.callback(alone.stop)
+        rounds, result = load(network, path, batched, alone, arguments)
+    return result | {"runtime": runtime} | compare(rounds, *ceiling(path, network, runtime))
+
+
+Round = dict[str, dict[str, float]]
+"""What was measured in one round, by the kind of request."""
+
+
+def load(
+    network: str, path: Path, batched: Server, alone: Server, arguments: argparse.Namespace
+) -> tuple[list[Round], dict[str, Any]]:
+    """Return what all rounds measured, and the times of single calls."""
     import qfleet
 
-    path, count = save_policy(network, folder), CONNECTIONS[network]
-    runtime = arguments.runtime
-    batched = Server(path, "--runtime", runtime)
-    runtime = chosen_runtime(batched) if runtime == "auto" else runtime
-    alone = Server(path, "--runtime", runtime, "--max-batch", "1")
+    count = CONNECTIONS[network]
     one, many = observations(network, None), observations(network, MANY)
     form = arguments.format
     jobs = {
@@ -247,11 +271,12 @@ def measure(network: str, arguments: argparse.Namespace, folder: Path) -> dict[s
         "64 a request": (batched.port, make_request("/act", many, form), 4),
     }
     context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    sender = context.Process(target=generate, args=(theirs, jobs), daemon=True)
+    pipe, child_end = context.Pipe()
+    sender = context.Process(target=generate, args=(child_end, jobs), daemon=True)
     sender.start()
+    child_end.close()  # so that ``recv`` ends with the sender
     pipe.recv()
-    rounds: list[dict[str, dict[str, float]]] = []
+    rounds: list[Round] = []
     for _ in range(arguments.rounds):
         found = {}
         for name in jobs:
@@ -266,25 +291,28 @@ def measure(network: str, arguments: argparse.Namespace, folder: Path) -> dict[s
     client = qfleet.PolicyClient(f"http://127.0.0.1:{batched.port}")
     result: dict[str, Any] = {
         "network": network,
-        "runtime": runtime,
         "format": form,
         "act_us": median_us(lambda: policy.act(one)),
         "round_trip_us": median_us(lambda: client.act(one)),
     }
     client.close()
-    batched.stop()
-    alone.stop()
-    best, batch = ceiling(path, network, runtime)
+    return rounds, result
 
-    def median(value: Callable[[dict[str, dict[str, float]]], float]) -> float:
+
+def compare(rounds: list[Round], best: float, batch: int) -> dict[str, Any]:
+    """Return medians over the rounds; ``best``: of the network alone, with this batch."""
+
+    def median(value: Callable[[Round], float]) -> float:
         return statistics.median(value(found) for found in rounds)
 
-    for name in (*jobs, *AT_LOAD):
-        result[name] = {
+    result: dict[str, Any] = {
+        name: {
             key: median(lambda found, name=name, key=key: found[name][key])  # type: ignore[misc]
             for key in ("rate", "p50_ms", "p99_ms")
         }
-    result |= {
+        for name in rounds[0]
+    }
+    return result | {
         "batched / no-op": median(lambda f: f["batched"]["rate"] / f["no-op"]["rate"]),
         "p99 batched / unbatched": median(
             lambda f: f["batched"]["p99_ms"] / f["unbatched"]["p99_ms"]
@@ -303,7 +331,6 @@ def measure(network: str, arguments: argparse.Namespace, folder: Path) -> dict[s
         "batched / ceiling": median(lambda f: f["batched"]["rate"] / best),
         "64 a request / ceiling": median(lambda f: MANY * f["64 a request"]["rate"] / best),
     }
-    return result
 
 
 def report(result: dict[str, Any]) -> None:

@@ -133,6 +133,8 @@ class OnnxModel:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors only
         options.intra_op_num_threads = torch.get_num_threads()
+        # Its waiting threads would spin on cores that receive requests.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         chosen = (provider, {"device_id": number} if number and kind == "cuda" else {})
         try:
             self._session = onnxruntime.InferenceSession(contents, options, [chosen])
