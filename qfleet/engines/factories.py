@@ -25,6 +25,7 @@ from qfleet.engines.placement import Placement, free_device_bytes
 from qfleet.engines.tuning import AUTOCAST, Choice, apply_choice
 from qfleet.memory.agent_rings import AgentRings
 from qfleet.memory.host_sampler import HostPrioritizedSampler
+from qfleet.memory.packed_ring import PackedRing
 from qfleet.memory.ring import Ring
 from qfleet.memory.rollout import Rollout
 from qfleet.memory.samplers import PrioritizedSampler, UniformSampler
@@ -88,6 +89,8 @@ def make_ring(
     ring_factory: Callable[..., Ring] = Ring,
 ) -> Ring:
     device = place.replay
+    if ring_factory is Ring and device.type != place.device.type:
+        ring_factory = functools.partial(PackedRing, to=place.device)
     capacity = config.replay_capacity
     check_replay_fits(config, spec, capacity, device)
     capturable = place.capturable and device.type == place.device.type

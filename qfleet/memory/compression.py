@@ -96,8 +96,8 @@ class CompressedFrames:
         self._blob_bytes += sum(map(len, new)) - sum(map(len, self._blobs[slots]))
         self._blobs[slots] = new
 
-    def index_select(self, slot: Tensor) -> Tensor:
-        return self._decompressed(self._blobs[slot.numpy()].tolist())
+    def index_select(self, slot: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._decompressed(self._blobs[slot.numpy()].tolist(), out)
 
     def pieces(self, cuts: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
         return LazyPieces(len(cuts), lambda piece: self._read_rows(*cuts[piece]))
@@ -109,16 +109,17 @@ class CompressedFrames:
         blobs = self._blobs[start * self._num_envs : stop * self._num_envs].tolist()
         return self._decompressed(blobs).view(-1, self._num_envs, *self._frame_shape)
 
-    def _decompressed(self, blobs: list[bytes]) -> Tensor:
-        """Return the decompressed frames in a new tensor."""
+    def _decompressed(self, blobs: list[bytes], out: Tensor | None = None) -> Tensor:
+        """Return the decompressed frames, in ``out`` or in a new tensor."""
         decompress, frame_bytes = self._decompress, self._frame_bytes
-        flat = torch.empty(len(blobs) * frame_bytes, dtype=torch.uint8)
-        into = flat.numpy().data
+        if out is None:
+            out = torch.empty((len(blobs), *self._frame_shape), dtype=torch.uint8)
+        into = out.view(-1).numpy().data
         at = 0
         for blob in blobs:
             into[at : at + frame_bytes] = decompress(blob)
             at += frame_bytes
-        return flat.view(len(blobs), *self._frame_shape)
+        return out
 
 
 def load_codec() -> tuple[Callable[[object], bytes], Callable[[bytes], bytes]]:

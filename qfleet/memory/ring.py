@@ -49,9 +49,9 @@ class PlainFrames:
         """Write ``frames`` ``[rows, num_envs, *frame_shape]`` into the rows from ``row`` on."""
         self._rows[row : row + frames.shape[0]].copy_(frames)
 
-    def index_select(self, slot: Tensor) -> Tensor:
+    def index_select(self, slot: Tensor, out: Tensor | None = None) -> Tensor:
         """Return a copy of the frames at these slots, ``[len(slot), *frame_shape]``."""
-        return self._frames.index_select(0, slot)
+        return torch.index_select(self._frames, 0, slot, out=out)
 
     def pieces(self, cuts: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
         """Return rows start … stop − 1 of each cut; they must be read before the next write."""
@@ -89,7 +89,8 @@ class Ring:
         The sampler's generator must be on ``device``.
         """
         self.rows, self.num_envs = capacity // num_envs, num_envs
-        self._n_steps, self._stack, self._frame_shape = n_steps, spec.frame_stack, spec.frame_shape
+        self._n_steps, self._stack = n_steps, spec.frame_stack
+        self._frame_shape, self._obs_shape = spec.frame_shape, spec.obs_shape
         if spec.frame_stack > 1 and spec.obs_shape[0] != spec.frame_stack:
             raise ValueError(f"obs_shape {spec.obs_shape} is no stack of {spec.frame_stack} frames")
         least = (n_steps + spec.frame_stack) * num_envs
@@ -270,8 +271,7 @@ class Ring:
         return Batch(obs, action, reward, discount, next_obs, weight, index)
 
     def _columns_at(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        compute = self._one_step_return if self._n_steps == 1 else self._n_step_return
-        reward, discount, next_index = compute(index)
+        reward, discount, next_index = self._returns(index)
         action = self._action.index_select(0, index)
         return self._observe(index), action, reward, discount, self._observe(next_index)
 
@@ -283,6 +283,9 @@ class Ring:
         """Return the functions that may be compiled with torch.compile."""
         ours = [self._gather_columns] if isinstance(self._gather_columns, Compilable) else []
         return [*ours, *self.sampler.compilables()]
+
+    def _returns(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._one_step_return(index) if self._n_steps == 1 else self._n_step_return(index)
 
     def _one_step_return(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``_n_step_return`` for n = 1: no row between start and bootstrap row can be SKIP."""
@@ -313,12 +316,16 @@ class Ring:
 
     def _observe(self, index: Tensor) -> Tensor:
         """Return the observations at these slots, stacked from frames if the env stacks them."""
+        frames = self._frames.index_select(self._frame_slots(index))
+        return frames.view(-1, *self._obs_shape)
+
+    def _frame_slots(self, index: Tensor) -> Tensor:
+        """Return the slots of the frames of these observations, flat, oldest first."""
         if self._stack == 1:
-            return self._frames.index_select(index)
+            return index
         at = (index.unsqueeze(1) + self._stack_offsets).remainder_(self._slots)
         blank_earlier_episodes(at, self._flags, self._slots)
-        frames = self._frames.index_select(at.view(-1))
-        return frames.view(-1, self._stack, *self._frame_shape)
+        return at.view(-1)
 
     # --- checkpoints --------------------------------------------------------------------------
 
