@@ -335,7 +335,8 @@ class Config:
     device: str = field("auto", "engine", common=True)
     """auto, cpu, cuda, cuda:1, mps …"""
     threads: int = field(0, "engine", low=0)
-    """CPU threads for tensor work; 0: chosen by the network's size."""
+    """CPU threads for tensor work, and on serial for a pool of Atari games too; 0: automatic. A
+    worker or actor has one."""
     log_interval: int = field(1000, "output", low=1)
     """Env steps between log lines."""
     checkpoint_freq: int = field(50_000, "output", common=True, low=1)

@@ -29,8 +29,13 @@ def cores_for(config: Config) -> int:
 
 
 def pool_threads(config: Config, num_envs: int, *, training: bool) -> int:
-    """Return the number of threads for one group of envs; evaluation has a single group."""
+    """Return the number of threads for one group of envs; evaluation has a single group.
+
+    A thread that acts itself waits for its envs, so that its ``threads`` are theirs too.
+    """
     cores = cores_for(config) if training else os.cpu_count() or 1
+    if training and config.threads and config.engine in ("serial", "actors"):
+        cores = config.threads
     groups = config.env_groups if training else 1
     threads = cores if groups <= 1 else -(-int(SHARE * cores) // groups)
     return max(1, min(num_envs, threads))

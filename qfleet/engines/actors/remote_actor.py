@@ -67,7 +67,7 @@ class RemoteActor:
         """End of its last slice, by ``perf_counter``."""
         env_seed = actor_seed(seeds.envs, number, life, restarted_at)
         self._envs = make_envs(
-            config.replace(step_latency_s=latency_of(config, number)),
+            config.replace(step_latency_s=latency_of(config, number), threads=1),
             config.envs,
             env_seed,
             training=True,
