@@ -107,6 +107,8 @@ with contextlib.ExitStack() as closing:
 
 def command_on_a_gpu(name: str, rounds: int) -> dict[str, float]:
     del rounds
+    # As pip leaves packages: compiled. Python may have to do that first, which takes 10 s.
+    seconds_of("-c", "import torch, gymnasium, torch._inductor.compile_fx")
     found = {"imports_s": seconds_of("-c", "import torch, gymnasium")}
     if name == "pong":
         found["imports_and_games_s"] = seconds_of("-c", GAMES)

@@ -1,0 +1,245 @@
+"""What distributing gains on real tasks: workers and actors beside serial and pipeline.
+
+    python benchmarks/distributed.py                          env steps per second, all tasks
+    python benchmarks/distributed.py --tasks pong --workers 1,2,4 --seconds 20
+    python benchmarks/distributed.py --rows solve             seconds to 475 on CartPole
+    python benchmarks/distributed.py --rows pong18            seconds to 18 on Pong (a GPU)
+    python benchmarks/distributed.py --rows draw --out FOLDER the figure, of FOLDER/rates.json
+
+rates: Pong with one update of 32 per 256 env steps, and highway-env's `highway-fast-v0` (42 ms per
+env step) with the settings of its preset. Every worker, actor and serial run has one thread, and
+nothing is delayed artificially. ``independent`` are as many serial programs as there are workers,
+started together: the steps that these cores can make at most. A rate counts from the first update
+on. With ``--together`` small numbers of workers run at the same time, where the cores suffice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+QUIET = "--no-tensorboard --eval-freq 0 --n-eval-episodes 1 --checkpoint-freq 1000000000"
+TASKS = {
+    "pong": (
+        "train ALE/Pong-v5 --algo dqn --preset none --steps 100000000 --envs 8 --device cpu "
+        "--clip-rewards --buffer-size 40000 --learning-starts 2000 --train-freq 256 "
+        "--batch-size 32 --exploration-fraction 0.0001 --log-interval 1000"
+    ),
+    "highway": (
+        "train highway-fast-v0 --algo dqn --preset highway --steps 100000000 --envs 1 "
+        "--vectorize sync --device cpu --buffer-size 15000 --learning-starts 50 "
+        "--exploration-fraction 0.0001 --log-interval 20"
+    ),
+}
+ENGINES = {
+    "workers": "--engine parameter-server --update async --pull before-gradient",
+    "actors": "--engine actors",
+    "independent": "--engine serial --threads 1",
+}
+SOLVE = "train CartPole-v1 --target-return 475 --eval-freq 2500 --no-tensorboard --max-wall 120s"
+SOLVERS = {
+    "serial": "--preset cartpole --engine serial",
+    "pipeline": "--preset cartpole --engine pipeline",
+    "workers": "--preset cartpole-parameter-server",
+    "actors": "--preset cartpole-apex",
+}
+PONG = "train ALE/Pong-v5 --preset pong --target-return 18 --no-tensorboard"
+PONG_PLAYERS = {
+    "pipeline": "--engine pipeline",
+    "actors": "--engine actors --workers 16 --envs 8 --servers 2",
+    "workers": "--engine parameter-server --workers 16 --envs 8 --update async --device cpu",
+}
+
+
+def run(command: str, folder: Path, limit_s: float) -> dict[str, Any]:
+    """Run a command; return its result, the rates of its log and the wall time it took."""
+    words = [*command.split(), "--run-dir", str(folder)]
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    log = folder.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        done = subprocess.run(
+            [sys.executable, "-m", "qfleet.cli.main", *words],
+            stdout=out, stderr=out, env=environ, check=False, timeout=limit_s,
+        )  # fmt: skip
+    if done.returncode != 0:
+        raise SystemExit(f"qfleet {' '.join(words)} failed:\n{log.read_text()[-2000:]}")
+    result = json.loads((folder / "result.json").read_text())
+    return {
+        "steps_per_s": result["env_steps_per_s"] or 0.0,
+        **{key: result[key] for key in ("wall_s", "env_steps", "stopped_by", "best_eval_return")},
+        "staleness": ((result["fleet"] or {}).get("staleness") or {}).get("mean"),
+    }
+
+
+def rate(task: str, engine: str, workers: int, seconds: float, out: Path) -> dict[str, Any]:
+    command = f"{TASKS[task]} {QUIET} --max-wall {seconds:g}s"
+    name, limit_s = f"{task}-{engine}-{workers}", seconds + 120
+    if engine != "independent":
+        with_workers = f"{command} {ENGINES.get(engine, f'--engine {engine}')}"
+        if engine in ENGINES:
+            with_workers += f" --workers {workers}"
+        return run(with_workers, out / name, limit_s)
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        each = list(
+            pool.map(
+                lambda seed: run(
+                    f"{command} {ENGINES[engine]} --seed {seed}", out / f"{name}-{seed}", limit_s
+                ),
+                range(workers),
+            )
+        )
+    return {"steps_per_s": sum(one["steps_per_s"] for one in each)}
+
+
+def batches(workers: list[int], together: bool) -> list[list[int]]:
+    """Return the numbers of workers to measure at the same time: few enough for these cores."""
+    if not together:
+        return [[count] for count in workers]
+    packed: list[list[int]] = []
+    for count in sorted(workers, reverse=True):
+        for batch in packed:
+            if sum(batch) + count <= (os.cpu_count() or 1) // 2:
+                batch.append(count)
+                break
+        else:
+            packed.append([count])
+    return packed
+
+
+def rates(
+    tasks: list[str], workers: list[int], seconds: float, out: Path, together: bool
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    most = max(workers)
+    for task in tasks:
+        own = found[task] = {engine: {} for engine in ("workers", "actors")}
+        own["independent"] = {most: rate(task, "independent", most, seconds, out)}
+        own["alone"] = {name: rate(task, name, 1, seconds, out) for name in ("serial", "pipeline")}
+        for engine in ("workers", "actors"):
+            for batch in batches(workers, together):
+                with concurrent.futures.ThreadPoolExecutor(len(batch)) as pool:
+                    measured = pool.map(lambda m: rate(task, engine, m, seconds, out), batch)  # noqa: B023
+                    own[engine].update(zip(batch, measured, strict=True))
+        show_rates(task, own)
+        (out / "rates.json").write_text(json.dumps(found, indent=2))
+    return found
+
+
+def show_rates(task: str, own: dict[str, Any]) -> None:
+    most, best = next(iter(own["independent"].items()))
+    ceiling = best["steps_per_s"]
+    print(f"{task}: {most} independent serial programs {ceiling:,.1f} steps/s", flush=True)
+    for name, one in own["alone"].items():
+        print(f"  {name:<10}    {one['steps_per_s']:>10,.1f} steps/s", flush=True)
+    for engine in ("workers", "actors"):
+        for count, one in sorted(own[engine].items(), key=lambda item: int(item[0])):
+            first = own[engine].get(1, own[engine].get("1", one))["steps_per_s"]
+            line = f"  {engine:<10} {count:>2} {one['steps_per_s']:>10,.1f} steps/s"
+            line += f"   {one['steps_per_s'] / first:>5.2f} × one"
+            if int(count) == int(most):
+                line += f"   {one['steps_per_s'] / ceiling:.2f} of independent"
+            if one["staleness"] is not None:
+                line += f"   staleness {one['staleness']:.1f}"
+            print(line, flush=True)
+
+
+def solve(workers: list[int], seeds: int, out: Path) -> list[dict[str, Any]]:
+    """Seconds to 475 on CartPole, from Enter's first env step to the evaluation that shows it."""
+    found = []
+    for name, options in SOLVERS.items():
+        for count in workers if name in ENGINES else [1]:
+            more = f" --workers {count}" if name in ENGINES else ""
+            runs = [
+                run(
+                    f"{SOLVE} {options}{more} --seed {seed}",
+                    out / f"solve-{name}-{count}-{seed}", 240,
+                )
+                for seed in range(seeds)
+            ]  # fmt: skip
+            solved = [one for one in runs if one["stopped_by"] == "target_return"]
+            seconds = [round(one["wall_s"], 1) for one in solved]
+            steps = [one["env_steps"] for one in solved]
+            found.append({"engine": name, "workers": count, "seconds": seconds, "steps": steps})
+            print(f"{name:<10} {count:>2}  {seconds} s  {steps} steps  of {seeds}", flush=True)
+    return found
+
+
+def pong18(players: list[str], limit_s: float, out: Path) -> dict[str, Any]:
+    found = {}
+    for name in players:
+        command = f"{PONG} {PONG_PLAYERS[name]} --max-wall {limit_s:g}s"
+        found[name] = one = run(command, out / f"pong18-{name}", limit_s + 120)
+        reached = one["stopped_by"] == "target_return"
+        print(
+            f"Pong to 18, {name}: {'reached' if reached else 'not reached'} after "
+            f"{one['wall_s']:.0f} s and {one['env_steps']:,} steps; "
+            f"best {one['best_eval_return']}, {one['steps_per_s']:,.0f} steps/s",
+            flush=True,
+        )
+    return found
+
+
+def draw(out: Path) -> Path:
+    """Draw speed against the number of workers, of ``rates.json`` in the folder."""
+    from matplotlib.figure import Figure
+
+    found = json.loads((out / "rates.json").read_text())
+    figure = Figure(figsize=(4.2 * len(found), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(found), squeeze=False)[0]
+    for panel, (task, own) in zip(panels, found.items(), strict=True):
+        for engine in ("workers", "actors"):
+            points = sorted((int(m), one["steps_per_s"]) for m, one in own[engine].items())
+            panel.plot(*zip(*points, strict=True), marker="o", label=engine)
+        most, best = next(iter(own["independent"].items()))
+        panel.plot([1, int(most)], [best["steps_per_s"] / int(most), best["steps_per_s"]],
+                   color="grey", linestyle=":", label="independent programs")  # fmt: skip
+        for style, (name, one) in zip(("-", "--"), own["alone"].items(), strict=True):
+            panel.axhline(one["steps_per_s"], color="black", linestyle=style, lw=1, label=name)
+        panel.set(title=task, xlabel="workers or actors", ylabel="env steps per second")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.legend(fontsize=8)
+    path = out / "distributed.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rows", nargs="+", choices=["rates", "solve", "pong18", "draw"], default=["rates"]
+    )
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--workers", default="1,2,4,8,16")
+    parser.add_argument("--players", nargs="+", choices=PONG_PLAYERS, default=list(PONG_PLAYERS))
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for each run of pong18")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--together", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("runs/distributed"))
+    options = parser.parse_args()
+    workers = [int(count) for count in options.workers.split(",")]
+    options.out.mkdir(parents=True, exist_ok=True)
+    if "rates" in options.rows:
+        rates(options.tasks, workers, options.seconds, options.out, options.together)
+    if "solve" in options.rows:
+        found = solve(workers, options.seeds, options.out)
+        (options.out / "solve.json").write_text(json.dumps(found, indent=2))
+    if "pong18" in options.rows:
+        reached = pong18(options.players, options.limit, options.out)
+        (options.out / "pong18.json").write_text(json.dumps(reached, indent=2))
+    if "draw" in options.rows:
+        print(draw(options.out))
+
+
+if __name__ == "__main__":
+    main()
