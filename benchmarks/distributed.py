@@ -27,20 +27,20 @@ from typing import Any
 QUIET = "--no-tensorboard --eval-freq 0 --n-eval-episodes 1 --checkpoint-freq 1000000000"
 TASKS = {
     "pong": (
-        "train ALE/Pong-v5 --algo dqn --preset none --steps 100000000 --envs 8 --device cpu "
+        "train ALE/Pong-v5 --algo dqn --preset none --steps 100000000 --envs 8 "
         "--clip-rewards --buffer-size 40000 --learning-starts 2000 --train-freq 256 "
         "--batch-size 32 --exploration-fraction 0.0001 --log-interval 1000"
     ),
     "highway": (
-        "train highway-fast-v0 --algo dqn --preset highway --steps 100000000 --envs 1 "
-        "--vectorize sync --device cpu --buffer-size 15000 --learning-starts 50 "
+        "train highway-fast-v0 --import highway_env --algo dqn --preset highway --steps 100000000 "
+        "--envs 1 --vectorize sync --buffer-size 15000 --learning-starts 50 "
         "--exploration-fraction 0.0001 --log-interval 20"
     ),
 }
 ENGINES = {
-    "workers": "--engine parameter-server --update async --pull before-gradient",
+    "workers": "--engine parameter-server --update async --device cpu",
     "actors": "--engine actors",
-    "independent": "--engine serial --threads 1",
+    "independent": "--engine serial --threads 1 --device cpu",
 }
 SOLVE = "train CartPole-v1 --target-return 475 --eval-freq 2500 --no-tensorboard --max-wall 120s"
 SOLVERS = {
@@ -71,10 +71,12 @@ def run(command: str, folder: Path, limit_s: float) -> dict[str, Any]:
     if done.returncode != 0:
         raise SystemExit(f"qfleet {' '.join(words)} failed:\n{log.read_text()[-2000:]}")
     result = json.loads((folder / "result.json").read_text())
+    fleet = result["fleet"] or {}
     return {
-        "steps_per_s": result["env_steps_per_s"] or 0.0,
+        # The workers' own time: a run's rate counts the start of the last worker too.
+        "steps_per_s": fleet.get("env_steps_per_s") or result["env_steps_per_s"] or 0.0,
         **{key: result[key] for key in ("wall_s", "env_steps", "stopped_by", "best_eval_return")},
-        "staleness": ((result["fleet"] or {}).get("staleness") or {}).get("mean"),
+        "staleness": (fleet.get("staleness") or {}).get("mean"),
     }
 
 
@@ -121,14 +123,16 @@ def rates(
     for task in tasks:
         own = found[task] = {engine: {} for engine in ("workers", "actors")}
         own["independent"] = {most: rate(task, "independent", most, seconds, out)}
-        own["alone"] = {name: rate(task, name, 1, seconds, out) for name in ("serial", "pipeline")}
+        own["alone"] = {}
+        for name in ("serial", "pipeline"):
+            own["alone"][name] = rate(task, name, 1, seconds, out)
         for engine in ("workers", "actors"):
             for batch in batches(workers, together):
                 with concurrent.futures.ThreadPoolExecutor(len(batch)) as pool:
                     measured = pool.map(lambda m: rate(task, engine, m, seconds, out), batch)  # noqa: B023
                     own[engine].update(zip(batch, measured, strict=True))
+                (out / "rates.json").write_text(json.dumps(found, indent=2))
         show_rates(task, own)
-        (out / "rates.json").write_text(json.dumps(found, indent=2))
     return found
 
 
