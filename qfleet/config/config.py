@@ -362,6 +362,9 @@ class Config:
     )
     """Parameter server: when workers fetch weights. before-gradient: also after collecting, if they
     have changed; with-push: only with the reply to a gradient (fewer messages, older weights)."""
+    overlap: bool = field(False, "cluster", updates=("async", "ssp", "hybrid"))
+    """Parameter server: workers go on while their gradient is under way, so that one of a burst is
+    of weights without the one before."""
     backup_workers: int = field(0, "cluster", low=0, updates=("sync",))
     """Sync: number of slowest workers that each round does not wait for."""
     balance: bool = field(False, "cluster", updates=("sync",))

@@ -123,6 +123,8 @@ def _rules(c: Config) -> Rules:
             "is for --engine all-reduce; use fp16, bf16 or top-k")
         yield kind != "top-k" or c.update in _GRADIENT_UPDATES, "gradient_compression", (
             f"is for gradients, but --update {c.update} sends weights; use fp16 or bf16")
+        yield c.replay or not c.overlap, "overlap", (
+            "needs replay: a rollout's gradient is of the weights that acted; leave it out")
         yield c.replay or not c.balance, "balance", (
             "needs replay, because a rollout is always used as a whole; leave it out")
     if c.engine == "all-reduce":

@@ -12,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -97,6 +97,17 @@ class Traffic:
     """Bytes and seconds of the newest messages, without the time of waiting for other workers."""
 
 
+class _Calls(NamedTuple):
+    """Messages that were sent to several servers at once."""
+
+    requests: Mapping[int, Request]
+    sent: Sequence[Vector] | None
+    started: Mapping[int, Any]
+    began_s: float
+    started_s: float
+    wants_weights: bool = True
+
+
 class Servers:
     def __init__(
         self,
@@ -124,6 +135,8 @@ class Servers:
         self.takes_part = False
         self.on_entering: Callable[[int], None] = lambda _: None
         """Called when a worker that only looked takes part, with the turn of its first message."""
+        self._under_way: _Calls | None = None
+        """The gradient that was sent and whose reply was not waited for yet."""
         self.traffic = Traffic(sent=[{} for _ in lines])
 
     def replace(self, number: int, line: Line) -> None:
@@ -153,21 +166,49 @@ class Servers:
         self, vector: Tensor, learning_rate: float, loss: float | None, weight: float, into: Tensor
     ) -> None:
         """Send a gradient, wait where a shard requires it, and fetch the new weights."""
+        self.start_push(vector, learning_rate, loss, weight, into)
+        self.finish_push(into)
+
+    def start_push(
+        self,
+        vector: Tensor,
+        learning_rate: float,
+        loss: float | None,
+        weight: float,
+        into: Tensor,
+        wants_weights: bool = True,
+    ) -> None:
+        """Send a gradient, after the reply to the last one; ``finish_push`` waits for its reply.
+
+        ``vector`` must not change until then: a message without a reply is sent again.
+        """
+        based_on = [self._stamp(number) for number in self._numbers]  # before newer ones arrive
+        self.finish_push(into)
         sent = self._packed(vector)
         self._begin()
         turn = self._turn
         self._turn += 1
         requests = {}
         for number, gradient in enumerate(sent):
-            epoch, version = self._stamp(number)
+            epoch, version = based_on[number]
             requests[number] = Push(
                 self._worker, self._sequences[number], epoch, version, gradient, learning_rate,
-                loss, weight, turn, self._life, PATIENCE_S,
+                loss, weight, turn, self._life, PATIENCE_S, wants_weights,
             )  # fmt: skip
-        replies = self._ask(requests, sent)
+        self._under_way = self._start(requests, sent)._replace(wants_weights=wants_weights)
+
+    def finish_push(self, into: Tensor) -> None:
+        """Wait for the reply to the gradient under way, if there is one, and take its weights."""
+        calls, self._under_way = self._under_way, None
+        if calls is None:
+            return
+        replies = self._finish(calls)
         self._count(replies)
-        replies |= self._wait([number for number, reply in replies.items() if reply.waits])
-        self._take(replies, into)
+        waited = self._wait([number for number, reply in replies.items() if reply.waits])
+        replies |= waited
+        self._learn_turn(replies)
+        # Without weights, the worker still has those of its last reply.
+        self._take(replies if calls.wants_weights else waited, into)
         self._join_again(replies, into)
 
     def exchange(self, weights: Tensor, alpha: float) -> None:
@@ -256,8 +297,20 @@ class Servers:
         self, requests: Mapping[int, Request], sent: Sequence[Vector] | None = None
     ) -> dict[int, Any]:
         """Call these servers at once; return the replies by number. ``sent``: vectors to count."""
+        return self._finish(self._start(requests, sent))
+
+    def _start(
+        self, requests: Mapping[int, Request], sent: Sequence[Vector] | None = None
+    ) -> _Calls:
         began_s = time.perf_counter()
         started = {n: self._lines[n].start(request) for n, request in requests.items()}
+        started_s = time.perf_counter()
+        self._timers.add("communicate", began_s, started_s)
+        return _Calls(requests, sent, started, began_s, started_s)
+
+    def _finish(self, calls: _Calls) -> dict[int, Any]:
+        requests, sent, started, began_s, started_s, _ = calls
+        resumed_s = time.perf_counter()
         replies, lost = {}, []
         for n, call in started.items():
             try:
@@ -266,12 +319,14 @@ class Servers:
                 lost.append(n)
         ended_s = time.perf_counter()
         waited_s = max((getattr(r, "waited_s", 0.0) for r in replies.values()), default=0.0)
-        self._timers.add("communicate", began_s, ended_s - waited_s)
+        waited_s = min(waited_s, ended_s - resumed_s)  # the rest was used for other work
+        self._timers.add("communicate", resumed_s, ended_s - waited_s)
         self._timers.add("idle", ended_s - waited_s, ended_s)
         moved = sum(
             self._weigh(n, None if sent is None else sent[n], replies.get(n)) for n in requests
         )
-        self.traffic.calls.append((moved, ended_s - began_s - waited_s))
+        took_s = started_s - began_s + ended_s - resumed_s - waited_s
+        self.traffic.calls.append((moved, took_s))
         if lost:
             if sent is not None:
                 self._count(replies)

@@ -54,6 +54,10 @@ class RemoteUpdater(Updater):
             self._servers.look(held)
         self._put(held)
 
+    def finish(self) -> None:
+        """Wait for the reply to a gradient that is under way."""
+        return
+
     def compilables(self) -> list[Compilable]:
         return []
 
@@ -86,9 +90,16 @@ class RemoteGradients(RemoteUpdater):
         if self.own_clock is None or self._fetched_at == self.own_clock.env_steps:
             return
         held = self._held()
-        self._servers.refresh(held)
+        self._servers.finish_push(held)
+        if fetches_before_gradients(self._config):
+            self._servers.refresh(held)
         self._put(held)
         self._fetched_at = self.own_clock.env_steps
+
+    def finish(self) -> None:
+        held = self._held()
+        self._servers.finish_push(held)
+        self._put(held)
 
     def apply(self, learning_rate: float | Tensor, loss: Loss | None = None) -> Metrics:
         self.made += 1
@@ -97,7 +108,12 @@ class RemoteGradients(RemoteUpdater):
         # Only the outlier guard reads losses, and reading one may wait for the device.
         known = float(loss()) if self._config.outlier_sigmas > 0 and loss is not None else None
         held = self._held()
-        self._servers.push(gradient, float(learning_rate), known, self.share, held)
+        rate = float(learning_rate)
+        if self._config.overlap:
+            later = fetches_before_gradients(self._config)
+            self._servers.start_push(gradient.clone(), rate, known, self.share, held, not later)
+        else:
+            self._servers.push(gradient, rate, known, self.share, held)
         self._put(held)
         return {"grad_norm": norm, "skipped": 0.0 if math.isfinite(norm) else 1.0}
 

@@ -129,7 +129,8 @@ class Worker:
             updater_factory=remote,
             ladder=own_ladder(config, number),
         )
-        if isinstance(self._updater, RemoteGradients) and fetches_before_gradients(config):
+        fetches = fetches_before_gradients(config) or config.overlap
+        if isinstance(self._updater, RemoteGradients) and fetches:
             self._updater.own_clock = self._parts.clock
         self._processor_s = time.process_time()
         self._inside_s = 0.0
@@ -162,6 +163,7 @@ class Worker:
                         parts.clock.env_steps < order.until_env_steps and self._clock() < until_s
                     ),
                 )
+                self._updater.finish()
             finally:
                 self._inside_s += self._waiting_s() - before_s
         except ServersLost as error:

@@ -504,3 +504,64 @@ def test_a_server_that_could_not_be_reached_has_heard_everything_once(lost: int)
     assert far["repeated"] == lost - (lost == TRIES)
     assert near["repeated"] == 0
     assert near["applied"] == far["applied"] == far["received"] - far["repeated"]
+
+
+@pytest.mark.parametrize("pull", ["before-gradient", "with-push"])
+@pytest.mark.parametrize(
+    ("overlap", "bursts", "expected"), [(False, 2, {0}), (True, 1, {0}), (True, 2, {0, 1})]
+)
+def test_a_gradient_under_way_is_applied_once_and_the_next_of_its_burst_is_older(
+    overlap: bool, bursts: int, expected: set[int], pull: str
+) -> None:
+    config = make_config(update="async", overlap=overlap, gradient_steps=bursts, pull=pull)
+    servers = make_servers(config)
+    worker = make_worker(config, servers)
+    for until in range(100, STEPS + 1, 100):  # nothing is under way between two slices
+        report = worker.work(WorkOrder(0, until, LONG_S))
+        account = servers[0].account()
+        assert account["version"] == report.updates
+        assert sum(report.traffic["outcomes"].values()) == report.updates
+    assert {int(age) for age in account["staleness"]} == expected
+    worker.close()
+
+
+def test_a_worker_that_asks_later_gets_no_weights_with_the_reply() -> None:
+    """Each of its two gradients per 8 steps costs a vector; the weights come once per 8 steps."""
+    received = {}
+    for overlap in (False, True):
+        config = make_config(update="async", workers=2, overlap=overlap)
+        servers = make_servers(config)
+        worker = make_worker(config, servers)
+        report = worker.work(WorkOrder(0, STEPS, LONG_S))
+        received[overlap] = report.traffic["bytes_received"]
+        worker.close()
+    assert 0 < received[True] < 0.6 * received[False]
+
+
+def test_overlapping_two_servers_of_which_one_is_silent_repeats_the_same_gradient() -> None:
+    """The buffer of gradients is used again while a message may have to be sent again."""
+
+    class Forgetful(DirectLine):
+        """Loses the first reply to a push; the server has not heard the push either."""
+
+        silent = True
+
+        def start(self, request: Request) -> Any:
+            if isinstance(request, Push):
+                return request
+            return super().start(request)
+
+        def finish(self, started: Any) -> Any:
+            if isinstance(started, Push):
+                if self.silent:
+                    self.silent = False
+                    raise MemberSilent("no reply")
+                self.silent = True
+                return super().start(started)
+            return started
+
+    config = make_config(update="async", overlap=True)
+    plain, forgetful = make_servers(config), make_servers(config)
+    make_worker(config, plain).work(WorkOrder(0, STEPS, LONG_S))
+    Worker(config, 0, [Forgetful(server) for server in forgetful]).work(WorkOrder(0, STEPS, LONG_S))
+    assert torch.equal(held(plain), held(forgetful))
