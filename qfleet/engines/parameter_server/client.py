@@ -105,7 +105,6 @@ class _Calls(NamedTuple):
     started: Mapping[int, Any]
     began_s: float
     started_s: float
-    wants_weights: bool = True
 
 
 class Servers:
@@ -170,13 +169,7 @@ class Servers:
         self.finish_push(into)
 
     def start_push(
-        self,
-        vector: Tensor,
-        learning_rate: float,
-        loss: float | None,
-        weight: float,
-        into: Tensor,
-        wants_weights: bool = True,
+        self, vector: Tensor, learning_rate: float, loss: float | None, weight: float, into: Tensor
     ) -> None:
         """Send a gradient, after the reply to the last one; ``finish_push`` waits for its reply.
 
@@ -193,9 +186,9 @@ class Servers:
             epoch, version = based_on[number]
             requests[number] = Push(
                 self._worker, self._sequences[number], epoch, version, gradient, learning_rate,
-                loss, weight, turn, self._life, PATIENCE_S, wants_weights,
+                loss, weight, turn, self._life, PATIENCE_S,
             )  # fmt: skip
-        self._under_way = self._start(requests, sent)._replace(wants_weights=wants_weights)
+        self._under_way = self._start(requests, sent)
 
     def finish_push(self, into: Tensor) -> None:
         """Wait for the reply to the gradient under way, if there is one, and take its weights."""
@@ -204,11 +197,8 @@ class Servers:
             return
         replies = self._finish(calls)
         self._count(replies)
-        waited = self._wait([number for number, reply in replies.items() if reply.waits])
-        replies |= waited
-        self._learn_turn(replies)
-        # Without weights, the worker still has those of its last reply.
-        self._take(replies if calls.wants_weights else waited, into)
+        replies |= self._wait([number for number, reply in replies.items() if reply.waits])
+        self._take(replies, into)
         self._join_again(replies, into)
 
     def exchange(self, weights: Tensor, alpha: float) -> None:
@@ -309,7 +299,7 @@ class Servers:
         return _Calls(requests, sent, started, began_s, started_s)
 
     def _finish(self, calls: _Calls) -> dict[int, Any]:
-        requests, sent, started, began_s, started_s, _ = calls
+        requests, sent, started, began_s, started_s = calls
         resumed_s = time.perf_counter()
         replies, lost = {}, []
         for n, call in started.items():

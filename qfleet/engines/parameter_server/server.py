@@ -233,9 +233,7 @@ class Server:
         while self._is_present(worker, request.life):
             waited_s = self._clock() - since_s
             if not shard.waits(worker):
-                wanted = not isinstance(request, Push) or request.wants_weights
-                known = request.known if wanted else shard.stamp
-                reply = shard.pull(known, self._lends)
+                reply = shard.pull(request.known, self._lends)
                 turn = shard.turn(worker)
                 return reply._replace(outcome=outcome, reason=reason, waited_s=waited_s, turn=turn)
             if waited_s >= request.patience_s:

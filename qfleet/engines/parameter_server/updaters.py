@@ -110,8 +110,7 @@ class RemoteGradients(RemoteUpdater):
         held = self._held()
         rate = float(learning_rate)
         if self._config.overlap:
-            later = fetches_before_gradients(self._config)
-            self._servers.start_push(gradient.clone(), rate, known, self.share, held, not later)
+            self._servers.start_push(gradient.clone(), rate, known, self.share, held)
         else:
             self._servers.push(gradient, rate, known, self.share, held)
         self._put(held)

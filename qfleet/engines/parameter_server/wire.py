@@ -69,8 +69,6 @@ class Push(NamedTuple):
     life: int = 0
     patience_s: float = 0.0
     """Seconds that the server may hold the call while the worker has to wait."""
-    wants_weights: bool = True
-    """Whether the reply brings the newest weights; a worker that asks for them later does not."""
     staleness: int = 0
     """Set by the shard: the updates made since the weights that it was computed on."""
 

@@ -525,20 +525,7 @@ def test_a_gradient_under_way_is_applied_once_and_the_next_of_its_burst_is_older
     worker.close()
 
 
-def test_a_worker_that_asks_later_gets_no_weights_with_the_reply() -> None:
-    """Each of its two gradients per 8 steps costs a vector; the weights come once per 8 steps."""
-    received = {}
-    for overlap in (False, True):
-        config = make_config(update="async", workers=2, overlap=overlap)
-        servers = make_servers(config)
-        worker = make_worker(config, servers)
-        report = worker.work(WorkOrder(0, STEPS, LONG_S))
-        received[overlap] = report.traffic["bytes_received"]
-        worker.close()
-    assert 0 < received[True] < 0.6 * received[False]
-
-
-def test_overlapping_two_servers_of_which_one_is_silent_repeats_the_same_gradient() -> None:
+def test_a_gradient_that_is_sent_again_is_the_same_although_the_next_one_was_computed() -> None:
     """The buffer of gradients is used again while a message may have to be sent again."""
 
     class Forgetful(DirectLine):
