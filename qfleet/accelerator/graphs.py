@@ -76,6 +76,9 @@ def record(
             raise
         _REFUSED[device, role] = str(error).partition("\n")[0]
         return function
+    # Torch has set the generators' device memory on the side stream. On a busy device that may
+    # happen after a first replay, on another stream, has set it to the values of that replay.
+    torch.cuda.synchronize(device)
     return graph.replay
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -50,7 +53,19 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "accelerator": device,
         "libraries": {name: _installed(name) for name in LIBRARIES},
+        "compiled_files": describe_compiled_files(torch),
     }
+
+
+def describe_compiled_files(package: ModuleType) -> str:
+    """Say whether Python has kept the package's compiled files; without them it starts slowly."""
+    path = Path(package.__file__ or "")
+    if Path(importlib.util.cache_from_source(str(path))).exists():
+        return "yes"
+    return (
+        f"no: every start compiles {package.__name__} again, which takes seconds; "
+        f"python -m compileall -q {path.parent}"
+    )
 
 
 def _installed(name: str) -> str:
