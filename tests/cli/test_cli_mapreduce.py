@@ -27,10 +27,13 @@ def cluster() -> Iterator[Cluster]:
 
 
 def join(cluster: Cluster, token: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Join from a shell that has the token, but not RAY_AUTH_MODE: Ray 2.60 does not need it."""
     command = ["lab", "mapreduce", "--address", cluster.address, *words]
+    environment = {**os.environ, "RAY_AUTH_TOKEN": token}
+    del environment["RAY_AUTH_MODE"]
     return subprocess.run(
         [sys.executable, "-m", "qfleet.cli.main", *command],
-        env={**os.environ, "RAY_AUTH_TOKEN": token},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=deadline(CLUSTER_S),
