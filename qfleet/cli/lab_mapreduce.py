@@ -232,5 +232,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
         lines.append(f"{point['workers']:>3} workers   {known:<14}model {point['model']:.2f}")
     if report["left_out"]:
         lines.append(f"left out      {report['left_out']}")
+    if report["curve"]:
+        lines.append(f"curve         {Path(report['picture']).with_name('speedup.png')}")
     lines.append(f"picture       {report['picture']}")
     return lines

@@ -137,18 +137,16 @@ def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
 
 def _that_fit(cases: list[Case], fields: Mapping[str, Any]) -> tuple[list[Case], list[str]]:
     """Return the cases that this machine has memory for, and a line about the others."""
-    from qfleet.memory.sizing import (
-        available_bytes,
-    )  # torch, which invalid options need not wait for
+    # Not above: it imports torch, for which invalid options need not wait.
+    from qfleet.memory.sizing import available_bytes
 
     most = max(1, available_bytes() // LEAST_BYTES_WITH_TORCH - 1)  # and a server
-    most = max(case.workers for case in cases) if fields.get("address") else most
     beyond = sorted({case.workers for case in cases if case.workers > most})
+    if fields.get("address") or not beyond:
+        return cases, []
     numbers = ", ".join(map(str, beyond))
-    lines = (
-        [f"left out: {numbers} workers, because the memory has room for {most}"] if beyond else []
-    )
-    return [case for case in cases if case.workers <= most], lines
+    line = f"left out: {numbers} workers, because the memory has room for {most}"
+    return [case for case in cases if case.workers <= most], [line]
 
 
 def _fields(options: SpeedupOptions, updates: Sequence[str], most_workers: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from qfleet.engines.cluster import processes_hook
 from qfleet.engines.cluster.baseline import measured_for_s, serial_rate, stored_rate
 from qfleet.engines.cluster.processes_hook import ProcessesHook
 from qfleet.telemetry.fleet import FleetAccount, WorkerAccount
+from qfleet.telemetry.usage import Usage
 from support.configs import tiny_config, tiny_fields
 from support.messages import says
 
@@ -151,6 +152,14 @@ def test_a_baseline_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match=says("nobody")):
         qfleet.train("CartPole-v1", **fields, baseline="nobody", run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_members_are_counted_by_their_reports_and_not_as_children(hook: ProcessesHook) -> None:
+    here = Usage(processor_s=99.0, joules=5.0)
+    assert hook.usage(here) == Usage(processor_s=1.0, joules=5.0)
+    # Of a joined cluster, most of the energy is used elsewhere.
+    hook.config = hook.config.replace(address="10.0.0.1:6379")
+    assert hook.usage(here) == Usage(processor_s=1.0)
 
 
 def test_the_baseline_takes_a_small_part_of_the_run() -> None:
