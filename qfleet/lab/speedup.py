@@ -18,6 +18,7 @@ evaluations and checkpoints.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -133,16 +134,25 @@ def check_sweep(steps_per_worker: int, repeats: int) -> None:
 def sweep(
     cases: Sequence[Case], steps_per_worker: int, repeats: int, train: Train
 ) -> Iterator[Point]:
-    """Run all cases; of a case's ``repeats`` runs, yield the one with the median rate."""
+    """Run all cases; of a case's ``repeats`` runs, yield the one with the median rate.
+
+    If some reached a target return, it is the one with the median time to it.
+    """
     check_sweep(steps_per_worker, repeats)
     baselines: dict[str, float] = {}
     for case in cases:
         changes = case.fields(steps_per_worker)
         runs = sorted(
-            (_rated(train(changes), case) for _ in range(repeats)), key=lambda run: run[0]
+            (_rated(train(changes), case) for _ in range(repeats)),
+            key=lambda run: (_return_s(*run) or math.inf, run[0]),
         )
         rate, fleet = runs[(len(runs) - 1) // 2]
         yield _point(case, rate, baselines.setdefault(case.update, rate), fleet)
+
+
+def _return_s(rate: float, fleet: Mapping[str, Any]) -> float | None:
+    """Return the seconds to the target return; None if there is none, or it was not reached."""
+    return fleet["env_steps"] / rate if fleet.get("is_reached") else None
 
 
 def _rated(fleet: Mapping[str, Any] | None, case: Case) -> tuple[float, Mapping[str, Any]]:
@@ -171,7 +181,7 @@ def _point(case: Case, rate: float, baseline: float, fleet: Mapping[str, Any]) -
         waiting=waiting,
         staleness=finite(fleet["staleness"]["mean"]),
         processor_s=finite(fleet["processor_s"]),
-        return_s=fleet["env_steps"] / rate if fleet.get("is_reached") else None,
+        return_s=_return_s(rate, fleet),
     )
 
 

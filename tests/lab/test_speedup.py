@@ -117,6 +117,24 @@ def test_the_median_run_stands_for_all() -> None:
     assert even.env_steps_per_s == 2.0
 
 
+@pytest.mark.parametrize(
+    ("steps", "reported"),
+    [([3000, 1000, 2000], 20.0), ([None, 1000, 2000], 20.0), ([None] * 3, None)],
+)
+def test_the_median_time_to_a_return_stands_for_all(
+    steps: list[int | None], reported: float | None
+) -> None:
+    """The rates of all runs are equal; None: a run that does not reach the return."""
+    left = iter(steps)
+
+    def train(_: dict[str, Any]) -> dict[str, Any]:
+        needed = next(left)
+        return {**fleet(100.0, needed or 9000), "is_reached": needed is not None}
+
+    (point,) = sweep([Case("sync", 1.0, 1)], 10, 3, train)
+    assert point.return_s == reported
+
+
 def test_points_come_as_they_are_measured() -> None:
     train = Trainer(sync_1=1, sync_2=2)
     points = sweep(make_cases(["sync"], [1, 2], 1.0), 10, 1, train)
