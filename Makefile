@@ -27,7 +27,7 @@ test-newer-ray: $(STAMP)
 	    --no-deps --target $(RAY_FOLDER) ray==$(NEWER_RAY) || rm -rf $(RAY_FOLDER)
 	if test -d $(RAY_FOLDER); then export PYTHONPATH=$(CURDIR)/$(RAY_FOLDER); \
 	    $(BIN)/python -c "import ray; assert ray.__version__ == '$(NEWER_RAY)', ray.__version__" && \
-	    timeout 180 $(BIN)/python -m pytest \
+	    timeout 180 $(BIN)/python -m pytest -k "not make_a_curve" \
 	    "tests/engines/cluster/test_ray_cluster.py::test_a_signal_leaves_nothing_behind[2]" \
 	    tests/engines/parameter_server/test_server_in_flight.py tests/cli/test_cli_mapreduce.py \
 	    tests/lab/test_mapreduce_ray.py::test_only_loopback_is_served \

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,40 @@ def test_without_counters_energy_is_unknown(
 ) -> None:
     monkeypatch.setattr(usage, "POWERCAP", tmp_path / "none")
     assert UsageMeter(CPU).read().joules is None
+
+
+class FakeNvml:
+    """A GPU that has used 7000 mJ more at every look; ``failure`` is NVML's code of its handle."""
+
+    def __init__(self, failure: int = 0) -> None:
+        self._failure, self._looks = failure, 0
+        self.asked: list[bytes] = []
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, _handle: object) -> int:
+        self.asked.append(uuid)
+        return self._failure
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, _handle: object, millijoules: Any) -> int:
+        self._looks += 1
+        millijoules._obj.value = 7000 * self._looks
+        return 0
+
+
+@pytest.mark.parametrize(("failure", "joules"), [(0, 14.0), (6, None)])
+def test_the_energy_of_a_gpu_is_found_by_its_uuid(
+    failure: int, joules: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = FakeNvml(failure)
+    monkeypatch.setattr(usage, "POWERCAP", tmp_path)
+    monkeypatch.setattr(usage, "device_id", lambda _: "GPU-12ab")
+    monkeypatch.setattr(usage.ctypes, "CDLL", lambda _: library)
+    meter = UsageMeter(torch.device("cuda"))
+    meter.read()
+    assert meter.read().joules == joules
+    assert library.asked == [b"GPU-12ab"]
 
 
 def test_an_accelerator_is_held_all_the_time() -> None:
