@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all coverage lint bench curves build lock clean
+.PHONY: train test test-all test-newer-ray coverage lint bench curves build lock clean
 
 train: $(STAMP)
 	$(BIN)/qfleet train CartPole-v1
@@ -17,6 +17,22 @@ test: $(STAMP)
 # The whole suite, as .ci/run runs it. Meant to take under 20 minutes.
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# Smoke tests of the Ray engines with a Ray that is newer than the pinned one, in at most 3 minutes.
+# It lies in a folder of its own, and all other packages are those of .venv.
+NEWER_RAY := 2.60.0
+RAY_FOLDER := $(VENV)/ray-$(NEWER_RAY)
+test-newer-ray: $(STAMP)
+	test -d $(RAY_FOLDER) || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    --no-deps --target $(RAY_FOLDER) ray==$(NEWER_RAY) || rm -rf $(RAY_FOLDER)
+	if test -d $(RAY_FOLDER); then export PYTHONPATH=$(CURDIR)/$(RAY_FOLDER); \
+	    $(BIN)/python -c "import ray; assert ray.__version__ == '$(NEWER_RAY)', ray.__version__" && \
+	    timeout 180 $(BIN)/python -m pytest -k "not make_a_curve" \
+	    "tests/engines/cluster/test_ray_cluster.py::test_a_signal_leaves_nothing_behind[2]" \
+	    tests/engines/parameter_server/test_server_in_flight.py tests/cli/test_cli_mapreduce.py \
+	    tests/lab/test_mapreduce_ray.py::test_only_loopback_is_served \
+	    tests/training/test_init_from.py::test_servers_and_actors_start_with_the_weights; \
+	else echo "Ray $(NEWER_RAY) cannot be installed here: its smoke tests are left out"; fi
 
 # The whole suite in one process, counting which lines ran.
 coverage: $(STAMP)

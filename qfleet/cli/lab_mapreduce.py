@@ -12,7 +12,7 @@ import tyro
 
 from qfleet.cli.parsing import parse
 from qfleet.config.validation import check_address
-from qfleet.core.errors import require
+from qfleet.core.errors import ClusterError, require
 from qfleet.engines.cluster.ray_cluster import STORE_BYTES, TIMEOUT_S, open_cluster
 from qfleet.lab.mapreduce import (
     Problem,
@@ -24,10 +24,11 @@ from qfleet.lab.mapreduce import (
     gradient_bytes,
     make_problem,
 )
-from qfleet.lab.mapreduce_plot import draw_descent
+from qfleet.lab.mapreduce_plot import draw_descent, draw_scaling
 from qfleet.lab.mapreduce_ray import Descent, descend_on
+from qfleet.lab.speedup import CURVE, modelled, parse_workers
 from qfleet.telemetry.formatting import finite
-from qfleet.telemetry.timers import KINDS
+from qfleet.telemetry.timers import COMPUTING, KINDS
 
 DESCRIPTION = """Fit least squares by gradient descent on several workers, and report the costs.
 
@@ -39,6 +40,7 @@ Examples:
   qfleet lab mapreduce --workers 2 --samples 20000 --no-local-reduction
   qfleet lab mapreduce --straggler 20ms --mode async
   qfleet lab mapreduce --compare
+  qfleet lab mapreduce --workers 1,2,4,8,16,32
 """
 
 
@@ -46,8 +48,9 @@ Examples:
 class MapReduceOptions:
     """Options of the problem, the workers and the output."""
 
-    workers: int = 4
-    """Number of worker processes, m; each holds a share of the data."""
+    workers: str = "4"
+    """Number of worker processes, m, each of which holds a share of the data; or several numbers,
+    1,2,4,8,16,32, to compare their times."""
     samples: int = 100_000
     """Total number of samples, n."""
     features: int = 50
@@ -75,7 +78,7 @@ class MapReduceOptions:
     timeout_s: float = TIMEOUT_S
     """Timeout of a worker's reply, in seconds."""
     out: Path = Path("runs/lab/mapreduce")
-    """Folder for mapreduce.png and result.json."""
+    """Folder for mapreduce.png, result.json and, with several numbers of workers, speedup.png."""
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print machine-readable output only."""
 
@@ -91,14 +94,17 @@ def run(argv: list[str]) -> None:
         check_address(options.address)
     check_descent(options.steps, options.learning_rate)
     check_size(options.samples, options.features, available_bytes())
-    check_shares(options.samples, options.workers)
+    counts = parse_workers(options.workers, has_baseline="," in options.workers)
+    check_shares(options.samples, counts[0])
+    check_shares(options.samples, counts[-1])
+    is_sweep = len(counts) > 1
     problem = make_problem(options.samples, options.features, options.noise, options.seed)
     data_bytes = problem.features.nbytes + problem.targets.nbytes
     # The data and, without local reduction, two rounds of gradients of the same size.
     store_bytes = max(STORE_BYTES, 4 * data_bytes)
-    alone = None
+    alone, descents, left_out = None, list[Descent](), ""
     with open_cluster(
-        options.workers, options.address, store_bytes=store_bytes, timeout_s=options.timeout_s
+        counts[-1], options.address, store_bytes=store_bytes, timeout_s=options.timeout_s
     ) as cluster:
         descend = functools.partial(
             descend_on,
@@ -108,17 +114,45 @@ def run(argv: list[str]) -> None:
             rate=options.learning_rate,
             local_reduction=options.local_reduction,
         )
-        descent = descend(options.workers, mode=options.mode, straggler=straggler)
-        if options.compare:
+        if options.compare or is_sweep:
             alone = descend(1, mode="sync")
+        for count in counts[1:] if is_sweep else counts:
+            try:
+                descents.append(descend(count, mode=options.mode, straggler=straggler))
+            except ClusterError as error:
+                if not descents:
+                    raise
+                left_out = f"from {count} workers on: {error}"
+                break
+    descent = descents[-1]
     report = make_report(options, problem, descent, alone)
-    descents = {f"{options.mode}, {options.workers} workers": descent}
+    report["curve"] = _curve(alone, descents, options.out) if is_sweep and alone else None
+    report["left_out"] = left_out or None
+    shown = {f"{options.mode}, {descent.workers} workers": descent}
     if alone is not None:
-        descents["one worker"] = alone
-    report["picture"] = str(draw_descent(problem, descents, options.out / "mapreduce.png"))
+        shown["one worker"] = alone
+    report["picture"] = str(draw_descent(problem, shown, options.out / "mapreduce.png"))
     text = json.dumps(report, allow_nan=False)
     (options.out / "result.json").write_text(text + "\n", encoding="utf-8")
     print(text if options.json_ else "\n".join(_lines(report)))
+
+
+def _curve(alone: Descent, descents: list[Descent], out: Path) -> list[dict[str, Any]]:
+    """Draw and return measured and modelled speed-ups; None where nothing was measured."""
+    computing_s = alone.spent_s(0, COMPUTING)
+    times_s = (computing_s, alone.wall_s - computing_s)
+    walls_s = {1: alone.wall_s, **{descent.workers: descent.wall_s for descent in descents}}
+    measured = {count: alone.wall_s / wall_s for count, wall_s in walls_s.items()}
+    draw_scaling(measured, times_s, out / "speedup.png")
+    return [
+        {
+            "workers": count,
+            "wall_s": walls_s.get(count),
+            "speed_up": measured.get(count),
+            "model": modelled(count, *times_s, rounds=True),
+        }
+        for count in sorted({*CURVE, *walls_s})
+    ]
 
 
 def make_report(
@@ -193,5 +227,12 @@ def _lines(report: dict[str, Any]) -> list[str]:
             f"speed-up      {report['speed_up']:.2f} over one worker "
             f"({report['wall_s_of_one']:.3f} s), {report['efficiency']:.0%} of ideal"
         )
+    for point in report["curve"] or ():
+        known = "not measured" if point["wall_s"] is None else f"{point['speed_up']:.2f}"
+        lines.append(f"{point['workers']:>3} workers   {known:<14}model {point['model']:.2f}")
+    if report["left_out"]:
+        lines.append(f"left out      {report['left_out']}")
+    if report["curve"]:
+        lines.append(f"curve         {Path(report['picture']).with_name('speedup.png')}")
     lines.append(f"picture       {report['picture']}")
     return lines

@@ -18,10 +18,12 @@ from qfleet.config.config import OPTIONS, Update, check_fields, parse_json_objec
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
+from qfleet.engines.cluster.ray_cluster import LEAST_BYTES_WITH_TORCH
 from qfleet.envs.short_names import full_id
 from qfleet.lab.speedup import (
     HEADER,
     UNMEASURED,
+    Case,
     Point,
     Train,
     check_sweep,
@@ -42,7 +44,8 @@ environments most of the time, so that many workers fit on few cores.
 
 Examples:
   qfleet lab speedup CartPole-v1 --step-latency-s 0.005
-  qfleet lab speedup CartPole-v1 --update async --step-latency-s 0.005 --workers 1,2,4,8,16
+  qfleet lab speedup CartPole-v1 --update async --step-latency-s 0.005 --workers 1,2,4,8,16,32
+  qfleet lab speedup CartPole-v1 --updates sync,async --target-return 200 --steps-per-worker 8000
   qfleet lab speedup CartPole-v1 --updates sync,async,ssp --step-latency-s 0.005 --straggler 4
   qfleet lab speedup CartPole-v1 --fields '{"train_freq": 32, "envs": 2}'
 """
@@ -53,6 +56,7 @@ SWEPT = {
     "steps": "--steps-per-worker",
     "workers": "--workers",
     "update": "--updates",
+    "target_return": "--target-return",
     "env": "the argument ENV",
     "algo": "--algo",
     **{name: "--" + name.replace("_", "-") for name in OWN},
@@ -72,6 +76,10 @@ class SpeedupOptions:
     """Update rules to compare, separated by commas (see --update of qfleet train)."""
     steps_per_worker: int = 2000
     """Env steps per worker in every run."""
+    target_return: float | None = None
+    """Run every case until an evaluation reaches this return, at most for the env steps of all
+    workers of the largest case, and report the time; --fields sets eval_freq (default: a twentieth)
+    and n_eval_episodes (default: 5)."""
     step_latency_s: float = 0.0
     """Latency added to every step of the environments, in seconds."""
     straggler: float = 1.0
@@ -103,15 +111,16 @@ def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
     if options.straggler > 1 and options.step_latency_s <= 0:
         raise ConfigError("--straggler needs a step latency above 0; set --step-latency-s too")
     check_sweep(options.steps_per_worker, options.repeats)
-    fields = _fields(options, updates)
+    fields = _fields(options, updates, max(case.workers for case in cases))
     for case in cases:  # validate all runs first, so that none is refused after hours
         of_run = _fields_for(fields, case.fields(options.steps_per_worker))
         validate(resolve(options.env, options.algo, options.preset, fields=of_run)[0])
+    cases, left_out = _that_fit(cases, fields)
     points: list[Point] = []
     with tempfile.TemporaryDirectory(prefix="qfleet-speedup-") as folder:
         trainer = _trainer(options, fields, Path(folder), train)
         if not options.json_:
-            print(HEADER)
+            print("\n".join([*left_out, HEADER]))
         try:
             for point in sweep(cases, options.steps_per_worker, options.repeats, trainer):
                 points.append(point)
@@ -119,15 +128,29 @@ def run(argv: list[str], train: Callable[..., Any] | None = None) -> None:
                     print(row(point), flush=True)
         finally:
             # The runs may have taken hours: save the points so far, whatever stopped the rest.
-            report = _write(options, fields, points) if points else {}
+            report = _write(options, fields, points, left_out) if points else {}
     if options.json_:
         print(json.dumps(report, allow_nan=False))
     else:
         print(f"\npicture    {report['picture']}\nfigures    {report['csv']}")
 
 
-def _fields(options: SpeedupOptions, updates: Sequence[str]) -> dict[str, Any]:
-    """Return the fields that are the same in all runs."""
+def _that_fit(cases: list[Case], fields: Mapping[str, Any]) -> tuple[list[Case], list[str]]:
+    """Return the cases that this machine has memory for, and a line about the others."""
+    # Not above: it imports torch, for which invalid options need not wait.
+    from qfleet.memory.sizing import available_bytes
+
+    most = max(1, available_bytes() // LEAST_BYTES_WITH_TORCH - 1)  # and a server
+    beyond = sorted({case.workers for case in cases if case.workers > most})
+    if fields.get("address") or not beyond:
+        return cases, []
+    numbers = ", ".join(map(str, beyond))
+    line = f"left out: {numbers} workers, because the memory has room for {most}"
+    return [case for case in cases if case.workers <= most], [line]
+
+
+def _fields(options: SpeedupOptions, updates: Sequence[str], most_workers: int) -> dict[str, Any]:
+    """Return the fields that are the same in all runs: with a target return, also the steps."""
     given = check_fields(parse_json_object("--fields", options.fields))
     for name in given:
         if name in SWEPT:
@@ -135,7 +158,12 @@ def _fields(options: SpeedupOptions, updates: Sequence[str]) -> dict[str, Any]:
         if not any(OPTIONS[name].used_with(update) for update in updates):
             raise ConfigError(f"fields must not contain {name}; {options.updates} ignores it")
     own = {name: getattr(options, name) for name in OWN if name != "straggler"}
-    return {**UNMEASURED, **given, **own}
+    until: dict[str, Any] = {}
+    if options.target_return is not None:
+        steps = most_workers * options.steps_per_worker
+        until = {"steps": steps, "eval_freq": max(1, steps // 20), "n_eval_episodes": 5}
+        own["target_return"] = options.target_return
+    return {**UNMEASURED, **until, **given, **own}
 
 
 def _trainer(
@@ -163,7 +191,7 @@ def _trainer(
         if trained.interrupted_by is not None:
             raise KeyboardInterrupt
         fleet: Mapping[str, Any] | None = trained.result.fleet
-        return fleet
+        return fleet and {**fleet, "is_reached": trained.result.stopped_by == "target_return"}
 
     return run_once
 
@@ -177,11 +205,15 @@ def _fields_for(fields: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
     used = {name: v for name, v in fields.items() if OPTIONS[name].used_with(own["update"])}
     most = {"backup_workers": own["workers"] - 1, "hybrid_workers": own["workers"]}
     used |= {name: min(used[name], most[name]) for name in most if name in used}
-    return {**used, **own, "log_interval": own["steps"]}
+    steps = used.get("steps", own["steps"])
+    return {**used, **own, "steps": steps, "log_interval": steps}
 
 
 def _write(
-    options: SpeedupOptions, fields: Mapping[str, Any], points: list[Point]
+    options: SpeedupOptions,
+    fields: Mapping[str, Any],
+    points: list[Point],
+    left_out: list[str],
 ) -> dict[str, Any]:
     latency = f", {options.step_latency_s * 1e3:g} ms a step" if options.step_latency_s else ""
     title = f"{options.env}, {options.engine}{latency}"
@@ -193,6 +225,7 @@ def _write(
         "algo": options.algo,
         "preset": options.preset,
         "fields": dict(fields),
+        "left_out": left_out,
         "points": [asdict(point) for point in points],
         "csv": str(write_csv(points, options.out / "speedup.csv")),
         "picture": str(draw_speedup(points, title, options.out / "speedup.png")),

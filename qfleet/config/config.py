@@ -347,6 +347,10 @@ class Config:
     """Write TensorBoard files."""
     track: Literal["none", "wandb", "mlflow"] = field("none", "output", common=True)
     """Experiment tracker to report to; it must be installed."""
+    price_per_cpu_hour: float | None = field(None, "output", low=0, high=1e9)
+    """Price of a processor-hour, for the cost in result.json and at the end of the report."""
+    price_per_gpu_hour: float | None = field(None, "output", low=0, high=1e9)
+    """Price of an hour of one accelerator."""
 
     workers: int = field(4, "cluster", common=True, low=1, engines=PROCESSES)
     """Parameter server, actors, all-reduce: number of processes that step environments, --envs
@@ -404,6 +408,9 @@ class Config:
     """Compression of weights sent from servers to workers."""
     snapshot_s: float = field(10.0, "cluster", above=0, high=1e6, engines=SERVERS)
     """Seconds between snapshots of the servers; a server that dies is restored from its last."""
+    baseline: str = field("", "cluster", engines=ON_RAY)
+    """Run of one process, by name or folder, whose rate is the baseline of speed_up and efficiency;
+    empty: measured at the end, for some seconds."""
     worker_timeout_s: float = field(60.0, "cluster", above=0, high=1e6, engines=PROCESSES)
     """Seconds without a report after which a worker is replaced (all-reduce: ends the run)."""
     step_latency_s: float = field(0.0, "cluster", low=0, high=1e6)

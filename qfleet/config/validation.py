@@ -53,6 +53,8 @@ def _ranges(config: Config) -> Rules:
             yield abs(value) < 1e38, name, "must fit into 32 bits, below 1e38"
         allowed = " and ".join(f"{sign} {bound:g}" for sign, bound in option.bounds.items())
         for number in value if isinstance(value, tuple) else (value,):
+            if number is None:
+                continue
             if isinstance(number, int):
                 yield number < 2**63, name, "must be < 2^63"
             holds = all(_COMPARE[sign](number, bound) for sign, bound in option.bounds.items())

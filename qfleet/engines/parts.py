@@ -39,6 +39,7 @@ from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timeline import draw_timeline
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Trace
+from qfleet.telemetry.usage import Usage
 
 
 class Setup(NamedTuple):
@@ -131,6 +132,10 @@ class EngineHook:
     def result(self) -> Mapping[str, Any]:
         """Return fields of ``Result`` that only this engine knows."""
         return {}
+
+    def usage(self, here: Usage) -> Usage:
+        """Return what all processes have used; ``here``: this process and its children."""
+        return here
 
     def measure(self, end_to_end: float) -> Stages | None:
         """Return what each stage can do alone, at the end. The environments are unusable after.

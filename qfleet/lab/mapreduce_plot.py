@@ -1,4 +1,4 @@
-"""Plot of parallel gradient descent: a timeline of the workers, and the loss over time."""
+"""Plots of parallel gradient descent: timeline of the workers, loss over time, speed-up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from qfleet.lab.mapreduce import Problem
 from qfleet.lab.mapreduce_ray import Descent
+from qfleet.lab.speedup_plot import draw_axes
 from qfleet.telemetry.figures import PALETTE, TEXT_COLOUR, saved_figure
 from qfleet.telemetry.timeline import KIND_COLOURS, LANE_INCHES, cut, draw_bars
 from qfleet.telemetry.timers import WAITING
@@ -23,6 +24,17 @@ def draw_descent(problem: Problem, descents: dict[str, Descent], path: Path) -> 
         above, below = figure.subplots(2, 1, height_ratios=[lanes_inches, 3.8])
         _draw_timeline(above, shown)
         _draw_losses(below, problem, descents)
+    return path
+
+
+def draw_scaling(measured: dict[int, float], alone: tuple[float, float], path: Path) -> Path:
+    """Draw measured speed-ups by number of workers beside the ideal and the model of ``alone``."""
+    with saved_figure(path, 6.5, 4.4) as figure:
+        axes = figure.subplots()
+        draw_axes(axes, list(measured), {"model": alone}, rounds=True)
+        curve = {"color": PALETTE[0], "lw": 2.0, "marker": "o", "ms": 4.5, "label": "measured"}
+        axes.plot(list(measured), list(measured.values()), **curve)
+        axes.legend(loc="best")
     return path
 
 

@@ -7,6 +7,10 @@ rates are compared:
     speed-up = rate(m) / rate(1) = wall(1) / wall(m) for the same work
     efficiency = speed-up / m
 
+If all messages of one worker also take their time with m workers, and computing is divided:
+
+    speed-up = (computing + communicating) / (computing / m + communicating)
+
 The rate is ``env_steps_per_s`` of ``fleet`` in ``result.json``, which excludes starting processes,
 evaluations and checkpoints.
 """
@@ -14,6 +18,7 @@ evaluations and checkpoints.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -24,7 +29,11 @@ from qfleet.telemetry.formatting import finite
 from qfleet.telemetry.timers import KINDS
 
 Train: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any] | None]
-"""A function that trains with the given fields and returns ``fleet`` of the run's result."""
+"""A function that trains with the given fields and returns ``fleet`` of the run's result, with
+``is_reached``: whether an evaluation has reached the target return."""
+
+CURVE = (1, 2, 4, 8, 16, 32)
+"""Numbers of workers for which a speed-up is usually drawn."""
 
 UNMEASURED: dict[str, Any] = {
     "learning_starts": 0,
@@ -67,15 +76,26 @@ class Point(Case):
     """Mean age of the weights, in updates."""
     processor_s: float | None
     """CPU time of all processes, in seconds."""
+    return_s: float | None = None
+    """``wall_s``, if the run ended at its target return."""
 
 
-def parse_workers(text: str) -> list[int]:
-    """Parse ``1,2,4`` into sorted numbers; the first must be 1, the baseline of the speed-up."""
+def modelled(workers: int, computing: float, communicating: float, rounds: bool = False) -> float:
+    """Return the speed-up if only computing is divided; both times are those of one worker.
+
+    ``rounds``: all workers send in every round, so that messages take m times as long.
+    """
+    messages = communicating * (workers if rounds else 1)
+    return (computing + communicating) / (computing / workers + messages)
+
+
+def parse_workers(text: str, has_baseline: bool = True) -> list[int]:
+    """Parse ``1,2,4`` into sorted numbers; the baseline of the speed-up is 1 and must be first."""
     try:
         workers = sorted({int(word) for word in text.split(",")})
     except ValueError:
         raise ConfigError(f"workers '{text}' must be comma-separated numbers, e.g. 1,2,4") from None
-    if workers[0] != 1:
+    if has_baseline and workers[0] != 1:
         raise ConfigError(f"workers '{text}' must begin with 1, the baseline of the speed-up")
     return workers
 
@@ -114,16 +134,25 @@ def check_sweep(steps_per_worker: int, repeats: int) -> None:
 def sweep(
     cases: Sequence[Case], steps_per_worker: int, repeats: int, train: Train
 ) -> Iterator[Point]:
-    """Run all cases; of a case's ``repeats`` runs, yield the one with the median rate."""
+    """Run all cases; of a case's ``repeats`` runs, yield the one with the median rate.
+
+    If some reached a target return, it is the one with the median time to it.
+    """
     check_sweep(steps_per_worker, repeats)
     baselines: dict[str, float] = {}
     for case in cases:
         changes = case.fields(steps_per_worker)
         runs = sorted(
-            (_rated(train(changes), case) for _ in range(repeats)), key=lambda run: run[0]
+            (_rated(train(changes), case) for _ in range(repeats)),
+            key=lambda run: (_return_s(*run) or math.inf, run[0]),
         )
         rate, fleet = runs[(len(runs) - 1) // 2]
         yield _point(case, rate, baselines.setdefault(case.update, rate), fleet)
+
+
+def _return_s(rate: float, fleet: Mapping[str, Any]) -> float | None:
+    """Return the seconds to the target return; None if there is none, or it was not reached."""
+    return fleet["env_steps"] / rate if fleet.get("is_reached") else None
 
 
 def _rated(fleet: Mapping[str, Any] | None, case: Case) -> tuple[float, Mapping[str, Any]]:
@@ -152,12 +181,14 @@ def _point(case: Case, rate: float, baseline: float, fleet: Mapping[str, Any]) -
         waiting=waiting,
         staleness=finite(fleet["staleness"]["mean"]),
         processor_s=finite(fleet["processor_s"]),
+        return_s=_return_s(rate, fleet),
     )
 
 
 HEADER = (
     f"{'update':<11}{'straggler':>9}{'workers':>9}{'wall s':>9}{'steps/s':>10}{'speed-up':>10}"
     f"{'of ideal':>10}{'computing':>11}{'messages':>10}{'waiting':>9}{'staleness':>11}"
+    f"{'steps':>11}{'return s':>10}"
 )
 
 
@@ -166,11 +197,14 @@ def row(point: Point) -> str:
     straggler = f"{point.straggler:g}×" if point.straggler > 1 else "–"
     shares = (point.computing, point.communicating, point.waiting)
     computing, communicating, waiting = ("–" if s is None else f"{s:.0%}" for s in shares)
-    staleness = "–" if point.staleness is None else f"{point.staleness:.2f}"
+    staleness, return_s = (
+        "–" if number is None else f"{number:.2f}" for number in (point.staleness, point.return_s)
+    )
     return (
         f"{point.update:<11}{straggler:>9}{point.workers:>9}{point.wall_s:>9.2f}"
         f"{point.env_steps_per_s:>10,.0f}{point.speed_up:>10.2f}{point.efficiency:>10.0%}"
         f"{computing:>11}{communicating:>10}{waiting:>9}{staleness:>11}"
+        f"{point.env_steps:>11,}{return_s:>10}"
     )
 
 

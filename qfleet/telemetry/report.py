@@ -11,6 +11,7 @@ from rich.text import Text
 
 from qfleet.telemetry.formatting import finite, format_duration, format_rate, format_score
 from qfleet.telemetry.timers import STAGES
+from qfleet.telemetry.usage import cost_line
 
 
 def final_report(result: dict[str, Any], run_dir: Path, curve_png: Path | None) -> Text:
@@ -21,6 +22,7 @@ def final_report(result: dict[str, Any], run_dir: Path, curve_png: Path | None) 
         ("speed", _speed(result)),
         ("wall time", _with(result, "wall_s", format_duration)),
         *_time_rows(result),
+        ("cost", cost_line(result)),
         ("faults", _faults(result.get("faults"))),
         ("folder", str(run_dir)),
         ("curve", "" if curve_png is None else str(curve_png)),

@@ -22,6 +22,7 @@ EVAL_RETURN = "eval/mean_reward"
 _NOT_COMPUTED = frozenset(
     ("seed", "device", "threads", "replay_dir", "env_timeout_s", "tensorboard", "track")
     + ("log_interval", "checkpoint_freq", "keep_checkpoints")
+    + ("baseline", "price_per_cpu_hour", "price_per_gpu_hour")
 )
 """Fields in which runs of one experiment may differ: they do not change what is computed."""
 

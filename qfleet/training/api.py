@@ -22,6 +22,7 @@ from qfleet.config.words import rename
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.files import atomic_write_text, short
 from qfleet.engines.all_reduce.world import with_launched_workers
+from qfleet.engines.cluster.baseline import stored_rate
 from qfleet.engines.parameter_server import limits, resize_request
 from qfleet.envs.objects import named_fields
 from qfleet.envs.registry import check_env
@@ -55,7 +56,7 @@ FREE_ON_RESUME = {
     "steps", "device", "threads", "log_interval", "checkpoint_freq", "keep_checkpoints",
     "tensorboard", "track", "replay_dir", "max_fault_rate", "max_env_restarts", "env_timeout_s",
     "max_abs_q", "target_return", "patience", "eval_max_steps", "workers", "servers", "address",
-    "snapshot_s", "worker_timeout_s",
+    "snapshot_s", "worker_timeout_s", "baseline", "price_per_cpu_hour", "price_per_gpu_hour",
 }  # fmt: skip
 
 
@@ -321,7 +322,12 @@ def check_config(config: Config) -> Config:
     if not config.imports:
         config = config.replace(eval_env=full_id(config.eval_env))
     check_env(config)
-    return validate(config)
+    config = validate(config)
+    if config.baseline:
+        folder = _one_run(config.baseline).absolute()
+        stored_rate(folder, config)  # refused now, not at the end of the run
+        config = config.replace(baseline=str(folder))
+    return config
 
 
 def _folder(config: Config, run_dir: Path | str | None, name: str | None, overwrite: bool) -> Path:

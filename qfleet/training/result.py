@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from qfleet.engines.device import PopulationHook
 from qfleet.engines.parts import Parts
 from qfleet.telemetry.fleet import TRAFFIC
 from qfleet.telemetry.timers import Timers
+from qfleet.telemetry.usage import Usage, cost
 from qfleet.training.standings import Standings
 
 
@@ -56,6 +57,14 @@ class Result:
     resources: dict[str, dict[str, float]] = field(default_factory=dict)
     """Time of each thread and of the accelerator by stage, in shares that add up to 1 (``workers``:
     the mean of all); empty in results of older versions."""
+    processor_s: float | None = None
+    """User and system seconds of all processes; null in results of older versions, as the next."""
+    device_s: float | None = None
+    """Wall seconds times accelerators held; null without any."""
+    joules: float | None = None
+    """Energy of processors and accelerator, with other programs on them; null if not reported."""
+    cost: dict[str, float | None] | None = None
+    """``total`` of the processor- and device-hours and both prices; null without prices."""
 
 
 def peak_rss_bytes() -> int:
@@ -76,6 +85,7 @@ def make_result(
     best_return: float | None,
     standings: Standings,
     stopped_by: str,
+    usage: Usage,
 ) -> Result:
     """Return the result so far; ``rates`` are filled in after they are measured.
 
@@ -114,6 +124,8 @@ def make_result(
         peak_rss_bytes=peak_rss_bytes(),
         peak_device_bytes=peak_device_bytes(parts.device),
         agents=agents,
+        **asdict(usage),
+        cost=cost(usage, config.price_per_cpu_hour, config.price_per_gpu_hour),
         **own,
     )
 

@@ -38,6 +38,7 @@ from qfleet.storage.state_checks import check_like, reading
 from qfleet.storage.vacancy import check_regular_files, check_vacant
 from qfleet.telemetry.figures import load_early
 from qfleet.telemetry.trace import Trace, write_chrome_trace
+from qfleet.telemetry.usage import UsageMeter
 from qfleet.telemetry.writers import Writers, drop_metrics_beyond
 from qfleet.training import tournament
 from qfleet.training.callbacks import Callbacks
@@ -86,6 +87,7 @@ class Run(RunState):
             opened.callback(self.progress.stop)
             self._build(checkpoint)
             opened.callback(lambda: self.parts.close())  # the parts of that moment
+            self.meter = UsageMeter(self.parts.device)
             if checkpoint is not None:
                 self._restore(checkpoint)
             elif initial is not None:
@@ -285,6 +287,7 @@ class Run(RunState):
             best_return=self.best_return,
             standings=self.standings,
             stopped_by=self.stopped_by or "steps",
+            usage=self.usage(),
         )
 
     def _write_result(self) -> Result:

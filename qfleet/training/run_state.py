@@ -23,6 +23,7 @@ from qfleet.storage.rundir import RESERVE
 from qfleet.storage.state_checks import check_like
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.progress import Progress
+from qfleet.telemetry.usage import Usage, UsageMeter
 from qfleet.telemetry.writers import Writers
 from qfleet.training.callbacks import Callbacks, Hook, as_callbacks
 from qfleet.training.divergence import DivergenceGuard
@@ -56,6 +57,8 @@ class RunState:
     parts: Parts
     writers: Writers
     lock: RunLock
+    meter: UsageMeter
+    """Of this process and its children, from the end of the preparation on."""
 
     def __init__(
         self,
@@ -87,6 +90,8 @@ class RunState:
         """Seconds spent on evaluations and checkpoints."""
         self.earlier_wall_s = 0.0
         """Seconds of the invocations before a resume."""
+        self.earlier_usage = Usage()
+        """What these invocations used."""
         self.started_s = time.monotonic()
         self._marks = {"log": 0, "eval": 0, "checkpoint": 0, "round": 0}
 
@@ -128,6 +133,13 @@ class RunState:
     def wall_s(self) -> float:
         """Return the seconds of the run so far, earlier invocations included."""
         return self.earlier_wall_s + time.monotonic() - self.started_s
+
+    def usage(self) -> Usage:
+        """Return what all processes of the run have used, earlier invocations included."""
+        now = self.meter.read()
+        for hook in self.parts.hooks:
+            now = hook.usage(now)
+        return self.earlier_usage.plus(now)
 
     @contextlib.contextmanager
     def not_training(self, stage: str) -> Iterator[None]:
@@ -206,17 +218,21 @@ class RunState:
             "standings": self.standings.state_dict(),
             **own,
             "wall_s": self.wall_s(),
+            "usage": asdict(self.usage()),
             "timers": timers,
             "faults": self.faults.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, StateDict]) -> bool:
         """Restore; return False if the environments had to start new episodes."""
-        own, clock = state["run"], self.parts.clock
+        # Checkpoints of older versions do not say what was used.
+        own, clock = {"usage": asdict(Usage()), **state["run"]}, self.parts.clock
         # Twice: the workers of a parameter server report their env steps after their updates.
         most = 2 * own["env_steps"] * self.config.gradient_steps
-        free = ("standings", "evaluation", "timers", "faults", "wall_s")  # checked as they load
+        # These are checked as they load.
+        free = ("standings", "evaluation", "timers", "faults", "wall_s", "usage")
         check_like(own, self._own_state(), "run", most=most, free=free)
+        check_like(own["usage"], asdict(Usage()), "run/usage")
         clock.env_steps, clock.updates = own["env_steps"], own["updates"]
         restored = self.parts.load_state_dict(state)
         self.standings.load_state_dict(own["standings"])
@@ -224,6 +240,7 @@ class RunState:
             hook.load_state_dict(self, own)
         self._marks = dict(own["marks"])
         self.earlier_wall_s = float(own["wall_s"])
+        self.earlier_usage = Usage(**own["usage"])
         for timers, spent in zip(self.parts.threads, own["timers"].values(), strict=False):
             timers.load_state_dict(spent)
         self.faults.load_state_dict(own["faults"])

@@ -7,14 +7,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from qfleet.cli import lab, lab_mapreduce
 from qfleet.core.errors import ClusterError, ConfigError
 from qfleet.engines.cluster.ray_cluster import Cluster, open_cluster
-from qfleet.telemetry.timers import KINDS
+from qfleet.lab.mapreduce import Problem
+from qfleet.lab.mapreduce_ray import Descent, Span
+from qfleet.telemetry.timers import COMPUTING, KINDS
 from support.clusters import needs_ray
 from support.messages import holds, says
 from support.waiting import CLUSTER_S, deadline
@@ -27,10 +32,13 @@ def cluster() -> Iterator[Cluster]:
 
 
 def join(cluster: Cluster, token: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Join from a shell that has the token, but not RAY_AUTH_MODE: Ray 2.60 does not need it."""
     command = ["lab", "mapreduce", "--address", cluster.address, *words]
+    environment = {**os.environ, "RAY_AUTH_TOKEN": token}
+    del environment["RAY_AUTH_MODE"]
     return subprocess.run(
         [sys.executable, "-m", "qfleet.cli.main", *command],
-        env={**os.environ, "RAY_AUTH_TOKEN": token},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=deadline(CLUSTER_S),
@@ -65,6 +73,25 @@ def test_the_report_adds_up(cluster: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_ray
+def test_several_numbers_of_workers_make_a_curve(cluster: Cluster, tmp_path: Path) -> None:
+    words = ["--workers", "1,2", "--samples", "300", "--features", "5", "--steps", "5"]
+    words += ["--json", "--out", str(tmp_path)]
+    done = join(cluster, os.environ["RAY_AUTH_TOKEN"], *words)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    curve = {point["workers"]: point for point in report["curve"]}
+    assert list(curve) == [1, 2, 4, 8, 16, 32]
+    assert (curve[1]["speed_up"], curve[1]["model"]) == (1.0, pytest.approx(1.0))
+    assert curve[2]["speed_up"] == report["speed_up"] == report["wall_s_of_one"] / report["wall_s"]
+    assert curve[32]["wall_s"] is curve[32]["speed_up"] is None
+    assert 0 < curve[32]["model"] < 32
+    assert (tmp_path / "speedup.png").exists()
+    said = "\n".join(lab_mapreduce._lines(report))
+    assert " 32 workers   not measured  model" in said
+
+
+@pytest.mark.slow
+@needs_ray
 def test_a_wrong_token_is_refused(cluster: Cluster) -> None:
     refused = join(cluster, "wrong")
     assert refused.returncode == ClusterError.exit_code
@@ -83,10 +110,46 @@ def test_more_workers_than_processors_are_refused(cluster: Cluster) -> None:
     assert crowded.stderr.count("\n") == 1
 
 
+def descent_of(workers: int) -> Descent:
+    """A descent of one round, without a cluster: as long as it has workers."""
+    spans = [[Span(COMPUTING, 0.0, workers / 2)]] * workers
+    return Descent(workers, "sync", True, [np.zeros(50)] * 2, [0.0, float(workers)], spans)
+
+
+@pytest.mark.parametrize("fails_at", [4, 2])
+def test_numbers_of_workers_that_do_not_start_are_left_out(
+    fails_at: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def descend(_cluster: None, _problem: Problem, workers: int, **_: Any) -> Descent:
+        if workers >= fails_at:
+            raise ClusterError("worker 3 did not answer within 120 s")
+        return descent_of(workers)
+
+    monkeypatch.setattr(lab_mapreduce, "open_cluster", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(lab_mapreduce, "descend_on", descend)
+    words = ["mapreduce", "--workers", "1,2,4,8", "--samples", "100", "--out", str(tmp_path)]
+    if fails_at == 2:  # nothing to compare with
+        with pytest.raises(ClusterError, match=says("worker 3")):
+            lab.run(words)
+        return
+    lab.run(words)
+    said = capsys.readouterr().out
+    assert holds(said, "left out", "from 4 workers on", "worker 3 did not answer")
+    assert "  4 workers   not measured  model" in said
+    # The model: half of the time of one worker is computing, the rest is messages.
+    assert "  2 workers   0.50          model 0.80" in said
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         ("--workers 0", "workers 0"),
+        ("--workers four", "workers four"),
+        ("--workers 2,4", "workers 2,4 1"),
+        ("--workers 1,2,5 --samples 4 --features 2", "workers 5 samples 4"),
         ("--workers 5 --samples 4 --features 2", "workers 5 samples 4"),
         ("--straggler slow", "straggler slow"),
         ("--tolerance 0", "tolerance 0"),

@@ -14,7 +14,8 @@ from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
 from qfleet.core.errors import ClusterError, ConfigError, UnknownNameError
-from support.messages import says
+from qfleet.memory import sizing
+from support.messages import holds, says
 
 
 class Training:
@@ -39,13 +40,14 @@ class Training:
         return SimpleNamespace(
             interrupted_by=2 if len(self.calls) == self._fails_at else None,
             result=SimpleNamespace(
+                stopped_by="steps" if config.target_return is None else "target_return",
                 fleet={
                     "env_steps_per_s": rate,
                     "env_steps": config.steps,
                     "shares": dict.fromkeys(("computing", "communicating", "waiting"), 0.25),
                     "staleness": {"mean": None},
                     "processor_s": 1.0,
-                }
+                },
             ),
         )
 
@@ -83,6 +85,29 @@ def test_the_report_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "eval_freq": 0,
     }
     assert {name: call[name] for name in expected} == expected
+
+
+def test_with_a_target_return_all_runs_have_the_same_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training()
+    words = ["--workers", "1,4", "--target-return", "100", "--steps-per-worker", "1000"]
+    lab_speedup.run([*words, "--json", "--out", str(tmp_path)], training)
+    asked = [(c["steps"], c["eval_freq"], c["target_return"]) for c in training.calls]
+    assert asked == [(4000, 200, 100.0)] * 2
+    report = json.loads(capsys.readouterr().out)
+    assert [point["return_s"] for point in report["points"]] == [40.0, 10.0]
+
+
+def test_workers_without_room_are_left_out_with_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 5 * lab_speedup.LEAST_BYTES_WITH_TORCH  # four workers and a server
+    monkeypatch.setattr(sizing, "available_bytes", lambda: room)
+    training = Training()
+    lab_speedup.run(["--workers", "1,4,8,16", "--out", str(tmp_path)], training)
+    assert [call["workers"] for call in training.calls] == [1, 4]
+    assert holds(capsys.readouterr().out.splitlines()[0], "8, 16", "memory", "4")
 
 
 def test_each_update_is_told_what_is_for_it(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_sample_of_lines_ends_in_success_or_one_line(
     template: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     lines = [line for line in tool.draw_lines(60, seed=3) if is_quick(line)][:SAMPLE]
     assert len(lines) == SAMPLE
@@ -65,7 +65,7 @@ def test_a_sample_of_lines_ends_in_success_or_one_line(
             code = main(line)
         except SystemExit as exit_:
             code = int(exit_.code or 0)
-        out, err = capsys.readouterr()
+        out, err = capfd.readouterr()
         assert tool.why_bad(code, out, err) is None, (line, err)
 
 

@@ -15,6 +15,7 @@ from qfleet.lab.speedup import (
     Case,
     Point,
     make_cases,
+    modelled,
     parse_updates,
     parse_workers,
     row,
@@ -116,6 +117,24 @@ def test_the_median_run_stands_for_all() -> None:
     assert even.env_steps_per_s == 2.0
 
 
+@pytest.mark.parametrize(
+    ("steps", "reported"),
+    [([3000, 1000, 2000], 20.0), ([None, 1000, 2000], 20.0), ([None] * 3, None)],
+)
+def test_the_median_time_to_a_return_stands_for_all(
+    steps: list[int | None], reported: float | None
+) -> None:
+    """The rates of all runs are equal; None: a run that does not reach the return."""
+    left = iter(steps)
+
+    def train(_: dict[str, Any]) -> dict[str, Any]:
+        needed = next(left)
+        return {**fleet(100.0, needed or 9000), "is_reached": needed is not None}
+
+    (point,) = sweep([Case("sync", 1.0, 1)], 10, 3, train)
+    assert point.return_s == reported
+
+
 def test_points_come_as_they_are_measured() -> None:
     train = Trainer(sync_1=1, sync_2=2)
     points = sweep(make_cases(["sync"], [1, 2], 1.0), 10, 1, train)
@@ -156,11 +175,12 @@ def test_the_rows_of_the_table() -> None:
     found = points()
     assert [len(row(point)) for point in found] == [len(HEADER)] * 6
     assert row(found[1]).split() == [
-        *("sync", "–", "4", "13.33", "300", "3.00", "75%", "50%", "25%", "12%", "1.50")
+        *("sync", "–", "4", "13.33", "300", "3.00", "75%", "50%", "25%", "12%", "1.50"),
+        *("4,000", "–"),
     ]
     assert row(found[2]).split()[1] == "4×"
     (unknown,) = sweep([Case("sync", 1.0, 1)], 10, 1, lambda _: fleet(5.0, 10, staleness=None))
-    assert row(unknown).split()[-1] == "–"
+    assert row(unknown).split()[-3] == "–"
 
 
 def test_the_file_holds_every_figure(tmp_path: Path) -> None:
@@ -185,19 +205,52 @@ def test_all_curves_are_in_one_figure_beside_the_ideal(tmp_path: Path, drawn: li
         str(line.get_label()): (line.get_xdata().tolist(), line.get_ydata().tolist())
         for line in speed_up.lines
     }
+    counts = [1, 2, 4, 8, 16, 32]
+    # One worker spends a quarter of its time on messages.
+    model = [1 / (0.75 / count + 0.25) for count in counts]
     assert lines == {
-        "ideal": ([1, 4], [1, 4]),
+        "ideal": (counts, counts),
+        "sync, model": (counts, pytest.approx(model)),
+        "async, model": (counts, pytest.approx(model)),
         "sync": ([1, 4], [1.0, 3.0]),
         "async": ([1, 4], [1.0, 4.0]),
     }
     ideal, *curves = efficiency.lines
-    assert ideal.get_ydata().tolist() == [100.0, 100.0]
+    assert ideal.get_ydata().tolist() == [100.0] * 6
     assert [line.get_ydata().tolist() for line in curves] == [[100, 75], [100, 100]]
     assert len({line.get_color() for line in curves}) == 2
     legend = [text.get_text() for text in efficiency.get_legend().get_texts()]
     assert legend == list(lines)
-    assert [tick.get_text() for tick in speed_up.get_xticklabels()] == ["1", "4"]
+    assert [tick.get_text() for tick in speed_up.get_xticklabels()] == list(map(str, counts))
     assert speed_up.get_title(loc="left") == "a title"
+
+
+def test_the_time_to_a_return_is_a_panel_of_its_own(tmp_path: Path, drawn: list[Axes]) -> None:
+    def train(told: dict[str, Any]) -> dict[str, Any]:
+        found = fleet(100.0 * told["workers"], 2000)
+        return {**found, "is_reached": told["update"] == "async"}
+
+    found = list(sweep(make_cases(["sync", "async"], [1, 4], 1.0), 1000, 1, train))
+    assert [point.return_s for point in found] == [None, None, 20.0, 5.0]
+    assert row(found[3]).split()[-2:] == ["2,000", "5.00"]
+    draw_speedup(found, "a title", tmp_path / "speedup.png")
+    _, times, _ = drawn
+    (curve,) = times.lines
+    assert (curve.get_xdata().tolist(), curve.get_ydata().tolist()) == ([1, 4], [20.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    ("workers", "rounds", "expected"),
+    [(1, False, 1.0), (4, False, 10 / (2 + 2)), (4, True, 10 / (2 + 8)), (32, True, 10 / 64.25)],
+)
+def test_the_model_divides_computing_and_not_messages(
+    workers: int, rounds: bool, expected: float
+) -> None:
+    assert modelled(workers, 8.0, 2.0, rounds) == pytest.approx(expected)
+
+
+def test_without_messages_the_model_is_the_ideal() -> None:
+    assert modelled(32, 8.0, 0.0) == modelled(32, 8.0, 0.0, rounds=True) == 32.0
 
 
 def test_a_straggler_is_a_second_bar_of_each_update_rule(tmp_path: Path, drawn: list[Axes]) -> None:

@@ -75,7 +75,7 @@ def final_state(folder: Path) -> dict[str, Any]:
 
 
 def _is_time(name: str) -> bool:
-    return name == "state.run.wall_s" or name.startswith("state.run.timers.")
+    return name.startswith(("state.run.wall_s", "state.run.timers.", "state.run.usage."))
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

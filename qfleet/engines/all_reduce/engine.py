@@ -28,6 +28,7 @@ from qfleet.engines.all_reduce.world import World, launched_world
 from qfleet.engines.factories import check_replay_fits
 from qfleet.engines.parts import EngineHook, Parts, Setup
 from qfleet.telemetry.fleet import TRAFFIC
+from qfleet.telemetry.usage import Usage
 
 REPORT_S = 5.0
 """Seconds between two reports of the other ranks."""
@@ -117,6 +118,18 @@ class RanksHook(EngineHook):
         }
         traffic = dict(zip(TRAFFIC, (sent, sent, messages), strict=True))
         return {"communication": traffic, "fleet": fleet}
+
+    def usage(self, here: Usage) -> Usage:
+        """Add the ranks that a launcher has started; others are children of this process."""
+        others = list(self._reports.values())
+        ranks = [self._parts.report(), *others]
+        used_s, joules = here.processor_s, here.joules
+        if launched_world() is not None:
+            used_s += sum(rank["processor_s"] for rank in others)
+        gpus = {(rank["host"], rank["device"]) for rank in ranks if rank["device"]}
+        if len(gpus) > 1 or len({rank["host"] for rank in ranks}) > 1:
+            joules = None  # only a part of it is measured here
+        return Usage(used_s, here.device_s and here.device_s * len(gpus), joules)
 
 
 def _dismiss(group: Group) -> None:

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -42,6 +43,7 @@ from qfleet.envs.latency import latency_of
 from qfleet.memory.columns import check_transitions
 from qfleet.storage.state_checks import check_like
 from qfleet.telemetry.timers import Timers
+from qfleet.telemetry.usage import device_id
 
 IN_STEP = "in-step"
 """Where rank 0 waits for a rank that takes over its state."""
@@ -167,6 +169,8 @@ class RankParts(LoopParts):
     updater: AllReduceUpdater = field(init=False)
     first_update: int = 0
     """Updates before this run."""
+    began_processor_s: float = field(default_factory=time.process_time)
+    """Processor time of this process before this run."""
     _others: list[StateDict] = field(default_factory=list)
     """What the other ranks continue from, in a run that is resumed."""
     _rings: list[StateDict] = field(default_factory=list)
@@ -249,6 +253,8 @@ class RankParts(LoopParts):
             "pid": os.getpid(),
             "seconds": Timers.merged(self.timers).seconds,
             "exchange_s": self.group.exchange_s,
+            "processor_s": time.process_time() - self.began_processor_s,
+            "device": device_id(self.device),
         }
 
     def close(self) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from qfleet.config.config import Config
+from qfleet.config.config import OPTIONS, Config
+from qfleet.config.files import read_fields
+from qfleet.core.errors import ConfigError
+from qfleet.core.files import read_text
 from qfleet.engines import serial
 from qfleet.engines.parts import Setup
 from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.formatting import finite
 
 SHARE = 0.05
 """Share of a run's time for which its baseline is measured."""
@@ -19,6 +25,18 @@ MOST_ROWS = 20_000
 """Transitions of the baseline's replay memory, which only has to be sampled from."""
 MOST_START = 1000
 """Env steps before the baseline's first update."""
+
+COMPARED = {
+    name
+    for name, option in OPTIONS.items()
+    if option.group in ("environment", "algorithm", "replay")
+} - {
+    "buffer_size", "replay_dir", "replay_device", "init_from", "max_env_restarts", "env_timeout_s",
+} | {
+    "batch_size", "train_freq", "gradient_steps", "optimizer", "precision", "step_latency_s",
+}  # fmt: skip
+"""Fields in which a run and its baseline must agree: those that determine the work of an env step,
+but not its number or its result."""
 
 
 def measured_for_s(run_s: float) -> float:
@@ -60,3 +78,37 @@ def serial_rate(config: Config, measure_s: float, give_up: Callable[[], bool]) -
     if first is None or clock.env_steps == first[1] or give_up():
         return None
     return (clock.env_steps - first[1]) / (ended_s - first[0])
+
+
+def stored_rate(folder: Path, config: Config) -> float:
+    """Return the env steps per second of the run in ``folder``, which is a baseline for ``config``.
+
+    Raise ConfigError if it has no result, several processes, or other settings.
+    """
+    stored = Config(**read_fields(folder / "config.json"))
+    try:
+        result = json.loads(read_text(folder / "result.json"))
+        fleet = result["fleet"] or {}
+        # As in the run that is compared: without starting processes, evaluations and checkpoints.
+        rate = finite(fleet.get("env_steps_per_s") or result["env_steps_per_s"])
+        processes = len(fleet.get("workers") or fleet.get("ranks") or [None])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        rate, processes = None, 1
+    if not rate or rate < 0:
+        raise ConfigError(f"baseline '{folder}' has no rate in its result.json; finish that run")
+    if processes > 1:
+        raise ConfigError(
+            f"baseline '{folder}' has {processes} workers; name a run of one process or worker"
+        )
+    names = COMPARED if config.envs else COMPARED - {"envs"}  # 0: chosen at the start
+    differing = [
+        f"{name} is {getattr(stored, name)!r} there and {getattr(config, name)!r} here"
+        for name in sorted(names)
+        if getattr(stored, name) != getattr(config, name)
+    ]
+    if differing:
+        raise ConfigError(
+            f"baseline '{folder}' has other settings: {'; '.join(differing)}; make them equal, "
+            "or leave --baseline out to have one process measured"
+        )
+    return rate

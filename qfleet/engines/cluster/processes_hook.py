@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from qfleet.config.config import Config
 from qfleet.core.errors import one_line
-from qfleet.engines.cluster.baseline import measured_for_s, serial_rate
+from qfleet.engines.cluster.baseline import measured_for_s, serial_rate, stored_rate
 from qfleet.engines.parts import EngineHook
 from qfleet.telemetry.fleet import Processes
 from qfleet.telemetry.fleet_plots import draw_fleet
 from qfleet.telemetry.fleet_table import fleet_lines
 from qfleet.telemetry.formatting import format_rate
 from qfleet.telemetry.trace import Trace, merge_lanes
+from qfleet.telemetry.usage import Usage
 
 CLEARLY = 1.2
 """Ratio of rates from which a run is advised not to use workers: a short measurement varies."""
@@ -59,23 +60,27 @@ class ProcessesHook(EngineHook):
     processes: CountedProcesses
     config: Config
     baseline: float | None = None
-    """Env steps per second of one process with the same settings; None: not measured."""
+    """Env steps per second of one process with the same settings; None: not known."""
 
     def on_finish(self, run_s: float, give_up: Callable[[], bool]) -> Sequence[str]:
-        """Measure the baseline; say so if it is clearly faster than all workers together."""
+        """Find the baseline; say so if it is clearly faster than all workers together."""
         rate, measure_s = self.processes.env_steps_per_s(), measured_for_s(run_s)
-        if rate is None or measure_s == 0:
+        named = self.config.baseline
+        if rate is None or not (named or measure_s):
             return ()
         try:
-            self.baseline = serial_rate(self.config, measure_s, give_up)
+            if named:
+                self.baseline = stored_rate(Path(named), self.config)
+            else:
+                self.baseline = serial_rate(self.config, measure_s, give_up)
         except Exception as error:  # of any part; the run itself has its results
-            return (f"one process could not be measured for comparison: {one_line(error)}",)
+            return (f"there is no rate of one process for comparison: {one_line(error)}",)
         if self.baseline is None or self.baseline <= CLEARLY * rate:
             return ()
         alone, together = (format_rate(number) for number in (self.baseline, rate))
         return (
-            f"this run would be faster without workers: one process makes {alone} env steps/s "
-            f"here, all workers made {together}; use --engine serial",
+            f"this run would be faster without workers: one process makes {alone} env "
+            f"steps/s, all workers made {together}; use --engine serial",
         )
 
     def result(self) -> Mapping[str, Any]:
@@ -92,6 +97,14 @@ class ProcessesHook(EngineHook):
             }
             fleet = account.as_dict() | own | self.processes.counts()
         return {"fleet": fleet, "communication": self.processes.communication()}
+
+    def usage(self, here: Usage) -> Usage:
+        """Return the reports of all processes, without Ray's own, in place of the children."""
+        account = self.processes.account()
+        used_s = here.processor_s if account is None else account.processor_s
+        # Of a joined cluster, the energy of this machine is a part that says little.
+        joules = None if self.config.address else here.joules
+        return replace(here, processor_s=used_s, joules=joules)
 
     def on_end(self, folder: Path, trace: Trace | None) -> Sequence[str]:
         if trace is not None:

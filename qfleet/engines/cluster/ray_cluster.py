@@ -73,6 +73,7 @@ _QUIET = {
 }
 # Ray's default is 20, a second each: a token that is wrong now is not accepted later.
 _JOINING = {"RAY_NUM_REDIS_GET_RETRIES": "2"}
+_AUTH_MODE = "RAY_AUTH_MODE"
 # Ray replaces a loopback address by one that other hosts can reach, unless clusters are disabled.
 _HERE_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
@@ -297,7 +298,7 @@ def _start(
 ) -> Iterator[Cluster]:
     # Always set: otherwise the value of an earlier cluster of this process would stay in force.
     system = {"max_direct_call_object_size": inline_bytes}
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
+    token = {_AUTH_MODE: "token", "RAY_AUTH_TOKEN": _TOKEN}
     with locked_folder() as folder, _environment(_QUIET | _HERE_ONLY | token):
         import ray
 
@@ -396,7 +397,7 @@ def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
         host = _probe(address)
         if _is_loopback(host):
             settings |= _HERE_ONLY
-    with _environment(settings):
+    with _restored(_AUTH_MODE), _environment(settings):
         import ray
 
         _check_unused(ray)
@@ -404,7 +405,7 @@ def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
         try:
             with sigterm_unwinds(theirs):
                 with _silence():
-                    cluster = _connect(ray, timeout_s, folder=None, address=address)
+                    cluster = _connect_with_token(ray, timeout_s, address)
                 if (there := cluster.processors()) < workers:  # some would never be placed
                     raise ClusterError(
                         f"cluster {cluster.address} has {there} processors, too few for {workers} "
@@ -416,6 +417,25 @@ def _join(workers: int, address: str, timeout_s: float) -> Iterator[Cluster]:
         finally:
             with signals_ignored():
                 _leave(ray, cluster, _is_lost(cluster))
+
+
+def _connect_with_token(ray: Any, timeout_s: float, address: str) -> Cluster:
+    """Join a cluster, with the user's token if it is refused without one.
+
+    Since Ray 2.60, ``ray start`` requires a token wherever it finds one, but joining an address
+    sends it only if RAY_AUTH_MODE says so. Not always with it: a process that requires a token
+    cannot be called back by a cluster without one.
+    """
+    try:
+        return _connect(ray, timeout_s, folder=None, address=address)
+    except ClusterError:
+        # Ray's own way to look for a token: in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH and ~/.ray.
+        token = ray._raylet.AuthenticationTokenLoader.instance()
+        if os.environ.get(_AUTH_MODE) is not None or not token.has_token(ignore_auth_mode=True):
+            raise
+        os.environ[_AUTH_MODE] = "token"
+        ray._raylet.Config.initialize("")  # reads the environment again
+        return _connect(ray, timeout_s, folder=None, address=address)
 
 
 def _is_lost(cluster: Cluster | None) -> bool:
@@ -490,12 +510,19 @@ def _is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
+    with _restored(*settings):
+        os.environ.update(settings)
+        yield
+
+
+@contextlib.contextmanager
+def _restored(*names: str) -> Iterator[None]:
+    """Restore these variables of the environment at the end."""
+    before = {name: os.environ.get(name) for name in names}
     try:
         yield
     finally:
-        for name in settings:
+        for name in names:
             os.environ.pop(name, None)
         os.environ.update({name: value for name, value in before.items() if value is not None})
 

@@ -31,6 +31,7 @@ from qfleet.engines.parts import Setup
 from qfleet.envs.latency import latency_of
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.trace import SpanRecord, Trace
+from qfleet.telemetry.usage import processor_s
 
 LANE = "learner"
 
@@ -132,7 +133,7 @@ class Worker:
         fetches = fetches_before_gradients(config) or config.overlap
         if isinstance(self._updater, RemoteGradients) and fetches:
             self._updater.own_clock = self._parts.clock
-        self._processor_s = time.process_time()
+        self._processor_s = processor_s()
         self._inside_s = 0.0
         """Time of messages and waits that the timers also count as learning."""
         self._began_s: float | None = None
@@ -224,7 +225,7 @@ class Worker:
             exploration_rate=parts.collector.exploration_rate(),
             wall_s=self._clock() - (self._began_s or 0.0),
             seconds=seconds,
-            processor_s=time.process_time() - self._processor_s,
+            processor_s=processor_s() - self._processor_s,
             traffic={
                 **vars(traffic),
                 "outcomes": +traffic.outcomes,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qfleet.core.errors import ConfigError
+import qfleet
+from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.engines.cluster import processes_hook
-from qfleet.engines.cluster.baseline import measured_for_s, serial_rate
+from qfleet.engines.cluster.baseline import measured_for_s, serial_rate, stored_rate
 from qfleet.engines.cluster.processes_hook import ProcessesHook
 from qfleet.telemetry.fleet import FleetAccount, WorkerAccount
-from support.configs import tiny_config
+from qfleet.telemetry.usage import Usage
+from support.configs import tiny_config, tiny_fields
+from support.messages import says
 
 
 class TwoWorkers:
@@ -80,6 +85,81 @@ def test_a_baseline_that_fails_does_not_spoil_the_run(
     (line,) = hook.on_finish(100.0, lambda: False)
     assert "no room here" in line
     assert hook.result()["fleet"]["speed_up"] is None
+
+
+def finished_run(folder: Path, result: dict[str, Any], **fields: Any) -> Path:
+    """Write what a baseline is read from."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(tiny_config(engine="serial", **fields).to_json())
+    (folder / "result.json").write_text(json.dumps({"fleet": None, **result}))
+    return folder
+
+
+TOGETHER = tiny_config(engine="parameter-server", workers=4, steps=9999, learning_starts=77)
+
+
+def test_a_named_run_is_the_baseline_and_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes_hook, "serial_rate", lambda *_: 1 / 0)
+    folder = finished_run(tmp_path / "alone", {"env_steps_per_s": 50.0})
+    hook = ProcessesHook(TwoWorkers(), TOGETHER.replace(baseline=str(folder)))
+    assert hook.on_finish(5.0, lambda: False) == ()
+    fleet = hook.result()["fleet"]
+    assert (fleet["baseline_env_steps_per_s"], fleet["speed_up"]) == (50.0, 2.0)
+
+
+def test_a_named_run_that_is_gone_does_not_spoil_the_run(tmp_path: Path) -> None:
+    hook = ProcessesHook(TwoWorkers(), TOGETHER.replace(baseline=str(tmp_path / "gone")))
+    (line,) = hook.on_finish(5.0, lambda: False)
+    assert "gone" in line
+    assert hook.result()["fleet"]["speed_up"] is None
+
+
+def test_the_rate_of_a_single_worker_is_that_of_its_steps(tmp_path: Path) -> None:
+    fleet = {"env_steps_per_s": 70.0, "workers": [{"number": 0}]}
+    folder = finished_run(tmp_path, {"env_steps_per_s": 50.0, "fleet": fleet})
+    assert stored_rate(folder, TOGETHER) == 70.0
+
+
+@pytest.mark.parametrize(
+    ("result", "fields", "named"),
+    [
+        ({"env_steps_per_s": 50.0}, {"batch_size": 99}, "batch_size 99 16"),
+        ({"env_steps_per_s": 50.0}, {"step_latency_s": 0.5}, "step_latency_s 0.5 0.0"),
+        ({"env_steps_per_s": 50.0}, {"env": "Acrobot-v1"}, "env Acrobot-v1 CartPole-v1"),
+        ({"env_steps_per_s": 50.0}, {"algo": "double-dqn"}, "algo double-dqn dqn"),
+        ({"env_steps_per_s": None}, {}, "no rate result.json"),
+        ({"env_steps_per_s": 5.0, "fleet": {"workers": [1, 2]}}, {}, "2 workers one process"),
+        ({"env_steps_per_s": 5.0, "fleet": 3}, {}, "no rate"),
+    ],
+)
+def test_a_run_that_is_no_baseline_is_refused(
+    result: dict[str, Any], fields: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    folder = finished_run(tmp_path, result, **fields)
+    with pytest.raises(ConfigError, match=says(*named.split())):
+        stored_rate(folder, TOGETHER)
+    # Negative control: an equal run is accepted.
+    assert stored_rate(finished_run(tmp_path, {"env_steps_per_s": 50.0}), TOGETHER) == 50.0
+
+
+def test_a_baseline_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    folder = finished_run(tmp_path / "alone", {"env_steps_per_s": 50.0}, batch_size=99)
+    fields = tiny_fields(engine="parameter-server", workers=2, steps=200)
+    with pytest.raises(ConfigError, match=says("batch_size", "99")):
+        qfleet.train("CartPole-v1", **fields, baseline=str(folder), run_dir=tmp_path / "run")
+    with pytest.raises(UnknownNameError, match=says("nobody")):
+        qfleet.train("CartPole-v1", **fields, baseline="nobody", run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_members_are_counted_by_their_reports_and_not_as_children(hook: ProcessesHook) -> None:
+    here = Usage(processor_s=99.0, joules=5.0)
+    assert hook.usage(here) == Usage(processor_s=1.0, joules=5.0)
+    # Of a joined cluster, most of the energy is used elsewhere.
+    hook.config = hook.config.replace(address="10.0.0.1:6379")
+    assert hook.usage(here) == Usage(processor_s=1.0)
 
 
 def test_the_baseline_takes_a_small_part_of_the_run() -> None:

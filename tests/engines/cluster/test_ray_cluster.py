@@ -146,6 +146,35 @@ def test_sigterm_while_ray_connects_ends_with_the_usual_code(tmp_path: Path) -> 
     assert left.value.code == 143
 
 
+@pytest.mark.parametrize(
+    ("mode", "has_token", "tries"),
+    [(None, True, 2), (None, False, 1), ("disabled", True, 1), ("token", True, 1)],
+)
+def test_a_refused_process_uses_its_token_unless_a_mode_is_set(
+    mode: str | None, has_token: bool, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    modes: list[str | None] = []
+
+    def init(**_: object) -> None:
+        modes.append(os.environ.get("RAY_AUTH_MODE"))
+        raise ConnectionError("Failed to connect")
+
+    token = SimpleNamespace(has_token=lambda **_: has_token)
+    raylet = SimpleNamespace(
+        AuthenticationTokenLoader=SimpleNamespace(instance=lambda: token),
+        Config=SimpleNamespace(initialize=lambda _: None),
+    )
+    ray = SimpleNamespace(init=init, _raylet=raylet)
+    refused = pytest.raises(ClusterError, match=says("127.0.0.1:1", "RAY_AUTH_TOKEN"))
+    with refused, clusters._restored("RAY_AUTH_MODE"):
+        clusters._connect_with_token(ray, 1.0, "127.0.0.1:1")
+    assert modes == [mode, "token"][:tries]
+    assert os.environ.get("RAY_AUTH_MODE") == mode
+
+
 def test_a_node_that_does_not_start_in_time_is_one_line(tmp_path: Path) -> None:
     def init(**_: object) -> None:
         raise Exception("The current node timed out during startup.")  # as Ray's node.py does
