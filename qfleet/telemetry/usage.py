@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 HOUR_S = 3600.0
+KEEP_UP_S = 60.0
+"""Seconds between two readings of the counters of energy."""
 POWERCAP = Path("/sys/class/powercap")
 PROC = Path("/proc")
 
@@ -104,29 +106,34 @@ def _with_ended_s(pid: int) -> float:
 
 
 class UsageMeter:
-    """Adds up what is used from its creation on; ``read`` it at least every few minutes.
-
-    RAPL's counters begin again at 0 after some 2¹⁸ J.
-    """
+    """Adds up what is used from its creation on; call ``keep_up`` at least every few minutes."""
 
     def __init__(self, device: torch.device) -> None:
         self._devices = 0 if device.type == "cpu" else 1
         self._gpu = _gpu_energy_handle(device)
         self._began_s, self._processor_s = time.monotonic(), processor_s()
-        self._before = self._counters()
+        self._before, self._read_s = self._counters(), self._began_s
         self._joules = 0.0
 
-    def read(self) -> Usage:
+    def keep_up(self) -> None:
+        """Read the counters of energy now and then: RAPL's begin again at 0 after some 2¹⁸ J."""
+        if time.monotonic() - self._read_s > KEEP_UP_S:
+            self._count_joules()
+
+    def _count_joules(self) -> None:
         now = self._counters()
         for name, (joules, turn) in now.items():
             since = joules - self._before.get(name, (joules, turn))[0]
             self._joules += since + turn if since < 0 else since
-        self._before = now
+        self._before, self._read_s = now, time.monotonic()
+
+    def read(self) -> Usage:
+        self._count_joules()
         held_s = time.monotonic() - self._began_s
         return Usage(
             processor_s() - self._processor_s,
             held_s * self._devices if self._devices else None,
-            self._joules if now else None,
+            self._joules if self._before else None,
         )
 
     def _counters(self) -> dict[str, tuple[float, float]]:

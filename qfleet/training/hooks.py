@@ -59,7 +59,7 @@ class Log(Hook):
         parts, standings, clock = run.parts, run.standings, run.parts.clock
         run.keep_folder()
         run.take_episodes()
-        run.meter.read()  # often enough for counters of energy that begin again at 0
+        run.meter.keep_up()
         now_s, wall_s = time.monotonic(), run.wall_s()
         then_s, steps_then = self._logged
         self._logged = (now_s, clock.env_steps)

@@ -84,6 +84,20 @@ def test_a_counter_of_energy_that_begins_again_is_followed(powercap: Path) -> No
     assert used.joules == pytest.approx(80 + 30 + 75)
 
 
+def test_keeping_up_follows_a_counter_that_begins_again_twice(
+    powercap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage, "KEEP_UP_S", 0.0)
+    meter = UsageMeter(CPU)
+    for joules in (90, 20, 95, 5):
+        (powercap / "intel-rapl:0" / "energy_uj").write_text(f"{joules * 10**6}\n")
+        meter.keep_up()
+    monkeypatch.setattr(usage, "KEEP_UP_S", 60.0)
+    (powercap / "intel-rapl:0" / "energy_uj").write_text(f"{6 * 10**6}\n")
+    meter.keep_up()  # too soon: read only with the next two lines
+    assert meter.read().joules == pytest.approx(80 + 30 + 75 + 10 + 1)
+
+
 def test_without_counters_energy_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
