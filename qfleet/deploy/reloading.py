@@ -137,12 +137,13 @@ class Watcher:
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """Return numbers that change when a file, or the policy of a run, is replaced; () if gone."""
-    try:
-        if path.is_dir():
-            best = path / "best" / "manifest.json"
-            path = best if best.exists() else path / "checkpoints"
-        status = path.stat()
-    except OSError:
-        return ()
-    return status.st_ino, status.st_mtime_ns, status.st_size
+    """Return numbers that change when a file, or the policy of a folder, is replaced; () if gone."""
+    # Of a run, or of a folder that `qfleet pull` or `policy.save` wrote.
+    inside = ("best/manifest.json", "checkpoints", "manifest.json") if path.is_dir() else ("",)
+    for name in inside:
+        try:
+            status = (path / name).stat()
+        except OSError:
+            continue
+        return status.st_ino, status.st_mtime_ns, status.st_size
+    return ()
