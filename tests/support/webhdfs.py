@@ -23,7 +23,8 @@ EXCEPTIONS = {
 
 
 class NameNode(ThreadingHTTPServer):
-    """``files``: path → contents; ``fails``: statuses with which the next requests are answered."""
+    """``files``: path → contents; ``fails``: statuses with which the next requests are answered;
+    ``is_down``: all are answered with 500."""
 
     daemon_threads = True
 
@@ -32,6 +33,7 @@ class NameNode(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.folders: set[str] = {"/"}
         self.fails: list[int] = []
+        self.is_down = False
 
     @property
     def url(self) -> str:
@@ -68,10 +70,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.path_asked = unquote(parts.path).removeprefix(PREFIX).rstrip("/") or "/"
         self.query = {name: values[0] for name, values in parse_qs(parts.query).items()}
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.server.fails:
+        if self.server.is_down:
+            self._refuse(500)
+        elif self.server.fails:
             self._refuse(self.server.fails.pop(0))
-            return
-        getattr(self, "op_" + self.query["op"].lower())(self.path_asked)
+        else:
+            getattr(self, "op_" + self.query["op"].lower())(self.path_asked)
 
     def _send(self, body: Any = None, status: int = 200, **headers: str) -> None:
         data = (
