@@ -143,8 +143,9 @@ def finish(trained: Trained | TrainedSeeds, options: RunArguments) -> int:
             print(f"  advice     {advice}")
         cut = trained.result.stopped_by in ("SIGINT", "SIGTERM", "max_wall")
         if cut or trained.result.env_steps < trained.config.steps:
+            where = public_url(trained.url) if trained.url else short(trained.folder)
             trust = " --trust" if needs_trust(trained.config) else ""
-            print(f"  go on with: qfleet resume {trained.url or short(trained.folder)}{trust}")
+            print(f"  go on with: qfleet resume {where}{trust}")
     return 128 + trained.interrupted_by if trained.interrupted_by else 0
 
 

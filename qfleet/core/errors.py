@@ -94,6 +94,10 @@ class StorageError(TransferError):
     """A folder at a URL that is missing or refused, or whose address is wrong: raised at once."""
 
 
+class StorageMissing(StorageError):
+    """An object or folder that does not exist."""
+
+
 class StorageOutage(StorageError):
     """A store that did not answer for as long as it was retried; it may answer later."""
 

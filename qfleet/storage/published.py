@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qfleet.core.errors import ConfigError, StorageError, UnknownNameError, one_line
+from qfleet.core.errors import ConfigError, StorageError, StorageMissing, UnknownNameError, one_line
 from qfleet.storage.remote import Store
 
 INDEX, OBJECTS = "index.json", "objects"
@@ -77,10 +77,8 @@ def read_index(store: Store) -> Index | None:
             raise ValueError(f"its format is {str(body['format'])[:40]!r}, not {_FORMAT!r}")
         files = {path: _record(path, entry) for path, entry in body["files"].items()}
         return Index(files, int(body["lease"]))
-    except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return None
-        raise
+    except StorageMissing:
+        return None
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise StorageError(
             f"'{store.shown}/{INDEX}' is malformed ({one_line(error)}); publish the run again"
@@ -135,8 +133,13 @@ def fetch(store: Store, folder: Path, needs: str) -> Index:
     """
     index = require_index(store)
     for _ in range(_ATTEMPTS):
-        wanted = _select(index, needs)
-        hits, downloaded, damaged = _fetch_files(store, wanted, folder)
+        try:
+            hits, downloaded, damaged = _fetch_files(store, _select(index, needs), folder)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write into '{folder}': {error.strerror or error}; free space there or set "
+                "--cache-dir"
+            ) from None
         if not damaged:
             break
         # The run may have published meanwhile and removed an old checkpoint.
@@ -156,24 +159,17 @@ def fetch_to_read(store: Store, needs: str) -> Path:
     """Return a local copy of a run, in the cache, for reading."""
     root = cache_dir() / "read"
     folder = root / _name(store.url)
-    try:
-        index = fetch(store, folder, needs)
-        _evict(root, keep={folder / path for path in _select(index, needs)})
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write into the cache '{root}': {error.strerror or error}; free space there "
-            f"or set --cache-dir"
-        ) from None
+    index = fetch(store, folder, needs)
+    _evict(root, keep={folder / path for path in _select(index, needs)})
     return folder
 
 
 def _select(index: Index, needs: str) -> dict[str, Record]:
-    prefixes = ["config.json", "metrics.jsonl", "result.json", "agents/"]
-    has_best = any(path.startswith("best/") for path in index.files)
-    if needs == "best" and has_best:
-        prefixes.append("best/")
-    elif needs in ("best", "last") and index.newest_checkpoint():
-        prefixes.append(index.newest_checkpoint() + "/")
+    prefixes = ["config.json", "metrics.jsonl", "result.json"]
+    if needs != "summary":
+        has_best = "best/manifest.json" in index.files
+        newest = index.newest_checkpoint() or "checkpoints"
+        prefixes += ["agents/", "best/" if needs == "best" and has_best else f"{newest}/"]
     return {
         path: record
         for path, record in index.files.items()
@@ -200,9 +196,7 @@ def _fetch_files(
                 else:
                     store.download(object_name(record.sha256), local)
                     downloaded.append(record.size_bytes)
-            except StorageError as error:
-                if not isinstance(error.__cause__, FileNotFoundError):
-                    raise
+            except StorageMissing:
                 damaged[path] = "its object is missing"
                 continue
             if record_of(local) != record:

@@ -6,6 +6,7 @@ failures that may pass are retried with backoff for ``patience_s``, all others a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import importlib
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from qfleet.core.errors import ConfigError, StorageError, StorageOutage, one_line
+from qfleet.core.errors import ConfigError, StorageError, StorageMissing, StorageOutage, one_line
 
 T = TypeVar("T")
 
@@ -27,13 +28,10 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
 _TMP = ".tmp-"
 _RENAMING = {"file", "local", "hdfs", "webhdfs"}
 """Schemes whose files appear while they are written; others show whole objects only."""
-_PERMANENT = (
-    FileNotFoundError,
-    PermissionError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-)
+_PERMANENT = {
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EEXIST, errno.EISDIR, errno.ENOTDIR,
+    errno.EINVAL, errno.ENOSPC, errno.EDQUOT, errno.EROFS,
+}  # fmt: skip
 _PASSING_STATUS = {408, 409, 425, 429}
 _PASSING_NAMES = {"HTTPClientError", "ConnectionError", "ResponseParserError", "ClientPayloadError"}
 """Errors of botocore and aiohttp, which may not be installed, that are no OSError."""
@@ -115,10 +113,8 @@ class Store:
         how = {"on_error": "raise"} if self._scheme in _RENAMING else {}
         try:
             found = self._retried("list", prefix, lambda: self._system.find(whole, **how))
-        except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return []
-            raise
+        except StorageMissing:
+            return []
         below = [name.removeprefix(self._root).lstrip("/") for name in found]
         return sorted(name for name in below if not PurePosixPath(name).name.startswith(_TMP))
 
@@ -127,20 +123,15 @@ class Store:
         whole = self._whole(path)
         try:
             self._retried("look up", path, lambda: self._system.info(whole))
-        except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return False
-            raise
+        except StorageMissing:
+            return False
         return True
 
     def remove(self, path: str) -> None:
         """Remove an object, or everything below a folder; what is not there is removed already."""
         whole = self._whole(path)
-        try:
+        with contextlib.suppress(StorageMissing):
             self._retried("remove", path, lambda: self._system.rm(whole, recursive=True))
-        except StorageError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
-                raise
 
     def _whole(self, path: str) -> str:
         parts = path.split("/")
@@ -220,7 +211,8 @@ class Store:
             except Exception as error:
                 where = f"'{self.shown}/{path}'"
                 if not _may_pass(error):
-                    raise StorageError(
+                    is_missing = isinstance(error, FileNotFoundError)
+                    raise (StorageMissing if is_missing else StorageError)(
                         f"cannot {what} {where}: {_advice(error)} ({self._words(error)})"
                     ) from error
                 if time.monotonic() + delay_s > deadline:
@@ -268,7 +260,9 @@ def _may_pass(error: Exception) -> bool:
     """Return whether the same call may succeed later."""
     if (status := _status(error)) is not None:
         return status >= 500 or status in _PASSING_STATUS
-    if isinstance(error, _PERMANENT) or getattr(error, "errno", None) == errno.EINVAL:
+    if isinstance(error, FileNotFoundError | PermissionError | FileExistsError):
+        return False  # those of fsspec have no errno
+    if isinstance(error, OSError) and error.errno in _PERMANENT:
         return False
     # RuntimeError: what WebHDFS calls an error of the server.
     names = {base.__name__ for base in type(error).__mro__}

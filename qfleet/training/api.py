@@ -107,8 +107,8 @@ def train(
     follow_if_told(config.engine)
     if is_url(str(run_dir)):
         with Publisher(str(run_dir)) as publisher:
-            if not overwrite and not was_lost(publisher.folder, config, FREE_ON_RESUME):
-                publisher.check_vacant()
+            if not was_lost(publisher.folder, config, FREE_ON_RESUME):
+                publisher.check_vacant(overwrite)
             trained = train(
                 config=config, run_dir=publisher.folder, name=name, overwrite=overwrite,
                 options=options, progress=progress, trust=trust,

@@ -78,8 +78,10 @@ class Publisher(Callback):
         self._thread: threading.Thread | None = None
         self._run: Any = None
 
-    def check_vacant(self) -> None:
-        """Raise ConfigError if a run with progress is published there."""
+    def check_vacant(self, overwrite: bool) -> None:
+        """Raise ConfigError if a run with progress is published there and not to be replaced."""
+        if overwrite:
+            self._index = None
         if self._index is not None and self._index.has_progress():
             url = self._store.shown
             raise ConfigError(
@@ -150,7 +152,8 @@ class Publisher(Callback):
                 self._failure = ""
             except Exception as error:  # also a mistake of ours must not end the training
                 self._failure = str(error) if isinstance(error, QfleetError) else one_line(error)
-                self._run.faults("storage", f"not published, the run goes on: {self._failure}")
+                if not closing:
+                    self._run.faults("storage", f"not published, the run goes on: {self._failure}")
                 if isinstance(error, RunBusyError):
                     return
             if closing and (not self._failure or time.monotonic() > ends_s):
@@ -176,6 +179,10 @@ class Publisher(Callback):
                 if record.sha256 not in self._stored:
                     self._upload(record, source)
             index = Index(files, self._lease.number)
+            if self._index and self._index.newest_checkpoint() and not index.newest_checkpoint():
+                raise CheckpointError(
+                    f"'{self.folder}' has lost its checkpoints; those at the URL are kept"
+                )
             self._check_lease(not self._lease.is_lost())
             self._store.write(INDEX, index.to_json())
             self._index = index
@@ -227,7 +234,8 @@ class Publisher(Callback):
         """
         found: dict[str, tuple[Record, Path | bytes]] = {}
         try:
-            for name, stored in read_manifest(folder).files.items():
+            manifest = read_manifest(folder)
+            for name, stored in manifest.files.items():
                 record = Record(stored.size_bytes, stored.sha256)
                 staged = self._staged / record.sha256
                 if record.sha256 not in self._stored and not staged.exists():
@@ -236,12 +244,10 @@ class Publisher(Callback):
                         staged.unlink()
                         return None
                 found[name] = (record, staged)
-            manifest, found[MANIFEST] = read_manifest(folder), _in_memory(folder / MANIFEST)
+            found[MANIFEST] = _in_memory(folder / MANIFEST)
+            return found if read_manifest(folder) == manifest else None
         except (CheckpointError, FileNotFoundError):
             return None
-        is_same = {name: tuple(found[name][0]) for name in manifest.files if name in found}
-        expected = {name: (own.size_bytes, own.sha256) for name, own in manifest.files.items()}
-        return found if is_same == expected else None
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,13 @@ import torch
 
 import qfleet
 from qfleet.cli.main import main
-from qfleet.core.errors import ConfigError, RunBusyError, StorageError, StorageOutage
+from qfleet.core.errors import (
+    CheckpointError,
+    ConfigError,
+    RunBusyError,
+    StorageError,
+    StorageOutage,
+)
 from qfleet.storage import lease, published
 from qfleet.storage.published import INDEX, OBJECTS, read_index, record_of, working_folder
 from qfleet.storage.remote import Store
@@ -42,6 +48,7 @@ FIELDS = tiny_fields(
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep copies in the test's folder, and lose no time."""
     monkeypatch.setenv(published.CACHE_DIR, str(tmp_path / "cache"))
+    monkeypatch.setattr("qfleet.training.api.draw_learning_curve", lambda _: None)
     monkeypatch.setattr(publisher, "POLL_S", 0.02)
     monkeypatch.setattr(publisher, "RETRY_S", 0.05)
     monkeypatch.setattr(publisher, "END_S", 20.0)
@@ -70,7 +77,12 @@ def forget(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_published_run_equals_its_folder(tmp_path: Path) -> None:
     url = url_of(tmp_path)
-    trained = qfleet.train("CartPole-v1", **FIELDS, run_dir=url)
+
+    def draw(run: Any) -> None:
+        (run.folder / "plots").mkdir(exist_ok=True)
+        (run.folder / "plots/learning_curve.png").write_bytes(b"PNG")
+
+    trained = qfleet.train("CartPole-v1", **FIELDS, run_dir=url, callbacks=draw)
     assert (trained.url, trained.folder) == (url, working_folder(url))
     index = read_index(Store(url))
     assert index is not None
@@ -200,11 +212,11 @@ def test_what_an_outage_kept_back_at_the_end_is_published_later(
     trained = qfleet.train("CartPole-v1", **FIELDS, run_dir=url, callbacks=stop_the_store)
     assert trained.result.env_steps == 600
     assert holds(capsys.readouterr().err, url, "lacks", str(trained.folder), "qfleet resume")
+    wait_until(lambda: "publisher" not in {t.name for t in threading.enumerate()}, "its end")
     hdfs.is_down = False
     # As another process, once this one has ended.
     for name in [name for name in hdfs.files if "/leases/" in name]:
         del hdfs.files[name]
-    time.sleep(0.5)
     index = read_index(Store(url))
     assert index is not None
     assert "result.json" not in index.files
@@ -241,6 +253,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("master")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(published.CACHE_DIR, str(root / "cache"))
+        patch.setattr(publisher, "POLL_S", 0.02)
         qfleet.train("CartPole-v1", **FIELDS, run_dir=f"file://{root}/run")
     return root / "run"
 
@@ -289,6 +302,17 @@ def test_the_cache_serves_reads_and_stays_below_its_size(
     weights(url, "last")
     assert not copy.exists()  # least recently used, and not needed now
     assert list(cache.glob("read/*/checkpoints/600/learner.safetensors"))
+
+
+def test_a_deleted_local_folder_does_not_empty_the_url(url: str) -> None:
+    before = read_index(Store(url))
+    with Publisher(url) as one:
+        one.folder.mkdir(parents=True)
+        (one.folder / "config.json").write_text("{}")
+        with pytest.raises(CheckpointError, match=says(str(one.folder), "lost")):
+            one._publish()
+    assert read_index(Store(url)) == before
+    assert weights(url).numel() > 0
 
 
 @pytest.mark.parametrize("path", ["../out", "/out", "a/../../out", ".lock", "a\\b", "a//b"])
