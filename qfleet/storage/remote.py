@@ -76,7 +76,7 @@ class Store:
 
     def write(self, path: str, data: bytes) -> None:
         """Write an object; readers see the old one or the new one, never a part."""
-        self._place("write", path, lambda target: self._system.pipe_file(target, data))
+        self._place(path, lambda target: self._system.pipe_file(target, data))
 
     def create(self, path: str, data: bytes) -> bool:
         """Write an object unless it exists; return False if it does.
@@ -94,7 +94,7 @@ class Store:
 
     def upload(self, local: Path, path: str) -> None:
         """Write an object with the contents of a local file."""
-        self._place("write", path, lambda target: self._system.put_file(str(local), target))
+        self._place(path, lambda target: self._system.put_file(str(local), target))
 
     def download(self, path: str, local: Path) -> None:
         """Write a local file with the contents of an object, through a temporary name."""
@@ -144,19 +144,17 @@ class Store:
         """The URL without what may be secret."""
         return public_url(self.url)
 
-    def _place(self, what: str, path: str, write: Callable[[str], object]) -> None:
+    def _place(self, path: str, write: Callable[[str], object]) -> None:
         """Let ``write`` write the object: under its own name, or renamed to it afterwards."""
         whole = self._whole(path)
-        if self._scheme not in _RENAMING:
-            self._retried(what, path, lambda: write(whole))
-            return
 
         def replace() -> None:
-            tmp = self._temporary(whole)
+            tmp = self._temporary(whole) if self._scheme in _RENAMING else whole
             write(tmp)
-            self._rename(tmp, whole, overwrite=True)
+            if tmp != whole:
+                self._rename(tmp, whole, overwrite=True)
 
-        self._retried(what, path, replace)
+        self._retried("write", path, replace)
 
     def _create(self, whole: str, data: bytes) -> None:
         """Write an object or raise FileExistsError."""

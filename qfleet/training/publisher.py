@@ -16,31 +16,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
-from qfleet.core.errors import (
-    CheckpointError,
-    ConfigError,
-    QfleetError,
-    RunBusyError,
-    one_line,
-)
+from qfleet.core.errors import CheckpointError, ConfigError, QfleetError, RunBusyError, one_line
 from qfleet.core.files import atomic_write_text, read_text
+from qfleet.storage import published
 from qfleet.storage.checkpoint import has_checkpoint
 from qfleet.storage.lease import Lease
-from qfleet.storage.published import (
-    INDEX,
-    OBJECTS,
-    Index,
-    Record,
-    fetch,
-    object_name,
-    read_index,
-    record_of,
-    require_index,
-    working_folder,
-)
+from qfleet.storage.published import INDEX, OBJECTS, Index, Record, object_name, record_of
 from qfleet.storage.remote import Store
 from qfleet.storage.snapshot import MANIFEST, read_manifest
 from qfleet.training.callbacks import Callback
@@ -53,12 +36,18 @@ END_S, INTERRUPTED_S = 120.0, 20.0
 """Seconds that the end of a run waits for the store; after a signal the process must end soon."""
 _LEASE = ".lease"
 """Local file with the number of the lease under which this folder was last equal to the URL."""
-_FILES = ("config.json", "seeds.json", "metrics.jsonl", "result.json", "population.jsonl")
-_GLOBS = ("plots/*.png", "agents/*/config.json")
+_FILES = (
+    "config.json", "seeds.json", "metrics.jsonl", "result.json", "population.jsonl",
+    "plots/*.png", "agents/*/config.json",
+)  # fmt: skip
 _SNAPSHOTS = (
     "checkpoints/[0-9]*", "checkpoints/.old-*", "best", ".old-best", "agents/*/best",
     "agents/*/.old-best",
 )  # fmt: skip
+
+
+Sources: TypeAlias = dict[str, tuple[Record, Path | bytes]]
+"""Path in the run's folder → size and SHA-256, and the contents or a file with them."""
 
 
 class Publisher(Callback):
@@ -66,13 +55,17 @@ class Publisher(Callback):
 
     def __init__(self, url: str, *, resumes: bool = False) -> None:
         """Take the lease; raise RunBusyError if another process has it."""
-        self._store, self.folder = Store(url), working_folder(url)
+        self._store, self.folder = Store(url), published.working_folder(url)
         if resumes and not has_checkpoint(self.folder / "checkpoints"):
-            require_index(self._store)  # before anything is written there
+            published.require_index(self._store)  # before anything is written there
         self._staged = self.folder.with_name(f"{self.folder.name}.publishing")
         self._lease = Lease(self._store)
-        self._index = read_index(self._store)
-        self._stored = {name.rpartition("/")[2] for name in self._store.names(OBJECTS)}
+        try:
+            self._index = published.read_index(self._store)
+            self._stored = {name.rpartition("/")[2] for name in self._store.names(OBJECTS)}
+        except QfleetError:
+            self._lease.release()
+            raise
         self._seen: tuple[int, ...] = ()
         self._closing, self._failure = threading.Event(), ""
         self._thread: threading.Thread | None = None
@@ -98,8 +91,9 @@ class Publisher(Callback):
         number = ""
         with contextlib.suppress(OSError):
             number = read_text(self.folder / _LEASE)
-        if self._index is not None and number != str(self._index.lease):
-            index = fetch(self._store, self.folder, "all")
+        is_known = self._index is None or number == str(self._index.lease)
+        if not is_known or not has_checkpoint(self.folder / "checkpoints"):
+            index = published.fetch(self._store, self.folder, "all")
             atomic_write_text(self.folder / _LEASE, str(index.lease))
         else:
             self._publish()
@@ -114,12 +108,7 @@ class Publisher(Callback):
     def __enter__(self) -> Publisher:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Publish the rest, wait for it, and release the lease."""
         self._closing.set()
         if self._thread is not None:
@@ -209,12 +198,10 @@ class Publisher(Callback):
                 with contextlib.suppress(OSError):
                     yield path.stat().st_mtime_ns
 
-    def _collect(self) -> dict[str, tuple[Record, Path | bytes]]:
+    def _collect(self) -> Sources:
         """Return path → record and contents of all that is committed in the folder."""
-        found: dict[str, tuple[Record, Path | bytes]] = {}
-        plain = [self.folder / name for name in _FILES]
-        plain += [path for pattern in _GLOBS for path in self.folder.glob(pattern)]
-        for path in plain:
+        found: Sources = {}
+        for path in [path for pattern in _FILES for path in self.folder.glob(pattern)]:
             with contextlib.suppress(FileNotFoundError):
                 found[self._relative(path)] = _in_memory(path)
         self._staged.mkdir(parents=True, exist_ok=True)
@@ -227,19 +214,19 @@ class Publisher(Callback):
                     found |= {f"{self._relative(final)}/{name}": own for name, own in files.items()}
         return found
 
-    def _stage(self, folder: Path) -> dict[str, tuple[Record, Path | bytes]] | None:
+    def _stage(self, folder: Path) -> Sources | None:
         """Return the files of a snapshot; None if it is damaged, or replaced at this moment.
 
         Those to be uploaded are linked, so that they stay when the run removes the snapshot.
         """
-        found: dict[str, tuple[Record, Path | bytes]] = {}
+        found: Sources = {}
         try:
             manifest = read_manifest(folder)
             for name, stored in manifest.files.items():
                 record = Record(stored.size_bytes, stored.sha256)
                 staged = self._staged / record.sha256
                 if record.sha256 not in self._stored and not staged.exists():
-                    os.link(folder / name, staged)
+                    _link(folder / name, staged)
                     if record_of(staged) != record:
                         staged.unlink()
                         return None
@@ -251,6 +238,15 @@ class Publisher(Callback):
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # the file system has no links
+        shutil.copyfile(source, target)
 
 
 def _in_memory(path: Path) -> tuple[Record, bytes]:

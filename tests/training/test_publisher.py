@@ -144,6 +144,25 @@ def test_another_machine_resumes_as_if_it_had_never_stopped(
     assert torch.equal(weights(url, "best"), weights(whole.folder, "best"))
 
 
+def test_a_local_folder_without_checkpoints_is_fetched_again(tmp_path: Path) -> None:
+    url, half = url_of(tmp_path), qfleet.RunOptions(stop_after=300)
+    trained = qfleet.train("CartPole-v1", **FIELDS, run_dir=url, options=half)
+    shutil.rmtree(trained.folder / "checkpoints")
+    resumed = qfleet.resume(url, options=qfleet.RunOptions(stop_after=320))
+    assert isinstance(resumed, qfleet.Trained)
+    assert resumed.result.env_steps == 320
+
+
+def test_a_file_system_without_links_is_published_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    trained = qfleet.train("CartPole-v1", **FIELDS, run_dir="memory:///without-links")
+    assert torch.equal(weights("memory:///without-links"), weights(trained.folder))
+    assert "storage" not in trained.result.faults
+
+
 def test_a_url_that_holds_a_run_is_refused_or_overwritten(tmp_path: Path, cache: Path) -> None:
     url = url_of(tmp_path)
     qfleet.train("CartPole-v1", **FIELDS, run_dir=url)
