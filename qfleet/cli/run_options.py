@@ -138,7 +138,7 @@ def finish(trained: Trained | TrainedSeeds, options: RunArguments) -> int:
             print(f"  trace      {short(trace_path(trained.folder))}")
             print(f"  timeline   {short(timeline_path(trained.folder))}")
         if trained.url:
-            print(f"  published  {public_url(trained.url)}")
+            print(f"  URL        {public_url(trained.url)}")
         if advice := _advice(trained):
             print(f"  advice     {advice}")
         cut = trained.result.stopped_by in ("SIGINT", "SIGTERM", "max_wall")

@@ -23,6 +23,7 @@ from qfleet.core.files import atomic_write_text, read_text
 from qfleet.storage import published
 from qfleet.storage.checkpoint import has_checkpoint
 from qfleet.storage.lease import Lease
+from qfleet.storage.locks import check_idle
 from qfleet.storage.published import INDEX, OBJECTS, Index, Record, object_name, record_of
 from qfleet.storage.remote import Store
 from qfleet.storage.snapshot import MANIFEST, read_manifest
@@ -88,6 +89,7 @@ class Publisher(Callback):
         What an earlier process on this machine could not publish is published now, unless another
         machine has published since.
         """
+        check_idle(self.folder)  # a run may train there without publishing
         number = ""
         with contextlib.suppress(OSError):
             number = read_text(self.folder / _LEASE)

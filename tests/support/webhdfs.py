@@ -55,6 +55,7 @@ def name_node() -> Iterator[NameNode]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: NameNode
 
     def log_message(self, *arguments: Any) -> None:

@@ -26,6 +26,7 @@ from qfleet.core.errors import (
     StorageOutage,
 )
 from qfleet.storage import lease, published
+from qfleet.storage.locks import RunLock
 from qfleet.storage.published import INDEX, OBJECTS, read_index, record_of, working_folder
 from qfleet.storage.remote import Store
 from qfleet.training import publisher
@@ -129,11 +130,13 @@ def test_contents_are_uploaded_once_and_before_the_index(
     assert len(uploads) == len(set(frames))
 
 
+@pytest.mark.parametrize("scheme", ["file", "webhdfs"])
 def test_another_machine_resumes_as_if_it_had_never_stopped(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    scheme: str, tmp_path: Path, cache: Path, hdfs: NameNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = qfleet.train("CartPole-v1", **FIELDS, run_dir=tmp_path / "whole")
-    url, half = url_of(tmp_path), qfleet.RunOptions(stop_after=300)
+    url = url_of(tmp_path) if scheme == "file" else f"{hdfs.url}/user/run"
+    half = qfleet.RunOptions(stop_after=300)
     qfleet.train("CartPole-v1", **FIELDS, run_dir=url, options=half)
     assert not torch.equal(weights(url), weights(whole.folder))
     forget(cache, monkeypatch)
@@ -142,6 +145,14 @@ def test_another_machine_resumes_as_if_it_had_never_stopped(
     assert resumed.result.env_steps == 600
     assert torch.equal(weights(url), weights(whole.folder))
     assert torch.equal(weights(url, "best"), weights(whole.folder, "best"))
+    assert len(qfleet.evaluate(url, episodes=2).returns) == 2
+
+
+def test_a_local_folder_in_which_a_run_trains_is_not_fetched_into(tmp_path: Path) -> None:
+    url, half = url_of(tmp_path), qfleet.RunOptions(stop_after=300)
+    trained = qfleet.train("CartPole-v1", **FIELDS, run_dir=url, options=half)
+    with RunLock(trained.folder), pytest.raises(RunBusyError, match=says(str(trained.folder))):
+        qfleet.resume(url)
 
 
 def test_a_local_folder_without_checkpoints_is_fetched_again(tmp_path: Path) -> None:
@@ -367,6 +378,11 @@ def test_the_verbs_take_a_url(
         assert words[0] != "runs" or holds(printed.out, "CartPole-v1", "600")
     assert (tmp_path / "plot.png").exists()
     assert torch.equal(weights(tmp_path / "policy.safetensors", None), weights(url, "best"))
+    more = f"{url}-more"
+    words = ["--preset", "none", "--steps", "400", "--eval-freq", "0", "--no-tensorboard"]
+    assert main(["train", "CartPole-v1", *words, "--stop-after", "100", "--run-dir", more]) == 0
+    assert holds(capsys.readouterr().out, f"qfleet resume {more}")
+    assert main(["resume", more, "--quiet"]) == 0
     assert main(["resume", url]) == 2
     assert holds(capsys.readouterr().err, "complete")
     assert main(["evaluate", url, "--cache-dir"]) == 2
