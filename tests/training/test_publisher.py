@@ -79,11 +79,12 @@ def forget(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_published_run_equals_its_folder(tmp_path: Path) -> None:
     url = url_of(tmp_path)
 
-    def draw(run: Any) -> None:
-        (run.folder / "plots").mkdir(exist_ok=True)
-        (run.folder / "plots/learning_curve.png").write_bytes(b"PNG")
+    class Draw(qfleet.Callback):
+        def on_end(self, run: Any, result: Any) -> None:
+            (run.folder / "plots").mkdir()
+            (run.folder / "plots/learning_curve.png").write_bytes(b"PNG")
 
-    trained = qfleet.train("CartPole-v1", **FIELDS, run_dir=url, callbacks=draw)
+    trained = qfleet.train("CartPole-v1", **FIELDS, run_dir=url, callbacks=Draw())
     assert (trained.url, trained.folder) == (url, working_folder(url))
     index = read_index(Store(url))
     assert index is not None
