@@ -61,6 +61,7 @@ class Publisher(Callback):
             published.require_index(self._store)  # before anything is written there
         self._staged = self.folder.with_name(f"{self.folder.name}.publishing")
         self._lease = Lease(self._store)
+        shutil.rmtree(self._staged, ignore_errors=True)  # of a process that was killed
         try:
             self._index = published.read_index(self._store)
             self._stored = {name.rpartition("/")[2] for name in self._store.names(OBJECTS)}
@@ -163,27 +164,30 @@ class Publisher(Callback):
         seen = tuple(self._times())
         if seen == self._seen:
             return
-        try:
-            sources = self._collect()
-            files = {path: record for path, (record, _) in sources.items()}
-            for record, source in sources.values():
-                if record.sha256 not in self._stored:
-                    self._upload(record, source)
-            index = Index(files, self._lease.number)
-            if self._index and self._index.newest_checkpoint() and not index.newest_checkpoint():
-                raise CheckpointError(
-                    f"'{self.folder}' has lost its checkpoints; those at the URL are kept"
-                )
-            self._check_lease(not self._lease.is_lost())
-            self._store.write(INDEX, index.to_json())
-            self._index = index
-            atomic_write_text(self.folder / _LEASE, str(self._lease.number))
-            for sha256 in self._stored - {record.sha256 for record in files.values()}:
-                self._store.remove(object_name(sha256))
-                self._stored.discard(sha256)
-            self._seen = seen
-        finally:
-            shutil.rmtree(self._staged, ignore_errors=True)
+        sources = self._collect()
+        files = {path: record for path, (record, _) in sources.items()}
+        wanted = {record.sha256 for record in files.values()}
+        # Staged files stay until they are uploaded: after an outage they are not verified again.
+        for staged in self._staged.iterdir():
+            if staged.name not in wanted:
+                staged.unlink()
+        for record, source in sources.values():
+            if record.sha256 not in self._stored:
+                self._upload(record, source)
+        index = Index(files, self._lease.number)
+        if self._index and self._index.newest_checkpoint() and not index.newest_checkpoint():
+            raise CheckpointError(
+                f"'{self.folder}' has lost its checkpoints; those at the URL are kept"
+            )
+        self._check_lease(not self._lease.is_lost())
+        self._store.write(INDEX, index.to_json())
+        self._index = index
+        atomic_write_text(self.folder / _LEASE, str(self._lease.number))
+        for sha256 in self._stored - wanted:
+            self._store.remove(object_name(sha256))
+            self._stored.discard(sha256)
+        self._seen = seen
+        shutil.rmtree(self._staged, ignore_errors=True)
 
     def _upload(self, record: Record, source: Path | bytes) -> None:
         self._check_lease(self._lease.renew())
@@ -228,10 +232,12 @@ class Publisher(Callback):
                 record = Record(stored.size_bytes, stored.sha256)
                 staged = self._staged / record.sha256
                 if record.sha256 not in self._stored and not staged.exists():
-                    _link(folder / name, staged)
-                    if record_of(staged) != record:
-                        staged.unlink()
+                    new = staged.with_suffix(".new")
+                    new.unlink(missing_ok=True)
+                    _link(folder / name, new)
+                    if record_of(new) != record:
                         return None
+                    new.rename(staged)
                 found[name] = (record, staged)
             found[MANIFEST] = _in_memory(folder / MANIFEST)
             return found if read_manifest(folder) == manifest else None

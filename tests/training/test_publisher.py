@@ -188,6 +188,11 @@ def test_a_url_that_holds_a_run_is_refused_or_overwritten(tmp_path: Path, cache:
 
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     url = url_of(tmp_path)
+    with Publisher(url) as first:
+        first._staged.mkdir(parents=True)
+        with pytest.raises(RunBusyError, match=says(url)):
+            Publisher(url)
+        assert first._staged.exists()  # what the first is about to upload
     with Publisher(url), pytest.raises(RunBusyError, match=says(url)):
         qfleet.train("CartPole-v1", **FIELDS, run_dir=url)
     qfleet.train("CartPole-v1", **FIELDS, run_dir=url)
