@@ -39,12 +39,13 @@ class EvaluateOptions(PolicyOptions):
 
 def run(argv: list[str]) -> int:
     options = parse(EvaluateOptions, argv, "evaluate", DESCRIPTION)
-    from qfleet.telemetry.runs import resolve_run, run_name, seed_folders
+    from qfleet.telemetry.runs import run_name, seed_folders
     from qfleet.training import api
+    from qfleet.training.run_folders import find_run
 
     sources = [Path(options.run)]
     if not api.is_policy_file(options.run):
-        sources = seed_folders(resolve_run(options.run, api.RUNS))
+        sources = seed_folders(find_run(options.run, api.RUNS, options.which or "best"))
     policies = {
         run_name(source): api.load(source, options.which, options.trust, options.device)
         for source in sources

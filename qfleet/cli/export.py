@@ -30,12 +30,12 @@ Examples:
 @dataclass(frozen=True)
 class ExportOptions:
     run: tyro.conf.Positional[str]
-    """Name or folder of the run, or a file that policy.save wrote."""
+    """Name, folder or URL of the run, or a file that policy.save wrote."""
     to: Literal["onnx", "torch", "safetensors"]
     """Format: ONNX (onnxruntime), torch.export (.pt2) or a file for qfleet.load."""
     out: Path | None = None
-    """File to write; default: policy with the format's suffix, in exports/ of the run or beside
-    the file."""
+    """File to write; default: policy with the format's suffix, in exports/ of the run, beside the
+    file, or for a URL in this folder."""
     tolerance: float = 1e-4
     """Largest allowed difference of a Q-value (absolute)."""
     which: Literal["best", "last"] | None = None
@@ -51,8 +51,9 @@ class ExportOptions:
 def run(argv: list[str]) -> int:
     options = parse(ExportOptions, argv, "export", DESCRIPTION)
     from qfleet.deploy.export import FOLDER, SUFFIXES, export_policy
-    from qfleet.telemetry.runs import resolve_run
+    from qfleet.storage.remote import is_url
     from qfleet.training import api
+    from qfleet.training.run_folders import find_run
 
     if api.is_policy_file(options.run):
         source = Path(options.run)
@@ -60,8 +61,10 @@ def run(argv: list[str]) -> int:
         if options.out is None and default == source:
             raise ConfigError(f"--to {options.to} needs --out: '{source}' is that format already")
     else:
-        source = resolve_run(options.run, api.RUNS)
-        default = source / FOLDER / f"policy{SUFFIXES[options.to]}"
+        source = find_run(options.run, api.RUNS, options.which or "best")
+        # The copy of a run at a URL is no place for files that nobody would find there.
+        exports = Path() if is_url(options.run) else source / FOLDER
+        default = exports / f"policy{SUFFIXES[options.to]}"
     with quiet_stdout(options.json):
         policy = api.load(source, options.which, options.trust, "cpu")
         done = export_policy(

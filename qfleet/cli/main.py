@@ -12,7 +12,8 @@ import sys
 from importlib.metadata import version
 
 from qfleet.cli.program import run_to_end
-from qfleet.core.errors import QfleetError, UnknownNameError, check_platform, one_line
+from qfleet.core.errors import QfleetError, UnknownNameError, UserError, check_platform, one_line
+from qfleet.storage.published import CACHE_DIR
 
 VERBS = (
     "train", "resume", "scale", "evaluate", "plot", "video", "runs", "export", "push", "pull",
@@ -33,10 +34,28 @@ _NO_MEMORY = re.compile("allocate memory|out of memory|Storage size")
 
 
 def usage() -> str:
-    lines = ["usage: qfleet VERB … [--debug]   (qfleet VERB --help lists options)", "", "verbs:"]
+    lines = [
+        "usage: qfleet VERB … [--cache-dir FOLDER] [--debug]   (qfleet VERB --help lists options)",
+        "",
+        "verbs:",
+    ]
     for verb in VERBS:
         lines.append(f"  {verb:<10} {importlib.import_module(f'qfleet.cli.{verb}').HELP}")
     return "\n".join([*lines, "", EXAMPLES])
+
+
+def _take_cache_dir(argv: list[str]) -> list[str]:
+    """Set the folder of local copies of URLs by ``--cache-dir``; return the other words."""
+    for i, word in enumerate(argv):
+        name, equals, folder = word.partition("=")
+        if name == "--cache-dir":
+            rest = argv[i + 1 :]
+            folder = folder if equals else "".join(rest[:1])
+            if not folder or folder.startswith("-"):
+                raise UserError("--cache-dir needs a folder")
+            os.environ[CACHE_DIR] = folder
+            return argv[:i] + (rest if equals else rest[1:])
+    return argv
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]
     try:
+        argv = _take_cache_dir(argv)
         if not argv or argv[0] in ("-h", "--help", "help"):
             print(usage())
             return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
 import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -61,7 +62,8 @@ def parse(
                 registry=_REGISTRY,
                 **options,
             )
-            return parsed
+        sys.stderr.write(stderr.getvalue())  # of a verb that is a function: tyro has called it
+        return parsed
     except SystemExit as exit_:
         if exit_.code == 0:
             print(f"Examples:{examples}", end="")

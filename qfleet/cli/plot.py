@@ -11,7 +11,9 @@ import tyro
 
 from qfleet.cli.parsing import parse
 from qfleet.core.errors import ConfigError
-from qfleet.telemetry.runs import EVAL_RETURN, group_runs, read_run, resolve_run, seed_folders
+from qfleet.storage.remote import is_url
+from qfleet.telemetry.runs import EVAL_RETURN, group_runs, read_run, seed_folders
+from qfleet.training.run_folders import find_run
 
 HELP = "draw the learning curves of one or more runs"
 
@@ -38,9 +40,10 @@ def plot(
     """Draw the learning curves of one or more runs.
 
     Args:
-        runs: names of runs below --root, or their folders.
+        runs: names of runs below --root, their folders or URLs.
         metric: name of the metric to draw, as in metrics.jsonl.
-        out: file to write (.png, .svg or .pdf); default: in plots/ of a single run, else plot.png.
+        out: file to write (.png, .svg or .pdf); default: in plots/ of a single run, else (and
+            of URLs) plot.png.
         by_algo: one line per algorithm, whatever else differs between the runs.
         root: folder that holds the runs.
         json_: print machine-readable output only.
@@ -48,12 +51,13 @@ def plot(
     if not runs:
         raise ConfigError("plot needs at least one run; `qfleet runs` lists them")
     # A run given twice, or by its folder and by one of its seeds, must not count as two seeds.
-    folders = list(dict.fromkeys(resolve_run(name, root) for name in runs))
+    folders = list(dict.fromkeys(find_run(name, root, "summary") for name in runs))
     members = {seed.resolve(): seed for folder in folders for seed in seed_folders(folder)}
     groups = group_runs([read_run(seed) for seed in members.values()], by_algo)
     if out is None:
         file = "learning_curve" if metric == EVAL_RETURN else metric.replace("/", "_")
-        out = folders[0] / "plots" / f"{file}.png" if len(folders) == 1 else Path("plot.png")
+        is_local = len(folders) == 1 and not is_url(runs[0])
+        out = folders[0] / "plots" / f"{file}.png" if is_local else Path("plot.png")
 
     from qfleet.telemetry.plots import learning_curve
 

@@ -95,7 +95,7 @@ def _profile(config: Config, options: ProfileOptions) -> int:
         def on_end(self, run: Run, _result: Result) -> None:
             self.ended = run
 
-    folder = options.run_dir
+    folder: Path | str | None = options.run_dir
     config = api.check_config(config)
     if folder is None:
         name = f"profile-{default_name(config.env, config.algo, config.seed)}"

@@ -44,12 +44,12 @@ def run(argv: list[str]) -> int:
     options = parse(PushOptions, argv, "push", DESCRIPTION)
     from qfleet.agent.policy import best_or_last
     from qfleet.deploy.hub import push
-    from qfleet.telemetry.runs import resolve_run
     from qfleet.training import api
+    from qfleet.training.run_folders import find_run
 
     source, which = None, options.which
     if not api.is_policy_file(options.run):
-        source = resolve_run(options.run, api.RUNS)
+        source = find_run(options.run, api.RUNS, options.which or "best")
         which = which or best_or_last(source)
     policy = api.load(source or Path(options.run), which, options.trust, "cpu")
     names = push(

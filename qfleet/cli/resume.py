@@ -28,7 +28,7 @@ Examples:
 @dataclass(frozen=True)
 class ResumeOptions:
     run: tyro.conf.Positional[str]
-    """Name or folder of the run; of several seeds, all that have not ended are continued."""
+    """Name, folder or URL of the run; of several seeds, all that have not ended are continued."""
     run_arguments: Annotated[RunArguments, tyro.conf.arg(name="")]
     steps: int | None = None
     """New total of env steps."""

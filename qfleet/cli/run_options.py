@@ -16,6 +16,7 @@ from qfleet.cli.parsing import parse_duration
 from qfleet.config.trust import needs_trust
 from qfleet.core.errors import UserError
 from qfleet.core.files import short
+from qfleet.storage.remote import public_url
 
 if TYPE_CHECKING:
     from qfleet.training.run_state import RunOptions
@@ -27,7 +28,7 @@ class PolicyOptions:
     """Options of the verbs that play with the policy of a run."""
 
     run: tyro.conf.Positional[str]
-    """Name or folder of the run, or a file that policy.save wrote."""
+    """Name, folder or URL of the run, or a file that policy.save wrote."""
     seed: int = 1000
     """Seed of the environments."""
     which: Literal["best", "last"] | None = None
@@ -136,12 +137,15 @@ def finish(trained: Trained | TrainedSeeds, options: RunArguments) -> int:
         if options.trace:
             print(f"  trace      {short(trace_path(trained.folder))}")
             print(f"  timeline   {short(timeline_path(trained.folder))}")
+        if trained.url:
+            print(f"  URL        {public_url(trained.url)}")
         if advice := _advice(trained):
             print(f"  advice     {advice}")
         cut = trained.result.stopped_by in ("SIGINT", "SIGTERM", "max_wall")
         if cut or trained.result.env_steps < trained.config.steps:
+            where = public_url(trained.url) if trained.url else short(trained.folder)
             trust = " --trust" if needs_trust(trained.config) else ""
-            print(f"  go on with: qfleet resume {short(trained.folder)}{trust}")
+            print(f"  go on with: qfleet resume {where}{trust}")
     return 128 + trained.interrupted_by if trained.interrupted_by else 0
 
 

@@ -15,7 +15,8 @@ import tyro
 from qfleet.cli.parsing import parse
 from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.telemetry.formatting import finite, format_duration, format_rate, format_score
-from qfleet.telemetry.runs import EVAL_RETURN, RunData, find_runs, read_run, run_name
+from qfleet.telemetry.runs import EVAL_RETURN, RunData, read_run, run_name
+from qfleet.training.run_folders import list_runs
 
 HELP = "list the runs in a folder with their scores"
 
@@ -41,7 +42,7 @@ _Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 
 
 def runs(
-    root: Path = Path("runs"),
+    root: str = "runs",
     sort: str | None = None,
     reverse: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     filter_: Annotated[_Texts, tyro.conf.arg(name="filter", metavar="KEY=VALUE")] = (),
@@ -51,7 +52,7 @@ def runs(
     """List the runs in a folder.
 
     Args:
-        root: folder that holds the runs.
+        root: folder that holds the runs, or its URL.
         sort: column to sort by, in ascending order.
         reverse: list in the opposite order.
         filter_: list only runs with this value; * stands for any text. May be given several times.
@@ -60,8 +61,8 @@ def runs(
     """
     if csv_ and json_:
         raise ConfigError("--csv and --json exclude each other; give one of them")
-    paths = sorted(find_runs(root), key=lambda path: (-_changed_s(path), str(path)))
-    columns = list(_describe(RunData(root, "", {}, None, [])))
+    paths = sorted(list_runs(root), key=lambda path: (-_changed_s(path), str(path)))
+    columns = list(_describe(RunData(Path(root), "", {}, None, [])))
     rows = [_row(path) for path in paths]
     for text in filter_:
         key, equals, value = text.partition("=")

@@ -140,8 +140,8 @@ def _is_loopback(host: str) -> bool:
 def _sources(arguments: ServeArguments) -> dict[str, Source]:
     """Return what to serve, by name."""
     from qfleet.deploy.serving import Source
-    from qfleet.telemetry.runs import resolve_run
     from qfleet.training.api import RUNS
+    from qfleet.training.run_folders import find_run
 
     found: dict[str, Source] = {}
     for word in arguments.models:
@@ -155,7 +155,7 @@ def _sources(arguments: ServeArguments) -> dict[str, Source]:
         if name in found:
             raise ConfigError(f"two models are named '{name}'; give them as NAME=PATH")
         is_file = Path(text).suffix in (".onnx", ".pt2", ".safetensors")
-        path = Path(text) if is_file else resolve_run(text, RUNS)
+        path = Path(text) if is_file else find_run(text, RUNS, "best")
         found[name] = Source(path.absolute(), arguments.runtime)
     if not found:
         raise ConfigError("give a run or a file to serve, e.g. qfleet serve runs/NAME")

@@ -21,7 +21,8 @@ from qfleet.config.trust import check_trust
 from qfleet.config.words import convert
 from qfleet.core.errors import UserError
 from qfleet.envs.short_names import full_id
-from qfleet.telemetry.runs import resolve_run, seed_folders
+from qfleet.telemetry.runs import seed_folders
+from qfleet.training.run_folders import find_run
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class ExperimentOptions:
     """Published recipe to start from; 'none': plain defaults; `qfleet train --preset list`."""
     config: str | None = None
     """Run, or JSON, YAML or TOML file, whose fields of the configuration are used."""
-    run_dir: Path | None = None
-    """Folder of the run; default: a new one below runs/."""
+    run_dir: str | None = None
+    """Folder of the run, or a URL to publish it to; default: a new one below runs/."""
     trust: bool = False
     """Accept code, address, replay_dir and track of --config, and code of --init-from."""
 
@@ -121,7 +122,7 @@ def _config_file(named: str) -> Path:
     path = Path(named)  # os.path, unlike Path: False for names that are too long
     if os.path.isfile(path) or (path.suffix.lower() in SUFFIXES and not os.path.isdir(path)):
         return path
-    return seed_folders(resolve_run(named, Path("runs")))[0] / "config.json"
+    return seed_folders(find_run(named, Path("runs"), "summary"))[0] / "config.json"
 
 
 def _with_env_named(argv: list[str]) -> list[str]:

@@ -22,7 +22,8 @@ Examples:
 @dataclass(frozen=True)
 class VideoOptions(PolicyOptions):
     out: Path | None = None
-    """File to write, .gif or .mp4; default: in videos/ of the run, or beside the file."""
+    """File to write, .gif or .mp4; default: in videos/ of the run, beside the file, or for
+    a URL in this folder."""
     max_frames: int = 1000
     """Maximum length of the video, in frames."""
     fps: int = 30
@@ -33,8 +34,9 @@ def run(argv: list[str]) -> int:
     options = parse(VideoOptions, argv, "video", DESCRIPTION)
     from qfleet.agent.policy import best_or_last
     from qfleet.core.errors import ConfigError
-    from qfleet.telemetry.runs import resolve_run
+    from qfleet.storage.remote import is_url
     from qfleet.training import api
+    from qfleet.training.run_folders import find_run
     from qfleet.training.video import record_video
 
     if options.max_frames < 1 or options.fps < 1 or options.seed < 0:
@@ -44,9 +46,10 @@ def run(argv: list[str]) -> int:
         source = Path(options.run)
         default = source.with_name(f"{source.stem}-seed{options.seed}.gif")
     else:
-        source = resolve_run(options.run, api.RUNS)
+        source = find_run(options.run, api.RUNS, options.which or "best")
         which = which or best_or_last(source)
-        default = source / "videos" / f"{which}-seed{options.seed}.gif"
+        videos = Path() if is_url(options.run) else source / "videos"
+        default = videos / f"{which}-seed{options.seed}.gif"
     policy = api.load(source, which, options.trust, options.device)
     out = options.out or default
     frames, total = record_video(policy, out, options.seed, options.max_frames, options.fps)

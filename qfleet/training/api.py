@@ -29,6 +29,7 @@ from qfleet.envs.registry import check_env
 from qfleet.envs.short_names import full_id
 from qfleet.storage.checkpoint import POLICY_SUFFIX, diff_meta, has_checkpoint, load_checkpoint
 from qfleet.storage.locks import RunLock, check_idle
+from qfleet.storage.remote import is_url, public_url
 from qfleet.storage.rundir import check_name, default_name, new_run_dir
 from qfleet.storage.state_checks import reading
 from qfleet.storage.vacancy import (
@@ -39,11 +40,13 @@ from qfleet.storage.vacancy import (
     removed_if_refused,
 )
 from qfleet.telemetry.progress import choose_mode
-from qfleet.telemetry.runs import resolve_run, seed_folders
-from qfleet.training.callbacks import Callbacks
+from qfleet.telemetry.runs import seed_folders
+from qfleet.training.callbacks import Callbacks, as_callbacks
+from qfleet.training.publisher import Publisher
 from qfleet.training.restarts import follow_if_told, stored_engine, was_lost
 from qfleet.training.result import Result
 from qfleet.training.run import Run
+from qfleet.training.run_folders import Needs, find_run
 from qfleet.training.run_state import RunOptions
 from qfleet.training.seeds import finished, resume_seeds
 from qfleet.training.trained import Trained, TrainedSeeds, aggregate_seeds, draw_learning_curve
@@ -98,10 +101,21 @@ def train(
     ``callbacks``: a ``Callback``, a function that is called with the run between turns of
     collecting and learning, or a list of these. ``progress`` shows the progress; ``options`` has
     more. ``trust`` accepts the code that the policy of ``init_from`` imports. ``overwrite``
-    removes a run that ``run_dir`` or ``name`` holds already.
+    removes a run that ``run_dir`` or ``name`` holds already. ``run_dir`` may be a URL (s3://…): the
+    run works in a local folder and is published there.
     """
     config = _configure(env, algo, preset, config, fields)
     follow_if_told(config.engine)
+    if is_url(str(run_dir)):
+        with Publisher(str(run_dir)) as publisher:
+            if not was_lost(publisher.folder, config, FREE_ON_RESUME):
+                publisher.check_vacant(overwrite)
+            trained = train(
+                config=config, run_dir=publisher.folder, name=name, overwrite=overwrite,
+                options=options, progress=progress, trust=trust,
+                callbacks=[*as_callbacks(callbacks), publisher],
+            )  # fmt: skip
+        return replace(trained, url=str(run_dir))
     initial, place = _initial(config, trust), Path(run_dir or RUNS / (name or "-"))
     if was_lost(place, config, FREE_ON_RESUME):
         if has_checkpoint(place / "checkpoints"):
@@ -133,6 +147,11 @@ def train_seeds(
     """Train the same experiment with several seeds, one after another; return their aggregate."""
     config = _configure(env, algo, preset, config, fields)
     follow_if_told(config.engine)
+    if is_url(str(run_dir)):
+        raise ConfigError(
+            f"several seeds cannot be published to '{public_url(str(run_dir))}'; train each with "
+            "its own seed and URL, e.g. s3://bucket/run/seed-0"
+        )
     if isinstance(seeds, int):
         seeds = range(config.seed, config.seed + seeds)
     if not seeds or len(set(seeds)) < len(seeds):
@@ -190,13 +209,18 @@ def resume(
     asked = {name: value for name, value in asked.items() if value is not None}
     how: dict[str, Any] = {"options": _options(options, progress)}
     how |= {"callbacks": callbacks, "trust": trust}
+    if is_url(str(run)):
+        with Publisher(str(run), resumes=True) as publisher:
+            how["callbacks"] = [*as_callbacks(callbacks), publisher]
+            trained = cast(Trained, resume(publisher.fetch(), **asked, **how))
+        return replace(trained, url=str(run))
     for parent in (Path(run), RUNS / run):
         if os.path.lexists(parent / EXPERIMENT) and not os.path.lexists(parent / CONFIG):
             return resume_seeds(
                 parent, asked, trust, lambda child: resume(child, **asked, **how),
                 lambda child, config: train(config=config, run_dir=child, overwrite=True, **how),
             )  # fmt: skip
-    folder = _one_run(run)
+    folder = _one_run(run, "summary")
     # Checked first: a run that has just started in this folder has no checkpoint yet.
     check_idle(folder)
     stored = OLDER_RUNS | read_fields(folder / "config.json")
@@ -236,7 +260,7 @@ def resume(
 
 def scale(run: Path | str, workers: int) -> Scaled:
     """Change the number of workers of a run that is training in another process."""
-    folder = _one_run(run)
+    folder = _one_run(run, "summary")
     config = Config(**read_fields(folder / "config.json"))
     # In this order: limits on the number only matter if the run is training.
     limits.check_engine(config)
@@ -263,13 +287,13 @@ def load(
         if which == "last":
             raise ConfigError(f"'{run}' holds one policy, so which='last' cannot be chosen")
         return load_saved_policy(Path(run), trust, device)
-    return load_run_policy(_one_run(run), which, trust, device)
+    return load_run_policy(_one_run(run, which or "best"), which, trust, device)
 
 
 def is_policy_file(run: Path | str) -> bool:
     """Return whether ``run`` names a file that ``Policy.save`` wrote, not a run."""
     path = Path(run)
-    return path.suffix == POLICY_SUFFIX and not path.is_dir()
+    return path.suffix == POLICY_SUFFIX and not path.is_dir() and not is_url(str(run))
 
 
 def evaluate(
@@ -341,9 +365,9 @@ def _folder(config: Config, run_dir: Path | str | None, name: str | None, overwr
     return new_run_dir(RUNS, default_name(config.env, config.algo, config.seed), explicit=False)
 
 
-def _one_run(run: Path | str) -> Path:
+def _one_run(run: Path | str, needs: Needs) -> Path:
     """Return the folder of a run with one seed."""
-    folder = resolve_run(str(run), RUNS)
+    folder = find_run(run, RUNS, needs)
     seeds = seed_folders(folder)
     if seeds != [folder]:
         raise ConfigError(f"'{folder}' has several seeds; give one of them, e.g. {seeds[0]}")

@@ -34,7 +34,7 @@ from qfleet.telemetry.faults import FaultLog
 
 LIBRARIES = [
     "torch", "gymnasium", "ale-py", "numpy", "tyro", "rich", "safetensors", "tensorboard",
-    "matplotlib", "fsspec", "ray", "pyarrow", "optuna", "onnxruntime", "wandb", "mlflow",
+    "matplotlib", "fsspec", "s3fs", "ray", "pyarrow", "optuna", "onnxruntime", "wandb", "mlflow",
 ]  # fmt: skip
 
 

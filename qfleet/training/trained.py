@@ -65,6 +65,8 @@ class Trained:
     """Image of the learning curve."""
     interrupted_by: int | None = None
     """The signal that stopped the run, if one did."""
+    url: str | None = None
+    """Where the run is published, if ``run_dir`` was a URL; ``folder`` is the local copy."""
 
     def policy(self, which: Literal["best", "last"] | None = None) -> Policy:
         return load_run_policy(self.folder, which, trust=True)

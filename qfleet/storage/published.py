@@ -1,0 +1,233 @@
+"""A run as it is stored at a URL, and the local copies of it.
+
+    <url>/objects/<sha256>    contents of files; frames that checkpoints share are one object
+    <url>/index.json          path → size and SHA-256 of every file of the run, written last
+    <url>/leases/<n>.json     which process may publish (see `lease.py`)
+
+In: a Store. Out: local folders that verbs read like any run's, verified by the index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qfleet.core.errors import ConfigError, StorageError, StorageMissing, UnknownNameError, one_line
+from qfleet.storage.remote import Store
+
+INDEX, OBJECTS = "index.json", "objects"
+CACHE_DIR, CACHE_BYTES = "QFLEET_CACHE_DIR", "QFLEET_CACHE_BYTES"
+"""Environment variables: the folder of local copies, and the most that copies for reading take."""
+DEFAULT_CACHE_BYTES = 20 * 2**30
+_FORMAT = "qfleet-run-1"
+_PATH = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*){0,4}", re.ASCII)
+"""Paths that an index may list: neither absolute nor with '..', and no hidden files."""
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_ATTEMPTS = 3
+
+
+class Record(NamedTuple):
+    """Size and SHA-256 of a file."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """The files of a run at a URL."""
+
+    files: dict[str, Record]
+    lease: int
+    """Number of the lease under which it was written."""
+
+    def to_json(self) -> bytes:
+        body = {"format": _FORMAT, "lease": self.lease, "files": self.files}
+        return json.dumps(body, indent=1).encode()
+
+    def has_progress(self) -> bool:
+        """Return whether the run has logged, or has a policy or a checkpoint."""
+        logged = self.files.get("metrics.jsonl", Record(0, "")).size_bytes > 0
+        return logged or any(path.endswith("/manifest.json") for path in self.files)
+
+    def newest_checkpoint(self) -> str:
+        """Return the folder of the newest checkpoint, or '' if there is none."""
+        folders = {path.rpartition("/")[0] for path in self.files if path.startswith("checkpoints")}
+        return max(folders, key=lambda path: (len(path), path), default="")
+
+
+def object_name(sha256: str) -> str:
+    return f"{OBJECTS}/{sha256}"
+
+
+def read_index(store: Store) -> Index | None:
+    """Return the index, which may be anyone's data; None if there is no run."""
+    try:
+        body = json.loads(store.read(INDEX))
+        if body["format"] != _FORMAT:
+            raise ValueError(f"its format is {str(body['format'])[:40]!r}, not {_FORMAT!r}")
+        files = {path: _record(path, entry) for path, entry in body["files"].items()}
+        return Index(files, int(body["lease"]))
+    except StorageMissing:
+        return None
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise StorageError(
+            f"'{store.shown}/{INDEX}' is malformed ({one_line(error)}); publish the run again"
+        ) from None
+
+
+def require_index(store: Store) -> Index:
+    """Return the index, or raise UnknownNameError if there is no run."""
+    if (index := read_index(store)) is None:
+        raise UnknownNameError("run", store.shown, [], "there is no run at this URL")
+    return index
+
+
+def _record(path: str, entry: Any) -> Record:
+    size_bytes, sha256 = entry
+    if not _PATH.fullmatch(path) or not _SHA256.fullmatch(sha256):
+        raise ValueError(f"entry {path[:60]!r} is refused")
+    return Record(int(size_bytes), sha256)
+
+
+def record_of(path: Path) -> Record:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return Record(path.stat().st_size, digest)
+
+
+def cache_dir() -> Path:
+    """Return the folder of local copies."""
+    if chosen := os.environ.get(CACHE_DIR):
+        return Path(chosen).absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "qfleet" / "urls"
+
+
+def working_folder(url: str) -> Path:
+    """Return the local folder in which a run that is published to this URL works."""
+    return cache_dir() / "runs" / _name(url)
+
+
+def _name(url: str) -> str:
+    url = url.rstrip("/")
+    last = re.sub(r"[^A-Za-z0-9._]+", "-", url.rpartition("/")[2]).strip(".-")[-40:] or "run"
+    return f"{last}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+
+
+def fetch(store: Store, folder: Path, needs: str) -> Index:
+    """Bring the files of a run into ``folder``, verified; those that it has are not downloaded.
+
+    ``needs``: ``summary`` (configuration, metrics, result), ``best`` or ``last`` (also that policy;
+    best is last if there is none), ``all``. A file that is missing or damaged at the store is left
+    out and reported: of checkpoints, the one before is used then.
+    """
+    index = require_index(store)
+    for _ in range(_ATTEMPTS):
+        try:
+            hits, downloaded, damaged = _fetch_files(store, _select(index, needs), folder)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write into '{folder}': {error.strerror or error}; free space there or set "
+                "--cache-dir"
+            ) from None
+        if not damaged:
+            break
+        # The run may have published meanwhile and removed an old checkpoint.
+        before, index = index, require_index(store)
+        if index == before:
+            break
+    _drop_others(folder, index)
+    line = f"'{store.shown}': {hits} files from the cache, {len(downloaded)} downloaded"
+    line += f" ({sum(downloaded) / 1e6:,.1f} MB)"
+    for path, reason in damaged.items():
+        line += f"; '{path}' is left out: {reason}"
+    print(f"qfleet: {line}", file=sys.stderr)
+    return index
+
+
+def fetch_to_read(store: Store, needs: str) -> Path:
+    """Return a local copy of a run, in the cache, for reading."""
+    root = cache_dir() / "read"
+    folder = root / _name(store.url)
+    index = fetch(store, folder, needs)
+    _evict(root, keep={folder / path for path in _select(index, needs)})
+    return folder
+
+
+def _select(index: Index, needs: str) -> dict[str, Record]:
+    prefixes = ["config.json", "metrics.jsonl", "result.json"]
+    if needs != "summary":
+        has_best = "best/manifest.json" in index.files
+        newest = index.newest_checkpoint() or "checkpoints"
+        prefixes += ["agents/", "best/" if needs == "best" and has_best else f"{newest}/"]
+    return {
+        path: record
+        for path, record in index.files.items()
+        if needs == "all" or path.startswith(tuple(prefixes))
+    }
+
+
+def _fetch_files(
+    store: Store, wanted: Mapping[str, Record], folder: Path
+) -> tuple[int, list[int], dict[str, str]]:
+    """Return the number of files that were there, sizes of those downloaded, and path → damage."""
+    hits, downloaded, damaged, places = 0, list[int](), dict[str, str](), dict[str, Path]()
+    for path, record in wanted.items():
+        local = folder / path
+        if local.is_file() and record_of(local) == record:
+            os.utime(local)  # the cache removes what was used least recently
+            hits += 1
+        else:
+            local.parent.mkdir(parents=True, exist_ok=True)
+            local.unlink(missing_ok=True)
+            try:
+                if record.sha256 in places:
+                    shutil.copyfile(places[record.sha256], local)
+                else:
+                    store.download(object_name(record.sha256), local)
+                    downloaded.append(record.size_bytes)
+            except StorageMissing:
+                damaged[path] = "its object is missing"
+                continue
+            if record_of(local) != record:
+                local.unlink()
+                damaged[path] = "its object is damaged (SHA-256)"
+                continue
+        places[record.sha256] = local
+    return hits, downloaded, damaged
+
+
+def _drop_others(folder: Path, index: Index) -> None:
+    """Remove checkpoints and policies that the run does not have any more."""
+    for snapshot in [*folder.glob("checkpoints/*"), *folder.glob("agents/*/best"), folder / "best"]:
+        if f"{snapshot.relative_to(folder).as_posix()}/manifest.json" not in index.files:
+            shutil.rmtree(snapshot, ignore_errors=True)
+
+
+def _evict(root: Path, keep: Collection[Path]) -> None:
+    """Remove the least recently used files until the rest fits into the cache."""
+    try:
+        limit_bytes = int(os.environ.get(CACHE_BYTES, DEFAULT_CACHE_BYTES))
+    except ValueError:
+        raise ConfigError(
+            f"{CACHE_BYTES} must be a number of bytes, got {os.environ[CACHE_BYTES]!r}"
+        ) from None
+    found = [(path.stat(), path) for path in root.rglob("*") if path.is_file()]
+    total_bytes = sum(status.st_size for status, _ in found)
+    for status, path in sorted(found, key=lambda pair: pair[0].st_mtime_ns):
+        if total_bytes <= limit_bytes:
+            break
+        if path not in keep:
+            with contextlib.suppress(OSError):  # another process may have removed it
+                path.unlink()
+            total_bytes -= status.st_size
