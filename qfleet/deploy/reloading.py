@@ -137,9 +137,9 @@ class Watcher:
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """Return numbers that change when a file, or the policy of a folder, is replaced; () if gone."""
-    # Of a run, or of a folder that `qfleet pull` or `policy.save` wrote.
-    inside = ("best/manifest.json", "checkpoints", "manifest.json") if path.is_dir() else ("",)
+    """Return numbers that change when a file, or a policy in a folder, is replaced; () if gone."""
+    # Of a run, or of a folder that `qfleet pull` wrote.
+    inside = ("best/manifest.json", "checkpoints", "policy.safetensors") if path.is_dir() else ("",)
     for name in inside:
         try:
             status = (path / name).stat()

@@ -348,7 +348,7 @@ def check_config(config: Config) -> Config:
     check_env(config)
     config = validate(config)
     if config.baseline:
-        folder = _one_run(config.baseline).absolute()
+        folder = _one_run(config.baseline, "summary").absolute()
         stored_rate(folder, config)  # refused now, not at the end of the run
         config = config.replace(baseline=str(folder))
     return config

@@ -213,3 +213,18 @@ def test_both_runtimes_give_the_same_answers_over_http(tmp_path: Path) -> None:
             values.append(client.q_values(OBSERVATIONS))
             client.close()
     np.testing.assert_allclose(values[0], values[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["best/manifest.json", "checkpoints/5/x", "policy.safetensors"])
+def test_the_stamp_of_a_folder_changes_with_its_policy(name: str, tmp_path: Path) -> None:
+    assert stamp(tmp_path) == ()
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"a")
+    first = stamp(tmp_path)
+    if name.startswith("checkpoints"):
+        (tmp_path / "checkpoints" / "6").mkdir()
+    else:
+        (tmp_path / "new").write_bytes(b"b")
+        (tmp_path / "new").replace(path)
+    assert first != stamp(tmp_path) != ()
