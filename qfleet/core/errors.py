@@ -90,6 +90,14 @@ class TransferError(QfleetError):
     """A hub or storage that cannot be reached, refuses, or holds damaged files."""
 
 
+class StorageError(TransferError):
+    """A folder at a URL that is missing or refused, or whose address is wrong: raised at once."""
+
+
+class StorageOutage(StorageError):
+    """A store that did not answer for as long as it was retried; it may answer later."""
+
+
 class EnvironmentFault(QfleetError):
     """An environment that failed more often than the configuration tolerates."""
 

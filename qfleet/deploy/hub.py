@@ -28,6 +28,7 @@ from qfleet.deploy.export import FOLDER
 from qfleet.deploy.model_card import CARD, CONFIG, ONNX, VIDEOS, model_card, score_of
 from qfleet.deploy.models import open_model, version_of
 from qfleet.storage.checkpoint import PUBLISHED_POLICY as POLICY
+from qfleet.storage.remote import Store, is_url, public_url
 
 FILE_LIST = "files.json"
 OPTIONAL = (ONNX, *VIDEOS, "result.json")
@@ -67,27 +68,26 @@ class _Files:
     """A folder by its URL: file, s3, gs …"""
 
     def __init__(self, url: str) -> None:
-        if "://" not in url or ".." in PurePosixPath(url).parts:
+        if not is_url(url) or ".." in PurePosixPath(url).parts:
             raise ConfigError(
-                f"'{_public(url)}' must be {_HF}USER/REPOSITORY or a URL without '..' such as "
+                f"'{public_url(url)}' must be {_HF}USER/REPOSITORY or a URL without '..' such as "
                 "file:///models/pong or s3://bucket/pong"
             )
-        self._system, self._root = _package("fsspec").url_to_fs(url)
+        self._store = Store(url)
 
     def put(self, folder: Path, names: list[str]) -> None:
         """Store files in this order: the list, which comes last, is of files that are there.
 
         Then delete files of an earlier push that are not listed any more.
         """
-        self._system.makedirs(self._root, exist_ok=True)
         for name in names:
-            self._system.put_file(str(folder / name), f"{self._root}/{name}")
+            self._store.upload(folder / name, name)
         for name in OPTIONAL:
-            if name not in names and self._system.exists(f"{self._root}/{name}"):
-                self._system.rm_file(f"{self._root}/{name}")
+            if name not in names:
+                self._store.remove(name)
 
     def get(self, name: str, path: Path) -> None:
-        self._system.get_file(f"{self._root}/{name}", str(path))
+        self._store.download(name, path)
 
 
 def push(
@@ -101,7 +101,7 @@ def push(
     """
     with tempfile.TemporaryDirectory() as folder, _transfer_errors(target):
         store = _open(target, private)
-        names = _collect(policy, run, which, _public(target), Path(folder), report)
+        names = _collect(policy, run, which, public_url(target), Path(folder), report)
         records = {name: _record(Path(folder) / name) for name in names}
         text = json.dumps({"format": _FORMAT, "files": records}, indent=2)
         files.write_text(Path(folder) / FILE_LIST, text)
@@ -121,16 +121,16 @@ def pull(source: str, out: Path) -> None:
         store.get(FILE_LIST, listed)
         if listed.stat().st_size > MOST_LIST_BYTES:
             raise TransferError(
-                f"'{_public(source)}' has a {FILE_LIST} of over {MOST_LIST_BYTES} bytes"
+                f"'{public_url(source)}' has a {FILE_LIST} of over {MOST_LIST_BYTES} bytes"
             )
-        records = _read_list(files.read_text(listed), _public(source))
+        records = _read_list(files.read_text(listed), public_url(source))
         fetched = listed.with_name("files")
         fetched.mkdir()
         for name, record in records.items():
             store.get(name, fetched / name)
             if _record(fetched / name) != record:
                 raise TransferError(
-                    f"'{name}' of '{_public(source)}' is not the file that {FILE_LIST} lists "
+                    f"'{name}' of '{public_url(source)}' is not the file that {FILE_LIST} lists "
                     "(SHA-256); it is damaged or being replaced: pull again, or push it anew"
                 )
         files.rename(fetched, out)
@@ -173,13 +173,8 @@ def _open(url: str, private: bool = False) -> _Hub | _Files:
     if url.startswith(_HF):
         return _Hub(url.removeprefix(_HF), private)
     if private:
-        raise ConfigError(f"--private is for {_HF}USER/REPOSITORY, got '{_public(url)}'")
+        raise ConfigError(f"--private is for {_HF}USER/REPOSITORY, got '{public_url(url)}'")
     return _Files(url)
-
-
-def _public(url: str) -> str:
-    """Return a URL without user, password and query, which may be secret."""
-    return re.sub("(?<=://)[^/]*@", "", url.partition("?")[0])
 
 
 def _package(name: str) -> Any:
@@ -197,8 +192,8 @@ def _transfer_errors(url: str) -> Iterator[None]:
     except QfleetError:
         raise
     except Exception as error:
-        text = one_line(error).replace(url, _public(url))
-        raise TransferError(f"'{_public(url)}': {text[:300]}") from error
+        text = one_line(error).replace(url, public_url(url))
+        raise TransferError(f"'{public_url(url)}': {text[:300]}") from error
 
 
 def _record(path: Path) -> dict[str, Any]:

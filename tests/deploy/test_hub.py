@@ -13,9 +13,10 @@ import pytest
 import qfleet
 from qfleet.cli.main import main
 from qfleet.core.errors import ConfigError, TransferError
-from qfleet.deploy.hub import FILE_LIST, _public, pull, push
+from qfleet.deploy.hub import FILE_LIST, pull, push
 from qfleet.deploy.model_card import Score, model_card
 from qfleet.storage.checkpoint import PUBLISHED_POLICY as POLICY
+from qfleet.storage.remote import public_url
 from support.configs import tiny_fields
 from support.hub import TOKEN, Hub, hub
 from support.messages import holds, says
@@ -173,7 +174,7 @@ def test_a_repository_is_created_as_a_private_one_if_asked(tmp_path: Path, serve
 
 
 def test_secrets_of_a_url_are_not_published_or_shown(tmp_path: Path) -> None:
-    card = model_card(untrained(), None, [], _public("s3://key:pass@bucket/it?sig=x"))
+    card = model_card(untrained(), None, [], public_url("s3://key:pass@bucket/it?sig=x"))
     assert "qfleet pull s3://bucket/it --out" in card
     with pytest.raises(TransferError, match=says("nosuch://host/it")) as caught:
         pull("nosuch://key:pass@host/it?sig=x", tmp_path / "out")
@@ -321,11 +322,12 @@ def test_an_unreachable_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("module", "target"), [("huggingface_hub", "hf://me/it"), ("fsspec", "file:///x")]
+    ("module", "target", "extra"),
+    [("huggingface_hub", "hf://me/it", "hub"), ("fsspec", "file:///x", "data")],
 )
 def test_a_missing_package_is_named(
-    module: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: str, target: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=says(module, "qfleet[hub]")):
+    with pytest.raises(ConfigError, match=says(module, f"qfleet[{extra}]")):
         pull(target, tmp_path / "out")

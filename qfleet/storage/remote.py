@@ -1,0 +1,286 @@
+"""Folders at a URL (S3, HDFS, Google Cloud Storage, a local folder) through fsspec.
+
+In: relative paths and bytes or local files. Out: the same, or StorageError. Every call ends:
+failures that may pass are retried with backoff for ``patience_s``, all others are raised at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from qfleet.core.errors import ConfigError, StorageError, StorageOutage, one_line
+
+T = TypeVar("T")
+
+REQUEST_TIMEOUT_S = 15.0
+"""Longest wait for the answer to one request."""
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
+_TMP = ".tmp-"
+_RENAMING = {"file", "local", "hdfs", "webhdfs"}
+"""Schemes whose files appear while they are written; others show whole objects only."""
+_PERMANENT = (
+    FileNotFoundError,
+    PermissionError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+)
+_PASSING_STATUS = {408, 409, 425, 429}
+_PASSING_NAMES = {"HTTPClientError", "ConnectionError", "ResponseParserError", "ClientPayloadError"}
+"""Errors of botocore and aiohttp, which may not be installed, that are no OSError."""
+
+
+def is_url(text: str) -> bool:
+    """Return whether ``text`` is ``scheme://…``, not a path."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text) is not None
+
+
+def public_url(url: str) -> str:
+    """Return a URL without user, password and query, which may be secret."""
+    return re.sub("(?<=://)[^/]*@", "", url.partition("?")[0])
+
+
+class Store:
+    """One folder at a URL. Objects are named by their path below it, as ``best/manifest.json``."""
+
+    def __init__(self, url: str, *, patience_s: float = 30.0) -> None:
+        """``patience_s``: how long a call is retried while the store does not answer."""
+        self.url, self._patience_s = url.rstrip("/"), patience_s
+        self._scheme = url.partition("://")[0].lower()
+        if not is_url(url) or ".." in PurePosixPath(url).parts:
+            raise StorageError(
+                f"'{public_url(url)}' must be a URL without '..', such as s3://bucket/folder"
+            )
+        try:
+            self._system, self._root = _open(self.url, self._scheme, patience_s)
+        except ImportError as error:
+            raise ConfigError(
+                f"'{public_url(url)}' needs a package that is not installed "
+                f"({one_line(error)}): `pip install 'qfleet[data]'` has fsspec and s3fs"
+            ) from None
+        except Exception as error:  # fsspec's backends have no common class
+            raise StorageError(f"cannot open '{public_url(url)}': {self._words(error)}") from error
+        self._root = self._root.rstrip("/")
+
+    def read(self, path: str) -> bytes:
+        """Return the contents of an object."""
+        whole = self._whole(path)
+        return bytes(self._retried("read", path, lambda: self._system.cat_file(whole)))
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write an object; readers see the old one or the new one, never a part."""
+        self._place("write", path, lambda target: self._system.pipe_file(target, data))
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write an object unless it exists; return False if it does.
+
+        Of several concurrent callers with different ``data``, one gets True.
+        """
+        try:
+            self._retried("create", path, lambda: self._create(self._whole(path), data))
+            return True
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileExistsError):
+                raise
+        # The answer to an attempt that succeeded may have been lost.
+        return self.read(path) == data
+
+    def upload(self, local: Path, path: str) -> None:
+        """Write an object with the contents of a local file."""
+        self._place("write", path, lambda target: self._system.put_file(str(local), target))
+
+    def download(self, path: str, local: Path) -> None:
+        """Write a local file with the contents of an object, through a temporary name."""
+        whole, tmp = self._whole(path), local.with_name(f"{_TMP}{secrets.token_hex(4)}")
+        local.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._retried("read", path, lambda: self._system.get_file(whole, str(tmp)))
+            tmp.replace(local)
+        finally:
+            tmp.unlink(missing_ok=True)
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the paths of all objects below the folder ``prefix``, sorted."""
+        whole = self._whole(prefix) if prefix else self._root
+        # Without it, fsspec's own walk returns no names when the store does not answer.
+        how = {"on_error": "raise"} if self._scheme in _RENAMING else {}
+        try:
+            found = self._retried("list", prefix, lambda: self._system.find(whole, **how))
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return []
+            raise
+        below = [name.removeprefix(self._root).lstrip("/") for name in found]
+        return sorted(name for name in below if not PurePosixPath(name).name.startswith(_TMP))
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is an object or a folder of this name."""
+        whole = self._whole(path)
+        try:
+            self._retried("look up", path, lambda: self._system.info(whole))
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return False
+            raise
+        return True
+
+    def remove(self, path: str) -> None:
+        """Remove an object, or everything below a folder; what is not there is removed already."""
+        whole = self._whole(path)
+        try:
+            self._retried("remove", path, lambda: self._system.rm(whole, recursive=True))
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+
+    def _whole(self, path: str) -> str:
+        parts = path.split("/")
+        if not path or "" in parts or "." in parts or ".." in parts or "\\" in path:
+            raise StorageError(f"'{path}' is no relative path without '..' in '{self.shown}'")
+        return f"{self._root}/{path}"
+
+    @property
+    def shown(self) -> str:
+        """The URL without what may be secret."""
+        return public_url(self.url)
+
+    def _place(self, what: str, path: str, write: Callable[[str], object]) -> None:
+        """Let ``write`` write the object: under its own name, or renamed to it afterwards."""
+        whole = self._whole(path)
+        if self._scheme not in _RENAMING:
+            self._retried(what, path, lambda: write(whole))
+            return
+
+        def replace() -> None:
+            tmp = self._temporary(whole)
+            write(tmp)
+            self._rename(tmp, whole, overwrite=True)
+
+        self._retried(what, path, replace)
+
+    def _create(self, whole: str, data: bytes) -> None:
+        """Write an object or raise FileExistsError."""
+        if self._scheme not in _RENAMING:
+            try:
+                self._system.pipe_file(whole, data, mode="create")
+            except OSError as error:
+                if _status(error) == 412:  # some servers do not name the condition that failed
+                    raise FileExistsError(whole) from None
+                raise
+            return
+        tmp = self._temporary(whole)
+        self._system.pipe_file(tmp, data)
+        try:
+            self._rename(tmp, whole, overwrite=False)
+        except FileExistsError:
+            self._system.rm_file(tmp)
+            raise
+
+    def _temporary(self, whole: str) -> str:
+        """Return a new name beside ``whole``, in a folder that exists."""
+        folder = str(PurePosixPath(whole).parent)
+        self._system.makedirs(folder, exist_ok=True)
+        return f"{folder}/{_TMP}{secrets.token_hex(8)}"
+
+    def _rename(self, source: str, target: str, *, overwrite: bool) -> None:
+        if self._scheme in ("file", "local"):
+            if overwrite:
+                os.replace(source, target)
+            else:
+                os.link(source, target)  # fails where a rename would replace
+                os.unlink(source)
+        elif self._scheme == "webhdfs":
+            # Its mv() can neither replace nor tell whether it renamed.
+            how = {"renameoptions": "OVERWRITE"} if overwrite else {}
+            answer = self._system._call("RENAME", "put", source, destination=target, **how)
+            if not overwrite and not answer.json()["boolean"]:
+                raise FileExistsError(target)
+        else:  # hdfs: its rename never replaces, so for a moment there is no file
+            if self._system.exists(target):
+                if not overwrite:
+                    raise FileExistsError(target)
+                self._system.rm_file(target)
+            self._system.mv(source, target)
+
+    def _retried(self, what: str, path: str, call: Callable[[], T]) -> T:
+        """Return what ``call`` returns; every error of a backend becomes ours here."""
+        deadline, delay_s = time.monotonic() + self._patience_s, _FIRST_DELAY_S
+        while True:
+            try:
+                return call()
+            except Exception as error:
+                where = f"'{self.shown}/{path}'"
+                if not _may_pass(error):
+                    raise StorageError(
+                        f"cannot {what} {where}: {_advice(error)} ({self._words(error)})"
+                    ) from error
+                if time.monotonic() + delay_s > deadline:
+                    raise StorageOutage(
+                        f"cannot {what} {where}: the store has not answered for "
+                        f"{self._patience_s:g} s ({self._words(error)}); check the network and "
+                        "the address, then try again"
+                    ) from error
+            time.sleep(delay_s)
+            delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+
+    def _words(self, error: BaseException) -> str:
+        return one_line(error).replace(self.url, self.shown)[:300]
+
+
+def _open(url: str, scheme: str, patience_s: float) -> tuple[Any, str]:
+    """Return fsspec's file system and the path of the folder in it."""
+    timeout_s = max(1.0, min(REQUEST_TIMEOUT_S, patience_s))
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    if scheme in ("s3", "s3a"):
+        # One attempt each: _retried repeats them, with one deadline for all.
+        limits = {"connect_timeout": timeout_s, "read_timeout": timeout_s}
+        options["config_kwargs"] = {**limits, "retries": {"total_max_attempts": 1}}
+    system, root = importlib.import_module("fsspec").url_to_fs(url, **options)
+    if scheme in ("s3", "s3a"):
+        system.retries = 1
+    elif scheme == "webhdfs":  # its requests have no deadline otherwise
+        system.session.request = functools.partial(system.session.request, timeout=timeout_s)
+    return system, str(root)
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status of an error of botocore or requests, or of its cause."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return response if isinstance(response, int) else None
+    status = getattr(response, "status_code", None)
+    if status is None and error.__cause__ is not None:
+        return _status(error.__cause__)
+    return status
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether the same call may succeed later."""
+    if (status := _status(error)) is not None:
+        return status >= 500 or status in _PASSING_STATUS
+    if isinstance(error, _PERMANENT) or getattr(error, "errno", None) == errno.EINVAL:
+        return False
+    # RuntimeError: what WebHDFS calls an error of the server.
+    names = {base.__name__ for base in type(error).__mro__}
+    return isinstance(error, OSError | RuntimeError) or bool(names & _PASSING_NAMES)
+
+
+def _advice(error: Exception) -> str:
+    """Return what is wrong and what to do about it."""
+    if isinstance(error, FileNotFoundError):
+        return "it does not exist; check the URL"
+    if isinstance(error, PermissionError) or _status(error) in (401, 403):
+        return "access is denied; check the credentials and their permissions"
+    if "Credentials" in type(error).__name__:
+        return "there are no credentials; set those of this store, e.g. AWS_ACCESS_KEY_ID"
+    return "the store refuses; check the URL and its settings"
