@@ -16,7 +16,7 @@ from qfleet.core.errors import QfleetError, UnknownNameError, check_platform, on
 
 VERBS = (
     "train", "resume", "scale", "evaluate", "plot", "video", "runs", "export", "push", "pull",
-    "serve", "profile", "doctor", "lab", "completion",
+    "serve", "data", "profile", "doctor", "lab", "completion",
 )  # fmt: skip
 
 EXAMPLES = """\
