@@ -22,6 +22,7 @@ from qfleet.config.words import rename
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.files import atomic_write_text, short
 from qfleet.engines.all_reduce.world import with_launched_workers
+from qfleet.engines.offline import dataset_fields, with_dataset
 from qfleet.engines.parameter_server import limits, resize_request
 from qfleet.envs.objects import named_fields
 from qfleet.envs.registry import check_env
@@ -55,7 +56,7 @@ FREE_ON_RESUME = {
     "steps", "device", "threads", "log_interval", "checkpoint_freq", "keep_checkpoints",
     "tensorboard", "track", "replay_dir", "max_fault_rate", "max_env_restarts", "env_timeout_s",
     "max_abs_q", "target_return", "patience", "eval_max_steps", "workers", "servers", "address",
-    "snapshot_s", "worker_timeout_s",
+    "snapshot_s", "worker_timeout_s", "record", "data_readers",
 }  # fmt: skip
 
 
@@ -99,7 +100,7 @@ def train(
     more. ``trust`` accepts the code that the policy of ``init_from`` imports. ``overwrite``
     removes a run that ``run_dir`` or ``name`` holds already.
     """
-    config = _configure(env, algo, preset, config, fields)
+    config = _configure(env, algo, preset, config, fields, trust)
     follow_if_told(config.engine)
     initial, place = _initial(config, trust), Path(run_dir or RUNS / (name or "-"))
     if was_lost(place, config, FREE_ON_RESUME):
@@ -130,7 +131,7 @@ def train_seeds(
     **fields: Any,
 ) -> TrainedSeeds:
     """Train the same experiment with several seeds, one after another; return their aggregate."""
-    config = _configure(env, algo, preset, config, fields)
+    config = _configure(env, algo, preset, config, fields, trust)
     follow_if_told(config.engine)
     if isinstance(seeds, int):
         seeds = range(config.seed, config.seed + seeds)
@@ -171,6 +172,7 @@ def resume(
     address: str | None = None,
     replay_dir: str | None = None,
     track: Literal["none", "wandb", "mlflow"] | None = None,
+    record: str | None = None,
     options: RunOptions | None = None,
     progress: bool = False,
     callbacks: Callbacks = (),
@@ -184,7 +186,7 @@ def resume(
     follow_if_told(stored_engine(run, RUNS))
     asked: dict[str, Any] = {
         "steps": steps, "device": device, "workers": workers, "servers": servers,
-        "address": address, "replay_dir": replay_dir, "track": track,
+        "address": address, "replay_dir": replay_dir, "track": track, "record": record,
     }  # fmt: skip
     asked = {name: value for name, value in asked.items() if value is not None}
     how: dict[str, Any] = {"options": _options(options, progress)}
@@ -289,21 +291,18 @@ def evaluate(
 
 
 def _configure(
-    env: Any,
-    algo: str | None,
-    preset: str | None,
-    config: Config | None,
-    fields: dict[str, Any],
+    env: Any, algo: str | None, preset: str | None, config: Config | None, fields: Any, trust: bool
 ) -> Config:
     if config is None:
         own = rename(({} if env is None else {"env": env}) | fields)
         named = named_fields(own.pop("env", None), own)
         if isinstance(named.get("env"), str) and not named.get("imports"):
             named["env"] = full_id(named["env"])
-        config, _ = resolve(named.pop("env", None), algo, preset, fields=named)
+        stored = dataset_fields(named.get("data", ""), trust)
+        config, _ = resolve(named.pop("env", None), algo, preset, stored, named)
     elif env is not None or algo or preset or fields:
         raise ConfigError("config= sets every field; use config.replace(…) to change some of them")
-    return check_config(with_launched_workers(config))
+    return check_config(with_dataset(with_launched_workers(config)))
 
 
 def _options(given: RunOptions | None, progress: bool) -> RunOptions:
@@ -320,7 +319,8 @@ def check_config(config: Config) -> Config:
     """Raise if a run with this configuration would be refused: first by its environment's id."""
     if not config.imports:
         config = config.replace(eval_env=full_id(config.eval_env))
-    check_env(config)
+    if not config.data:  # which needs an environment for evaluations only
+        check_env(config)
     return validate(config)
 
 
