@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.agent import schedules
-from qfleet.agent.inference import Inference
+from qfleet.agent.inference import Inference, behaviour_probability
 from qfleet.algorithms.exploration import epsilon_ladder, sample_legal
 from qfleet.config.config import Config
 from qfleet.core.types import (
@@ -60,6 +60,7 @@ class Rows:
         shape = (rows, num_envs)
         self.frames = frames
         self.actions = np.zeros(shape, dtype=np.int64)
+        self.probabilities = np.full(shape, np.nan, dtype=np.float32)
         self.rewards = np.zeros(shape, dtype=np.float64)
         ends = np.zeros((5, *shape), dtype=np.bool_)
         self.terminated, self.truncated, self.invalid, self.fresh, self.life_lost = ends
@@ -93,6 +94,7 @@ class Actor:
         ``steps_per_row``: by how much the run's clock advances per row; None: by these envs.
         """
         self._groups, self._inference, self._config = groups, inference, config
+        self._records = bool(config.record) and config.head != "actor-critic"
         self._acting, self._stepping = timers.span("act"), timers.span("env")
         self._random = np.random.default_rng(seed)
         self.spec = groups[0].spec
@@ -176,12 +178,16 @@ class Actor:
             )
             explore = chance[columns] < rate
             greedy = self._inference.choose(
-                group, block, row, columns, obs, self._first[columns], needed=not explore.all()
-            )
+                group, block, row, columns, obs, self._first[columns],
+                needed=self._records or not explore.all(),
+            )  # fmt: skip
             actions = legal_actions(self.spec, obs, random_actions[columns])
             if greedy is not None:
                 actions = np.where(explore, actions, greedy) if explore.any() else greedy
             filling.actions[row, columns] = actions
+            if self._records:
+                chances = behaviour_probability(self.spec, obs, actions, greedy, rate)
+                filling.probabilities[row, columns] = chances
         with self._stepping:
             envs.send(actions)
 
@@ -208,6 +214,7 @@ class Actor:
             reward=torch.from_numpy((rewards * self._config.reward_scale).astype(np.float32)),
             flags=torch.from_numpy(flags),
             version=version,
+            probability=torch.from_numpy(filled.probabilities[:rows]) if self._records else None,
         )
         return self._inference.deliver(number, block)
 

@@ -20,6 +20,7 @@ from qfleet.accelerator.graphs import record
 from qfleet.accelerator.stream_timer import StreamTimer
 from qfleet.agent import schedules
 from qfleet.agent.actor import legal_actions
+from qfleet.agent.inference import behaviour_probability
 from qfleet.algorithms.exploration import epsilon_ladder, sample_actions
 from qfleet.config.config import Config
 from qfleet.core.counter_rng import draw_below, draw_uniform, first_counters, next_counters
@@ -110,6 +111,8 @@ class Row(NamedTuple):
     over: Tensor
     steps: Tensor
     """Steps of the episode, this one included; 0: the next observation opens an episode."""
+    greedy: Tensor
+    """The best action; of a sampled policy, the action."""
 
 
 def step_envs(
@@ -117,13 +120,14 @@ def step_envs(
 ) -> tuple[Now, Row]:
     """Take the best action by ``q``, or one by ``drawn`` where an env ``explores``."""
     anything = legal_actions(env.spec, now.obs, drawn)
-    return _act(env, now, torch.where(explores, anything, q.argmax(dim=1)))
+    greedy = q.argmax(dim=1)
+    return _act(env, now, torch.where(explores, anything, greedy), greedy)
 
 
-def _act(env: TensorEnv, now: Now, action: Tensor) -> tuple[Now, Row]:
+def _act(env: TensorEnv, now: Now, action: Tensor, greedy: Tensor) -> tuple[Now, Row]:
     after, step = step_episodes(env, now.episodes, action)
     ends = (step.terminated, step.opened, after.over)
-    return Now(after, step.obs), Row(now.obs, action, step.reward, *ends, after.steps)
+    return Now(after, step.obs), Row(now.obs, action, step.reward, *ends, after.steps, greedy)
 
 
 class TensorActor:
@@ -178,6 +182,7 @@ class TensorActor:
             action=column(torch.int64),
             reward=column(torch.float32),
             flags=column(torch.uint8),
+            probability=column(torch.float32) if config.record and not self._samples else None,
         )
         first, last = schedules.epsilon(config, 0), schedules.epsilon(config, config.steps)
         self._initial = torch.full((n,), first, device=device)
@@ -223,8 +228,9 @@ class TensorActor:
                     self._rollout(rows)
         block = self._block
         return Block(
-            block.obs[:rows], block.action[:rows], block.reward[:rows], block.flags[:rows], version
-        )
+            block.obs[:rows], block.action[:rows], block.reward[:rows], block.flags[:rows], version,
+            None if block.probability is None else block.probability[:rows],
+        )  # fmt: skip
 
     @property
     def compile_failure(self) -> str | None:
@@ -261,7 +267,7 @@ class TensorActor:
         for row in range(rows):
             now, step = self.step(now, self._values(now.obs), *(draw[row] for draw in draws))
             steps.append(step)
-        self._write(steps, opening)
+        self._write(steps, opening, rates)
         copy_episodes(self._now.episodes, now.episodes)
         self._now.obs.copy_(now.obs)
         self._explorers.copy_(counters[-1])
@@ -269,17 +275,22 @@ class TensorActor:
     def _step_of(self, now: Now, q: Tensor, *draws: Tensor) -> tuple[Now, Row]:
         """``draws``: which envs explore, and their actions; for a policy, a number in [0, 1)."""
         if self._samples:
-            return _act(self._env, now, sample_actions(q, *draws))
+            action = sample_actions(q, *draws)
+            return _act(self._env, now, action, action)
         return step_envs(self._env, now, q, *draws)
 
-    def _write(self, written: list[Row], opening: Tensor) -> None:
+    def _write(self, written: list[Row], opening: Tensor, rates: Tensor) -> None:
         """Write the collected rows; flags and returns are computed once per block, not per row."""
         columns = [list(column) for column in zip(*written, strict=True)]
         rows, block = len(written), self._block
         obs = torch.stack(columns[0], out=block.obs[:rows])
         torch.stack(columns[1], out=block.action[:rows])
         reward = torch.stack(columns[2], out=block.reward[:rows])
-        terminated, opened, over, steps = map(torch.stack, columns[3:])
+        terminated, opened, over, steps, greedy = map(torch.stack, columns[3:])
+        if block.probability is not None:
+            flat = [part.flatten(0, 1) for part in (obs, block.action[:rows], greedy, rates)]
+            chances = behaviour_probability(self.spec, *flat)
+            block.probability[:rows] = chances.view(greedy.shape)
         bad = reward.isfinite().logical_not_().sum()
         if obs.is_floating_point():
             bad = bad + obs.isfinite().logical_not_().sum()

@@ -203,8 +203,9 @@ class DeviceInference(Inference):
         self.traffic.copies += 1
         action, reward, flags = _columns(on_device, block)
         return Block(
-            self._device_frames[number, : block.rows], action, reward, flags, block.version
-        )
+            self._device_frames[number, : block.rows], action, reward, flags, block.version,
+            block.probability,
+        )  # fmt: skip
 
 
 def _columns(packed: Tensor, block: Block) -> list[Tensor]:

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qfleet.accelerator.graphs import can_record, record
-from qfleet.algorithms.exploration import sample_actions
+from qfleet.algorithms.exploration import action_probability, sample_actions
 from qfleet.core.seeding import restore_generator
-from qfleet.core.types import Block
+from qfleet.core.types import AnyArray, Block, EnvSpec
 from qfleet.networks.qnetwork import QNetwork
 
 Greedy: TypeAlias = Callable[[NDArray[Any]], NDArray[np.int64]]
@@ -101,6 +101,18 @@ class HostInference(Inference):
         """Return the block; its observations are added to the network's statistics, if any."""
         self._network.observe(block.obs)
         return block
+
+
+def behaviour_probability(
+    spec: EnvSpec, obs: AnyArray, action: AnyArray, greedy: AnyArray | None, rate: Any
+) -> AnyArray:
+    """Return the probability of each action ``[B]`` of an ε-greedy policy, which is recorded.
+
+    ``rate`` is ε. The probabilities of a policy that is sampled from are not known here.
+    """
+    assert greedy is not None, "an actor that records asks for every greedy action"
+    choices = spec.legal(obs).sum(1) if spec.is_masked else spec.num_actions
+    return action_probability(action, greedy, rate, choices)
 
 
 def make_greedy(

@@ -32,6 +32,17 @@ def sample_actions(logits: Tensor, chance: Tensor) -> Tensor:
     return torch.minimum((reached <= chance.unsqueeze(1)).sum(1), last)
 
 
+def action_probability(
+    action: AnyArray, greedy: AnyArray, rate: Any, choices: AnyArray | int
+) -> AnyArray:
+    """Return the probability of each action of an ε-greedy policy: ε/choices, + 1 − ε if greedy.
+
+    ``rate`` is ε, ``choices`` the number of legal actions.
+    """
+    probability: AnyArray = (action == greedy) * (1.0 - rate) + rate / choices
+    return probability
+
+
 def sample_legal(legal: AnyArray, chance: AnyArray) -> AnyArray:
     """Return a uniformly random legal action for each row of ``legal``, bool ``[B, A]``.
 

@@ -32,6 +32,13 @@ def categorical_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
     return -(target_probs * torch.log_softmax(logits, dim=1)).sum(1)
 
 
+def action_cross_entropy(logits: Tensor, action: Tensor) -> Tensor:
+    """Return −log softmax(logits)_action, ``[B]``: the loss of behaviour cloning."""
+    assert logits.dim() == 2, f"logits must be [B, A], not {logits.shape}"
+    assert action.shape == logits.shape[:1], f"action {action.shape} for logits {logits.shape}"
+    return F.cross_entropy(logits, action, reduction="none")
+
+
 def quantile_huber(
     prediction: Tensor, fractions: Tensor, target: Tensor, kappa: float = 1.0
 ) -> Tensor:

@@ -108,6 +108,8 @@ class Objective:
     @torch.no_grad()
     def target_terms(self, batch: Samples, target: ValueNetwork) -> TargetTerms:
         """Return the part of the target that does not depend on the online network."""
+        if self.loss_kind == "cross-entropy":
+            return TargetTerms(batch.reward, None)  # not used: the target is the action
         output = target(batch.next_obs, self._fractions(batch.next_obs))
         if self.munchausen:
             return TargetTerms(output, target(batch.obs, self._fractions(batch.obs)))
@@ -183,6 +185,9 @@ class Objective:
             value = value.detach()
             return Loss(per_sample, (target - value).abs(), value)
         output = targets.take(prediction.output, action)
+        if self.loss_kind == "cross-entropy":
+            per_sample = losses.action_cross_entropy(prediction.output, action)
+            return Loss(per_sample, per_sample.detach(), output.detach())
         if self.head == "q":
             td = target - output
             per_sample = losses.huber(td) if self.loss_kind == "huber" else losses.squared(td)

@@ -15,6 +15,7 @@ from typing import Literal
 
 import tyro
 
+from qfleet.cli.data import ACTIONS
 from qfleet.cli.parsing import parse
 from qfleet.config.algorithms import ALGORITHMS
 from qfleet.config.recipes import PRESETS
@@ -30,7 +31,11 @@ Examples:
 
 OF_RUNS = ("resume", "scale", "evaluate", "plot", "video", "export", "push", "serve")
 """Verbs whose argument is a run."""
-ARGUMENTS = {"lab": "maze mapreduce speedup", "completion": "bash zsh fish"}
+ARGUMENTS = {
+    "data": " ".join(ACTIONS),
+    "lab": "maze mapreduce speedup",
+    "completion": "bash zsh fish",
+}
 VALUES = {"--preset": " ".join((*PRESETS, "none", "list")), "--algo": " ".join(ALGORITHMS)}
 """Values of options that --help does not list."""
 _OPTION = re.compile(r"(?m)^[│ ] +(?:-h, )?(--[\w-]+)(?:, (--[\w-]+))?(?: (\S+))?")
@@ -76,11 +81,11 @@ def run(argv: list[str]) -> int:
 def read_options(verb: str) -> dict[str, str | None]:
     """Return option → its values, "" if they are not listed, None for a switch.
 
-    They are read from the help of the verb; of ``lab``, from that of its experiments.
+    They are read from the help of the verb; of ``lab`` and ``data``, from that of their parts.
     """
     run_verb, text = importlib.import_module(f"qfleet.cli.{verb}").run, io.StringIO()
     flag = "--help-all" if verb in ("train", "profile") else "--help"
-    for words in ARGUMENTS["lab"].split() if verb == "lab" else [""]:
+    for words in ARGUMENTS[verb].split() if verb in ("lab", "data") else [""]:
         with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
             run_verb([*words.split(), flag])
     found: dict[str, str | None] = {}

@@ -11,13 +11,12 @@ import re
 import sys
 from importlib.metadata import version
 
-from qfleet.cli.program import run_to_end
-from qfleet.core.errors import QfleetError, UnknownNameError, UserError, check_platform, one_line
-from qfleet.storage.published import CACHE_DIR
+from qfleet.cli.program import run_to_end, take_cache_dir
+from qfleet.core.errors import QfleetError, UnknownNameError, check_platform, one_line
 
 VERBS = (
     "train", "resume", "scale", "evaluate", "plot", "video", "runs", "export", "push", "pull",
-    "serve", "profile", "doctor", "lab", "completion",
+    "serve", "data", "profile", "doctor", "lab", "completion",
 )  # fmt: skip
 
 EXAMPLES = """\
@@ -44,26 +43,12 @@ def usage() -> str:
     return "\n".join([*lines, "", EXAMPLES])
 
 
-def _take_cache_dir(argv: list[str]) -> list[str]:
-    """Set the folder of local copies of URLs by ``--cache-dir``; return the other words."""
-    for i, word in enumerate(argv):
-        name, equals, folder = word.partition("=")
-        if name == "--cache-dir":
-            rest = argv[i + 1 :]
-            folder = folder if equals else "".join(rest[:1])
-            if not folder or folder.startswith("-"):
-                raise UserError("--cache-dir needs a folder")
-            os.environ[CACHE_DIR] = folder
-            return argv[:i] + (rest if equals else rest[1:])
-    return argv
-
-
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]
     try:
-        argv = _take_cache_dir(argv)
+        argv = take_cache_dir(argv)
         if not argv or argv[0] in ("-h", "--help", "help"):
             print(usage())
             return 0

@@ -1,15 +1,18 @@
-"""The end of a program: it waits neither for threads that environments left, nor for a GPU."""
+"""What all verbs share: an option, and an end that waits neither for threads nor for a GPU."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable
 
 from qfleet.core import exits
+from qfleet.core.errors import UserError
 from qfleet.core.signals import mark_interrupts
+from qfleet.storage.published import CACHE_DIR
 
 THREADS_S = 3.0
 """Seconds that threads which an environment has left running have to end."""
@@ -51,3 +54,17 @@ def _end(over: threading.Event) -> None:
         with contextlib.suppress(Exception):  # a broken pipe
             atexit._run_exitfuncs()
         exits.end_now()
+
+
+def take_cache_dir(argv: list[str]) -> list[str]:
+    """Set the folder of local copies of URLs by ``--cache-dir``; return the other words."""
+    for i, word in enumerate(argv):
+        name, equals, folder = word.partition("=")
+        if name == "--cache-dir":
+            rest = argv[i + 1 :]
+            folder = folder if equals else "".join(rest[:1])
+            if not folder or folder.startswith("-"):
+                raise UserError("--cache-dir needs a folder")
+            os.environ[CACHE_DIR] = folder
+            return argv[:i] + (rest if equals else rest[1:])
+    return argv

@@ -44,6 +44,8 @@ class ResumeOptions:
     """Folder for the files of the replay memory, instead of the run's own; '': RAM."""
     track: Literal["none", "wandb", "mlflow"] | None = None
     """Experiment tracker to report to, instead of the run's own."""
+    record: str | None = None
+    """Folder or URL of the dataset to record, instead of the run's own; '': none."""
     trust: bool = False
     """Accept stored values that run code or reach outside the folder: imports, address …"""
 

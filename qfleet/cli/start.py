@@ -89,11 +89,16 @@ def read_start(argv: list[str]) -> Start:
     """Find environment, algorithm, preset and file in ``argv``: they determine the defaults."""
     argv = _with_env_named(argv)
     named = peek(
-        argv, ("--env", "--algo", "--preset", "--config", "--engine", "--update", "--steps")
+        argv,
+        ("--env", "--algo", "--preset", "--config", "--engine", "--update", "--steps", "--data"),
     )
     given = {word.partition("=")[0] for word in argv}
     steps = convert(named["--steps"], int)  # what is no number is refused with all other options
     file_fields = read_fields(_config_file(named["--config"])) if named["--config"] else {}
+    if named["--data"]:
+        from qfleet.data.manifest import Dataset
+
+        file_fields = Dataset(named["--data"]).manifest.origin.env | file_fields
     env = named["--env"] or file_fields.get("env")
     if env and not ("--imports" in given or file_fields.get("imports")):
         env = full_id(env)

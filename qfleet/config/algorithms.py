@@ -18,6 +18,7 @@ _ROLLOUTS: dict[str, Any] = {
 }
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "dqn": {},
+    "behaviour-cloning": {"loss": "cross-entropy"},
     "double-dqn": {"double": True},
     "dueling-dqn": {"dueling": True},
     "prioritized-dqn": {"prioritized_replay": True},
@@ -47,7 +48,7 @@ ALIASES = {
     "per": "prioritized-dqn", "prioritised-dqn": "prioritized-dqn", "nstep": "n-step-dqn",
     "noisy": "noisy-dqn", "qrdqn": "qr-dqn", "qr": "qr-dqn", "m-dqn": "munchausen-dqn",
     "m-iqn": "munchausen-iqn", "async-q": "n-step-q", "n-step-q-learning": "n-step-q",
-    "a2c": "a3c",
+    "a2c": "a3c", "bc": "behaviour-cloning", "behavior-cloning": "behaviour-cloning",
 }
 # fmt: on
 

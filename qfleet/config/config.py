@@ -24,7 +24,9 @@ from qfleet.core.errors import ConfigError, UnknownNameError, one_line
 
 T = TypeVar("T")
 Head = Literal["q", "c51", "qr", "iqn", "actor-critic"]
-Engine = Literal["auto", "serial", "pipeline", "device", "parameter-server", "actors", "all-reduce"]
+Engine = Literal[
+    "auto", "serial", "pipeline", "device", "parameter-server", "actors", "all-reduce", "offline"
+]
 Update = Literal["sync", "async", "ssp", "hybrid", "easgd", "local-sgd", "admm"]
 Group = Literal[
     "environment", "algorithm", "exploration", "replay", "optimisation", "evaluation", "engine",
@@ -37,7 +39,8 @@ RANKS: tuple[Engine, ...] = ("all-reduce",)
 EXCHANGING: tuple[Engine, ...] = (*SERVERS, *RANKS)
 ON_RAY: tuple[Engine, ...] = ("parameter-server", "actors")
 PROCESSES: tuple[Engine, ...] = (*ON_RAY, "all-reduce")
-HOST_EVALUATED: tuple[Engine, ...] = ("auto", "serial", "pipeline", *PROCESSES)
+OFFLINE: tuple[Engine, ...] = ("auto", "offline")
+HOST_EVALUATED: tuple[Engine, ...] = ("serial", "pipeline", *OFFLINE, *PROCESSES)
 # easgd has no admission policy and no compression.
 ALL_BUT_EASGD: tuple[Update, ...] = ("sync", "async", "ssp", "hybrid", "local-sgd", "admm")
 
@@ -136,9 +139,10 @@ class Config:
     reward_scale: float = field(1.0, "environment", above=0)
     """Factor of the rewards that are learnt from; reported returns stay unscaled."""
     normalize_observations: bool = field(
-        False, "environment", engines=("auto", "serial", "pipeline")
+        False, "environment", engines=("serial", "pipeline", *OFFLINE)
     )
-    """Scale float observations by their running mean and deviation, clipped to ±10."""
+    """Scale float observations by their running mean and deviation, or a dataset's, clipped to
+    ±10."""
 
     algo: str = field("dqn", "algorithm", common=True)
     """Row of the algorithm table (docs/algorithms); it sets fields such as head and n_steps, which
@@ -167,8 +171,9 @@ class Config:
     replay there is always a target network.)"""
     gamma: float = field(0.99, "algorithm", common=True, low=0, high=1)
     """Discount per env step."""
-    loss: Literal["huber", "mse"] = field("huber", "algorithm")
-    """Loss on TD errors of head q; the other heads have their own (docs/algorithms)."""
+    loss: Literal["huber", "mse", "cross-entropy"] = field("huber", "algorithm")
+    """Loss on TD errors of head q; the other heads have their own (docs/algorithms). cross-entropy
+    imitates the actions of a dataset instead."""
     value_weight: float = field(0.5, "algorithm", low=0)
     """Actor-critic: weight of the squared error of the state's value."""
     entropy_weight: float = field(0.01, "algorithm", low=0)
@@ -277,9 +282,18 @@ class Config:
     """Device of the replay memory: cpu, cuda …; auto: the learner's device if it fits there."""
     replay_compression: Literal["none", "lz4"] = field("none", "replay")
     """Lossless compression of frames in a replay memory in RAM."""
+    data: str = field("", "replay", engines=OFFLINE)
+    """Train from this dataset (folder or URL, docs/data.md) without playing; env steps then count
+    transitions read, and every batch is one update."""
+    data_memory_mb: int = field(1024, "replay", low=1, engines=OFFLINE)
+    """Offline: most RAM, or memory of a GPU, for rows of the dataset, in MiB."""
+    data_readers: int = field(2, "replay", low=1, high=4, engines=OFFLINE)
+    """Offline: threads that read the dataset; they do not change the order."""
 
     steps: int = field(100_000, "optimisation", common=True, low=1)
     """Env steps of the whole run; every schedule refers to it."""
+    epochs: int = field(0, "optimisation", low=0, engines=OFFLINE)
+    """Offline: passes over the dataset, which set steps; 0: steps is given."""
     eval_freq: int = field(10_000, "evaluation", common=True, low=0)
     """Env steps between evaluations; 0: only at the end."""
     n_eval_episodes: int = field(10, "evaluation", common=True, low=1)
@@ -351,6 +365,8 @@ class Config:
     """Price of a processor-hour, for the cost in result.json and at the end of the report."""
     price_per_gpu_hour: float | None = field(None, "output", low=0, high=1e9)
     """Price of an hour of one accelerator."""
+    record: str = field("", "output")
+    """Record every transition of training as a dataset in this folder or at this URL."""
 
     workers: int = field(4, "cluster", common=True, low=1, engines=PROCESSES)
     """Parameter server, actors, all-reduce: number of processes that step environments, --envs

@@ -16,6 +16,7 @@ OUTWARD = {
         "--address HOST:PORT ('' for a cluster of our own)",
     ),
     "replay_dir": ("writes files to replay_dir {!r}", "--replay-dir DIR ('' for RAM)"),
+    "record": ("writes a dataset to record {!r}", "--record URL ('' for none)"),
     "track": ("sends data to track {!r}", "--track none|wandb|mlflow"),
 }
 """Fields that reach outside the run's folder: what they do, and the option that sets them."""

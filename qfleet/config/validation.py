@@ -98,6 +98,21 @@ def _rules(c: Config) -> Rules:
             f"is for head actor-critic, not {c.head}; switch it off")
     yield c.value_learning_rate == 0 or c.separate_networks, "value_learning_rate", (
         "needs separate_networks, because shared layers have one rate; set that or use 0")
+    yield not c.record or c.engine != "offline", "record", (
+        "is for training in environments; leave it out with --data")
+    yield bool(c.data) or c.engine != "offline", "engine", "needs a dataset; set --data"
+    if c.loss == "cross-entropy":
+        no = "does not go with loss cross-entropy, which imitates actions"
+        yield bool(c.data), "loss", "imitates the actions of a dataset; set --data"
+        yield c.head == "q", "head", f"{no}; use q"
+        for name in ("double", "munchausen"):
+            yield not getattr(c, name), name, f"{no}; switch it off"
+    if c.data:
+        yield c.replay, "replay", (
+            "does not go with --data, because rollouts must be of the newest policy; choose an "
+            "algorithm with replay")
+        yield not c.prioritized_replay, "prioritized_replay", (
+            "does not go with --data, where every transition comes once per epoch; switch it off")
     if c.replay:
         least = (c.n_steps + 2) * c.envs + c.batch_size
         yield c.buffer_size >= least, "buffer_size", (

@@ -82,6 +82,12 @@ class CheckpointError(QfleetError):
     exit_code = 2
 
 
+class DataError(QfleetError):
+    """A dataset that is missing, damaged, malformed or of another environment."""
+
+    exit_code = 2
+
+
 class ExportError(QfleetError):
     """An exported file that does not act like its policy; it was removed."""
 

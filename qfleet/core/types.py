@@ -203,6 +203,8 @@ class Block:
     """uint8 ``[T, N]``: TERMINATED | SKIP | FIRST."""
     version: int = 0
     """Version of the weights that chose the actions."""
+    probability: Tensor | None = None
+    """float32 ``[T, N]``: that of each action under the policy that acted; only if recorded."""
 
     @property
     def rows(self) -> int:

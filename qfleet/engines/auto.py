@@ -55,7 +55,7 @@ TRIAL_S = 2.0
 _NO_MATTER = {
     "engine", "seed", "steps", "learning_starts", "buffer_size", "replay_dir", "eval_freq",
     "n_eval_episodes", "eval_eps", "eval_max_steps", "target_return", "patience", "log_interval",
-    "checkpoint_freq", "keep_checkpoints", "tensorboard", "track", "max_fault_rate",
+    "checkpoint_freq", "keep_checkpoints", "tensorboard", "track", "record", "max_fault_rate",
     "max_env_restarts", "env_timeout_s", "max_abs_q", "learning_rate", "lr_schedule",
     "lr_plateau_patience", "lr_plateau_factor", "gamma", "td_lambda",
     "eval_env", "eval_env_kwargs", "reward_scale",
@@ -71,6 +71,8 @@ def settle(config: Config) -> tuple[Config, str | None]:
     """Return the configuration with every choice made, and a sentence about a chosen engine."""
     engine, why = (config.engine, "") if config.engine != "auto" else _choose_engine(config)
     config = config.replace(engine=engine)
+    if engine == "offline":
+        return config, None
     config = with_launched_workers(config)
     config = _with_shape(config.replace(env_groups=0) if engine == "serial" else config)
     if not why:
@@ -224,6 +226,7 @@ def _trial_rate(config: Config) -> float:
         buffer_size=min(config.buffer_size, max(least, 4096)),
         exploration_initial_eps=config.exploration_final_eps,  # as most of the run will be
         replay_dir="",
+        record="",
     )
     with contextlib.ExitStack() as closing:
         closing.callback(TorchSettings().restore)

@@ -28,6 +28,7 @@ from qfleet.core.types import (
     VectorEnv,
     WeightsChannel,
 )
+from qfleet.data.recorder import RecordingCollector, make_recorder
 from qfleet.engines.loop import RateLimiter
 from qfleet.engines.stage_rates import Stages
 from qfleet.envs.factory import make_envs
@@ -181,7 +182,8 @@ class Parts:
     """One per thread; the first is the learner's, or the mean of all workers of a cluster."""
     collector: EpisodeSource
     model: Model
-    evaluator: PolicyEvaluator
+    evaluator: PolicyEvaluator | None
+    """None: the environment cannot be made, so nothing is evaluated (offline training)."""
     closing: contextlib.ExitStack
     """Closes what the engine has opened."""
     notes: list[str] = field(default_factory=list)
@@ -274,6 +276,12 @@ class LoopParts(Parts):
 
     def __post_init__(self) -> None:
         self.model = self.learner
+        # Actors in processes record for themselves.
+        if self.config.record and self.config.engine != "actors":
+            envs = self.config.envs * len(self.members)
+            recorder = make_recorder(self.config, self.spec, envs, self.faults)
+            self.collector = RecordingCollector(self.collector, recorder)
+            self.closing.callback(recorder.close)
         self.limiter = RateLimiter(self.config, self.clock, self.memory)
 
     def state_dict(self) -> dict[str, StateDict]:
@@ -284,7 +292,8 @@ class LoopParts(Parts):
         check_like(state["learner"], self.model.state_dict(), "learner", most=most)
         stored = state["memory"]
         for one in stored.get("rings", {"": stored}).values():
-            check_transitions(one, self.spec)
+            if "position" not in one:  # a dataset is checked where it is read
+                check_transitions(one, self.spec)
         self.memory.load_state_dict(stored)
         rows = stored.get("total_rows", stored.get("written"))  # None: several rings, of actors
         if rows is not None and rows * self.limiter.envs != self.clock.env_steps:

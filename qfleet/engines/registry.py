@@ -20,6 +20,7 @@ ENGINES = {
     "parameter-server": "qfleet.engines.parameter_server.engine",
     "actors": "qfleet.engines.actors.engine",
     "all-reduce": "qfleet.engines.all_reduce.engine",
+    "offline": "qfleet.engines.offline",
 }
 """Name → module."""
 

@@ -176,6 +176,14 @@ class QNetwork(nn.Module):
             frames = obs.flatten(2)[..., : shape.numel()]
             self.torso.statistics.observe(frames.reshape(*obs.shape[:2], *shape))
 
+    def set_statistics(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """Normalise by these statistics of observations, if the network normalises."""
+        if isinstance(self.torso, NormalizedTorso):
+            statistics = self.torso.statistics
+            statistics.mean.copy_(mean)
+            statistics.variance.copy_(variance)
+            statistics.count.fill_(count)
+
     def share_statistics(self, other: QNetwork) -> None:
         """Use the running statistics of another network, if there are any."""
         for torso in self.torsos:

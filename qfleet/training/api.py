@@ -23,6 +23,7 @@ from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.files import atomic_write_text, short
 from qfleet.engines.all_reduce.world import with_launched_workers
 from qfleet.engines.cluster.baseline import stored_rate
+from qfleet.engines.offline import dataset_fields, with_dataset
 from qfleet.engines.parameter_server import limits, resize_request
 from qfleet.envs.objects import named_fields
 from qfleet.envs.registry import check_env
@@ -40,13 +41,12 @@ from qfleet.storage.vacancy import (
     removed_if_refused,
 )
 from qfleet.telemetry.progress import choose_mode
-from qfleet.telemetry.runs import seed_folders
 from qfleet.training.callbacks import Callbacks, as_callbacks
 from qfleet.training.publisher import Publisher
 from qfleet.training.restarts import follow_if_told, stored_engine, was_lost
 from qfleet.training.result import Result
 from qfleet.training.run import Run
-from qfleet.training.run_folders import Needs, find_run
+from qfleet.training.run_folders import find_one_run
 from qfleet.training.run_state import RunOptions
 from qfleet.training.seeds import finished, resume_seeds
 from qfleet.training.trained import Trained, TrainedSeeds, aggregate_seeds, draw_learning_curve
@@ -60,6 +60,7 @@ FREE_ON_RESUME = {
     "tensorboard", "track", "replay_dir", "max_fault_rate", "max_env_restarts", "env_timeout_s",
     "max_abs_q", "target_return", "patience", "eval_max_steps", "workers", "servers", "address",
     "snapshot_s", "worker_timeout_s", "baseline", "price_per_cpu_hour", "price_per_gpu_hour",
+    "record", "data_readers",
 }  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def train(
     removes a run that ``run_dir`` or ``name`` holds already. ``run_dir`` may be a URL (s3://…): the
     run works in a local folder and is published there.
     """
-    config = _configure(env, algo, preset, config, fields)
+    config = _configure(env, algo, preset, config, fields, trust)
     follow_if_told(config.engine)
     if is_url(str(run_dir)):
         with Publisher(str(run_dir)) as publisher:
@@ -145,7 +146,7 @@ def train_seeds(
     **fields: Any,
 ) -> TrainedSeeds:
     """Train the same experiment with several seeds, one after another; return their aggregate."""
-    config = _configure(env, algo, preset, config, fields)
+    config = _configure(env, algo, preset, config, fields, trust)
     follow_if_told(config.engine)
     if is_url(str(run_dir)):
         raise ConfigError(
@@ -191,6 +192,7 @@ def resume(
     address: str | None = None,
     replay_dir: str | None = None,
     track: Literal["none", "wandb", "mlflow"] | None = None,
+    record: str | None = None,
     options: RunOptions | None = None,
     progress: bool = False,
     callbacks: Callbacks = (),
@@ -204,7 +206,7 @@ def resume(
     follow_if_told(stored_engine(run, RUNS))
     asked: dict[str, Any] = {
         "steps": steps, "device": device, "workers": workers, "servers": servers,
-        "address": address, "replay_dir": replay_dir, "track": track,
+        "address": address, "replay_dir": replay_dir, "track": track, "record": record,
     }  # fmt: skip
     asked = {name: value for name, value in asked.items() if value is not None}
     how: dict[str, Any] = {"options": _options(options, progress)}
@@ -220,7 +222,7 @@ def resume(
                 parent, asked, trust, lambda child: resume(child, **asked, **how),
                 lambda child, config: train(config=config, run_dir=child, overwrite=True, **how),
             )  # fmt: skip
-    folder = _one_run(run, "summary")
+    folder = find_one_run(run, RUNS, "summary")
     # Checked first: a run that has just started in this folder has no checkpoint yet.
     check_idle(folder)
     stored = OLDER_RUNS | read_fields(folder / "config.json")
@@ -260,7 +262,7 @@ def resume(
 
 def scale(run: Path | str, workers: int) -> Scaled:
     """Change the number of workers of a run that is training in another process."""
-    folder = _one_run(run, "summary")
+    folder = find_one_run(run, RUNS, "summary")
     config = Config(**read_fields(folder / "config.json"))
     # In this order: limits on the number only matter if the run is training.
     limits.check_engine(config)
@@ -287,7 +289,7 @@ def load(
         if which == "last":
             raise ConfigError(f"'{run}' holds one policy, so which='last' cannot be chosen")
         return load_saved_policy(Path(run), trust, device)
-    return load_run_policy(_one_run(run, which or "best"), which, trust, device)
+    return load_run_policy(find_one_run(run, RUNS, which or "best"), which, trust, device)
 
 
 def is_policy_file(run: Path | str) -> bool:
@@ -314,21 +316,18 @@ def evaluate(
 
 
 def _configure(
-    env: Any,
-    algo: str | None,
-    preset: str | None,
-    config: Config | None,
-    fields: dict[str, Any],
+    env: Any, algo: str | None, preset: str | None, config: Config | None, fields: Any, trust: bool
 ) -> Config:
     if config is None:
         own = rename(({} if env is None else {"env": env}) | fields)
         named = named_fields(own.pop("env", None), own)
         if isinstance(named.get("env"), str) and not named.get("imports"):
             named["env"] = full_id(named["env"])
-        config, _ = resolve(named.pop("env", None), algo, preset, fields=named)
+        stored = dataset_fields(named.get("data", ""), trust)
+        config, _ = resolve(named.pop("env", None), algo, preset, stored, named)
     elif env is not None or algo or preset or fields:
         raise ConfigError("config= sets every field; use config.replace(…) to change some of them")
-    return check_config(with_launched_workers(config))
+    return check_config(with_dataset(with_launched_workers(config)))
 
 
 def _options(given: RunOptions | None, progress: bool) -> RunOptions:
@@ -345,10 +344,11 @@ def check_config(config: Config) -> Config:
     """Raise if a run with this configuration would be refused: first by its environment's id."""
     if not config.imports:
         config = config.replace(eval_env=full_id(config.eval_env))
-    check_env(config)
+    if not config.data:  # which needs an environment for evaluations only
+        check_env(config)
     config = validate(config)
     if config.baseline:
-        folder = _one_run(config.baseline, "summary").absolute()
+        folder = find_one_run(config.baseline, RUNS, "summary").absolute()
         stored_rate(folder, config)  # refused now, not at the end of the run
         config = config.replace(baseline=str(folder))
     return config
@@ -363,15 +363,6 @@ def _folder(config: Config, run_dir: Path | str | None, name: str | None, overwr
     if name is not None:
         return new_run_dir(RUNS, check_name(name), explicit=True, overwrite=overwrite)
     return new_run_dir(RUNS, default_name(config.env, config.algo, config.seed), explicit=False)
-
-
-def _one_run(run: Path | str, needs: Needs) -> Path:
-    """Return the folder of a run with one seed."""
-    folder = find_run(run, RUNS, needs)
-    seeds = seed_folders(folder)
-    if seeds != [folder]:
-        raise ConfigError(f"'{folder}' has several seeds; give one of them, e.g. {seeds[0]}")
-    return folder
 
 
 def _trained(run: Run, result: Result) -> Trained:

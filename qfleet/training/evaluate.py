@@ -34,7 +34,7 @@ class Evaluate(Hook):
 
     def on_step(self, run: RunState) -> None:
         interval, background = run.config.eval_freq, run.parts.background
-        if not interval:
+        if not interval or run.parts.evaluator is None:
             return
         if background is not None and self._begun_at is not None:
             next_is_due = run.parts.clock.env_steps // interval > self._begun_at // interval
@@ -53,6 +53,8 @@ class Evaluate(Hook):
             background.start(lambda _: run.is_out_of_time())
 
     def on_finish(self, run: RunState) -> None:
+        if run.parts.evaluator is None:
+            return
         if run.parts.background is not None and self._begun_at is not None:
             self._end_background(run, run.parts.background)
         stopped_early = run.stopped_by in ("target_return", "patience")
@@ -73,6 +75,7 @@ class Evaluate(Hook):
     def evaluate(self, run: RunState, counts: bool = True) -> None:
         """Play the greedy policy. ``counts`` False: only report, stop nothing and keep nothing."""
         parts = run.parts
+        assert parts.evaluator is not None
         episodes = run.config.n_eval_episodes * len(parts.members)
         with run.not_training("evaluate" if parts.background is None else "idle"):
             try:

@@ -33,6 +33,7 @@ from qfleet.engines.torch_settings import TorchSettings
 from qfleet.networks.factory import describe_choice
 from qfleet.storage.checkpoint import Checkpoint, list_checkpoints, load_policy
 from qfleet.storage.locks import RunLock
+from qfleet.storage.remote import is_url
 from qfleet.storage.rundir import RESERVE
 from qfleet.storage.state_checks import check_like, reading
 from qfleet.storage.vacancy import check_regular_files, check_vacant
@@ -64,8 +65,9 @@ class Run(RunState):
         # Absolute: an environment may change the working directory.
         folder, began_in = folder.absolute(), Path.cwd()
         config, self._chosen = settle(validate(config))
-        if config.replay_dir:
-            config = config.replace(replay_dir=str(Path(config.replay_dir).absolute()))
+        for name in ("replay_dir", "record", "data"):
+            if (place := getattr(config, name)) and not is_url(place):
+                config = config.replace(**{name: str(Path(place).absolute())})
         super().__init__(config, folder, options, standard_hooks(config), callbacks)
         self._learning_since: tuple[float, int] | None = None
         """Time and env steps of this invocation's first update."""

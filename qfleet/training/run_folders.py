@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from qfleet.core.errors import ConfigError
 from qfleet.storage.published import INDEX, fetch_to_read
 from qfleet.storage.remote import Store, is_url
-from qfleet.telemetry.runs import find_runs, resolve_run
+from qfleet.telemetry.runs import find_runs, resolve_run, seed_folders
 
 Needs = Literal["summary", "best", "last"]
 """What of a run at a URL is downloaded: configuration, metrics and result; a policy too."""
@@ -28,3 +29,12 @@ def list_runs(root: Path | str) -> list[Path]:
     indices = [name for name in store.names() if name.endswith(f"/{INDEX}")]
     urls = [f"{store.url}/{name.removesuffix(f'/{INDEX}')}" for name in indices]
     return [fetch_to_read(Store(url), "summary") for url in urls]
+
+
+def find_one_run(run: Path | str, root: Path, needs: Needs) -> Path:
+    """Return the folder of a run with one seed."""
+    folder = find_run(run, root, needs)
+    seeds = seed_folders(folder)
+    if seeds != [folder]:
+        raise ConfigError(f"'{folder}' has several seeds; give one of them, e.g. {seeds[0]}")
+    return folder

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, tensor
 
 from qfleet.algorithms.losses import (
+    action_cross_entropy,
     categorical_cross_entropy,
     huber,
     quantile_huber,
@@ -45,6 +46,16 @@ def test_cross_entropy() -> None:
     close(categorical_cross_entropy(logits, target), [0.727127])
     # softmax − target = (¼ − .4, ¾ − .6)
     close(gradient(categorical_cross_entropy(logits, target), logits), [[-0.15, 0.15]])
+
+
+def test_cross_entropy_of_actions() -> None:
+    # softmax(0, ln 3) = (¼, ¾): −ln ¾ = .287682 for action 1, −ln ¼ = 1.386294 for action 0
+    logits = tensor([[0.0, math.log(3)], [0.0, math.log(3)]], requires_grad=True)
+    action = tensor([1, 0])
+    close(action_cross_entropy(logits, action), [0.287682, 1.386294])
+    # softmax − one-hot
+    expected: list[object] = [[0.25, -0.25], [-0.75, 0.75]]
+    close(gradient(action_cross_entropy(logits, action), logits), expected)
 
 
 def test_cross_entropy_is_finite_for_extreme_logits() -> None:

@@ -31,7 +31,7 @@ SMALL = tiny_fields(
 )
 
 
-@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize("algo", [row for row in ALGORITHMS if row != "behaviour-cloning"])
 def test_a_row_of_the_table_trains(algo: str, tmp_path: Path) -> None:
     fields = SMALL | {
         "steps": 300,

@@ -87,6 +87,8 @@ def build(setup: Setup) -> LoopParts:
         learner.burst_updates = min(learner.burst_updates, _batches_at_once(config, spec))
         channel = Broadcast(cluster, learner.weights, account)
         actors = ActorFleet(cluster, setup, spec, channel, clock, timers, account)
+        if config.record:
+            made.callback(actors.finish_recordings)
         each = [actor_seed(seeds.envs, i, 0, setup.restarted_at) for i in range(config.workers)]
         return LoopParts(
             setup=setup,

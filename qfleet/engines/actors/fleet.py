@@ -16,6 +16,7 @@ from qfleet.agent import schedules
 from qfleet.agent.schedules import rows_per_block
 from qfleet.algorithms.exploration import epsilon_ladder
 from qfleet.core.types import Clock, EnvSpec, Episode, StateDict
+from qfleet.data.recorder import WRITE_TIMEOUT_S
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.broadcast import Broadcast
 from qfleet.engines.actors.messages import Order, Report
@@ -124,6 +125,10 @@ class ActorFleet:
         env_steps, age = report.rows * self._config.envs, self._clock.updates - report.version
         self._account.record(actor.number, report, env_steps, age, time.monotonic())
         self._account.add_spans(actor.number, actor.life, report, actor.ordered_s)
+
+    def finish_recordings(self) -> None:
+        """Let the actors write the rest of what they recorded."""
+        self._pool.finish_recordings(WRITE_TIMEOUT_S)
 
     def take_episodes(self) -> list[Episode]:
         """Return the episodes that ended in the blocks taken since the last call."""

@@ -22,6 +22,7 @@ from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds, mix_seeds
 from qfleet.core.signals import ignore_sigterm_if_blocked
+from qfleet.data.recorder import make_recorder
 from qfleet.engines.actors.block_messages import BlockMessage, encode
 from qfleet.engines.actors.messages import Order, Report
 from qfleet.engines.actors.priorities import FirstPriorities
@@ -83,6 +84,9 @@ class RemoteActor:
         ladder = own_ladder(config, number)
         envs = [self._envs]
         self._actor = Actor(envs, inference, config, self._timers, rows, own_seed, ladder=ladder)
+        self._recorder = (
+            make_recorder(config, spec, config.envs, self._note_fault) if config.record else None
+        )
         self._rows_made = 0
         objective = make_objective(config, HOST, own_seed)
         self._priorities = (
@@ -107,6 +111,8 @@ class RemoteActor:
             with self._timers.span("communicate"):
                 np.copyto(self._weights.data.numpy(), weights)
         block = self._actor.collect(order.rows, order.version, order.progress)
+        if self._recorder is not None:
+            self._recorder.add(block)
         priority = None
         if self._priorities is not None:
             with self._timers.span("learn"):
@@ -144,6 +150,11 @@ class RemoteActor:
             ),
             message,
         )
+
+    def finish_recording(self) -> None:
+        """Write the rest of what ``--record`` recorded; no more work may follow."""
+        if self._recorder is not None:
+            self._recorder.close()
 
     def ping(self) -> None:
         """Answer between two slices; an actor whose slice hangs does not answer."""

@@ -58,6 +58,7 @@ def serial_rate(config: Config, measure_s: float, give_up: Callable[[], bool]) -
         # As for most of the run; random actions would need no network.
         exploration_initial_eps=config.exploration_final_eps,
         replay_dir="",
+        record="",
     )
     parts = serial.build(Setup(alone, FaultLog()))
     clock = parts.clock

@@ -116,6 +116,17 @@ class MemberPool(Generic[M]):
             with contextlib.suppress(Exception):
                 self._cluster.stop(member.handle)
 
+    def finish_recordings(self, wait_s: float) -> None:
+        """Let every member write the rest of what it recorded; some may be dead already."""
+        asked = [
+            (member, member.handle.finish_recording.remote())
+            for member in self.members.values()
+            if member.handle is not None
+        ]
+        for member, reference in asked:
+            with contextlib.suppress(ClusterError):
+                self.get(member, reference, wait_s)
+
     def count_failure(self, member: M, loss: str) -> None:
         """Count a loss; raise ClusterError if there were too many in a row."""
         member.failures += 1

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qfleet.core.types import Episode
+from qfleet.data.recorder import WRITE_TIMEOUT_S
 from qfleet.engines.cluster.member_pool import Member, MemberPool
 from qfleet.engines.cluster.processes_hook import SteadyRate
 from qfleet.engines.cluster.ray_cluster import Cluster
@@ -138,6 +139,8 @@ class Supervisor:
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
+            if self._config.record:
+                self._pool.finish_recordings(WRITE_TIMEOUT_S)
         self._pool.stop()
 
     @property

@@ -243,6 +243,10 @@ class Worker:
             pid=os.getpid(),
         )
 
+    def finish_recording(self) -> None:
+        """Write the rest of what ``--record`` recorded; no more work may follow."""
+        self.close()
+
     def close(self) -> None:
         self._parts.close()
 

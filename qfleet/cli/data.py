@@ -1,0 +1,228 @@
+"""``qfleet data``: record datasets, and work with them."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from qfleet.cli.parsing import parse
+from qfleet.cli.run_options import PolicyOptions
+from qfleet.core.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from qfleet.data.manifest import Dataset
+
+HELP = "record, check, split, import and export datasets of transitions"
+
+ACTIONS = {
+    "record": "play with a run's policy and record what happens",
+    "info": "show what a dataset holds",
+    "validate": "check every checksum and every row",
+    "stats": "compute statistics of a dataset and store them in it",
+    "split": "split episodes into train, validation and test",
+    "shard": "split episodes into shards of equal size or in proportion to speeds",
+    "merge": "finish the manifest of a recording that was killed",
+    "import": "copy a Minari dataset into a dataset",
+    "export": "copy a dataset into a Minari dataset",
+}
+
+EXAMPLES = """Examples:
+  qfleet train CartPole-v1 --record data/cartpole
+  qfleet data record runs/NAME data/expert --steps 50000 --epsilon 0.1
+  qfleet data split data/expert data/split --stratify
+  qfleet train --data data/split/train --algo behaviour-cloning --epochs 10
+  qfleet data import D4RL/kitchen/mixed-v2 data/kitchen"""
+
+
+@dataclass(frozen=True)
+class RecordOptions(PolicyOptions):
+    url: tyro.conf.Positional[str] = tyro.MISSING
+    """Folder or URL of the new dataset."""
+    steps: int = 10_000
+    """Env steps to record, over all environments."""
+    epsilon: float = 0.0
+    """Probability of a random action."""
+    envs: int = 8
+    """Environments that are played together."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    url: tyro.conf.Positional[str]
+    """Folder or URL of the dataset."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+
+@dataclass(frozen=True)
+class SplitOptions:
+    url: tyro.conf.Positional[str]
+    """Folder or URL of the dataset."""
+    to: tyro.conf.Positional[str]
+    """Folder or URL that gets the datasets train, validation and test."""
+    fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
+    """Shares of the episodes."""
+    stratify: bool = False
+    """Give every split the same shares of episodes with low and high returns."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    url: tyro.conf.Positional[str]
+    """Folder or URL of the dataset."""
+    to: tyro.conf.Positional[str]
+    """Folder or URL that gets the datasets 0, 1, …"""
+    speeds: tuple[float, ...] = (1.0, 1.0)
+    """One number per shard: their sizes are in this proportion."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+
+@dataclass(frozen=True)
+class CopyOptions:
+    source: tyro.conf.Positional[str]
+    """import: name of a Minari dataset; export: folder or URL of the dataset."""
+    target: tyro.conf.Positional[str]
+    """import: folder or URL of the new dataset; export: name of the new Minari dataset."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+
+def run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: qfleet data ACTION …   (qfleet data ACTION --help lists options)\n")
+        print("\n".join(f"  {name:<10} {what}" for name, what in ACTIONS.items()))
+        print(f"\n{EXAMPLES}")
+        return 0
+    action, *rest = argv
+    if action not in ACTIONS:
+        raise UnknownNameError("action", action, ACTIONS)
+    own: dict[str, tuple[Any, Callable[[Any], dict[str, Any]]]] = {
+        "record": (RecordOptions, _record),
+        "validate": (DataOptions, _validate),
+        "stats": (DataOptions, _stats),
+        "merge": (DataOptions, _merge),
+        "split": (SplitOptions, _split),
+        "shard": (ShardOptions, _shard),
+        "import": (CopyOptions, _import),
+        "export": (CopyOptions, _export),
+    }
+    kind, act = own.get(action, (DataOptions, _info))
+    options = parse(kind, rest, f"data {action}", f"{ACTIONS[action]}\n\n{EXAMPLES}")
+    report = act(options)
+    if options.json:
+        print(json_module.dumps(report))
+    else:
+        for name, value in report.items():
+            print(f"{name:<12} {value}")
+    return 0
+
+
+def _record(options: RecordOptions) -> dict[str, Any]:
+    from rich.console import Console
+
+    from qfleet.training import api
+    from qfleet.training.record_data import record
+
+    policy = api.load(options.run, options.which, options.trust, options.device)
+    with Console(stderr=True, quiet=options.json).status("recording") as status:
+        dataset = record(
+            policy,
+            options.url,
+            steps=options.steps,
+            epsilon=options.epsilon,
+            envs=options.envs,
+            seed=options.seed,
+            on_step=lambda done: status.update(f"recording {done}/{options.steps}"),
+        )
+    return _describe(dataset)
+
+
+def _describe(dataset: Dataset) -> dict[str, Any]:
+    manifest = dataset.manifest
+    return {
+        "dataset": dataset.url,
+        "env": manifest.origin.spec.env_id,
+        "policy": manifest.origin.policy,
+        "transitions": manifest.transitions,
+        "episodes": manifest.episodes,
+        "rows": manifest.rows,
+        "files": len(manifest.parts),
+        "size_bytes": sum(part.size_bytes for part in manifest.parts),
+        "statistics": manifest.statistics,
+    }
+
+
+def _open(url: str) -> Dataset:
+    from qfleet.data.manifest import Dataset
+
+    return Dataset(url)
+
+
+def _info(options: DataOptions) -> dict[str, Any]:
+    return _describe(_open(options.url))
+
+
+def _validate(options: DataOptions) -> dict[str, Any]:
+    from qfleet.data.operations import validate
+
+    dataset = _open(options.url)
+    validate(dataset)
+    return {**_describe(dataset), "valid": True}
+
+
+def _stats(options: DataOptions) -> dict[str, Any]:
+    from qfleet.data.operations import fit_statistics, store_statistics
+
+    dataset = _open(options.url)
+    store_statistics(dataset, fit_statistics(dataset))
+    return dict(dataset.manifest.statistics or {})
+
+
+def _merge(options: DataOptions) -> dict[str, Any]:
+    from qfleet.data.manifest import merge
+
+    merge(options.url)
+    return _info(options)
+
+
+def _split(options: SplitOptions) -> dict[str, Any]:
+    from qfleet.data.operations import split
+
+    parts = split(_open(options.url), options.to, options.fractions, options.stratify)
+    return {name: _size(dataset) for name, dataset in parts.items()}
+
+
+def _shard(options: ShardOptions) -> dict[str, Any]:
+    from qfleet.data.operations import shard
+
+    shards = shard(_open(options.url), options.to, options.speeds)
+    return {str(number): _size(dataset) for number, dataset in enumerate(shards)}
+
+
+def _size(dataset: Dataset) -> dict[str, int]:
+    return {
+        "transitions": dataset.manifest.transitions,
+        "episodes": dataset.manifest.episodes,
+    }
+
+
+def _import(options: CopyOptions) -> dict[str, Any]:
+    from qfleet.data.minari import import_minari
+
+    return _describe(import_minari(options.source, options.target))
+
+
+def _export(options: CopyOptions) -> dict[str, Any]:
+    from qfleet.data.minari import export_minari
+
+    return {
+        "minari": options.target,
+        "episodes": export_minari(_open(options.source), options.target),
+    }

@@ -1,0 +1,194 @@
+"""Operations on whole datasets, one row group at a time: check, describe, split, shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qfleet.core.errors import ConfigError
+from qfleet.core.types import SKIP
+from qfleet.data.manifest import MANIFEST, Dataset, check_file, open_store, part_names
+from qfleet.data.rows import PartFile, Rows
+from qfleet.data.writer import Writer
+
+SPLITS = ("train", "validation", "test")
+STRATA = 10
+"""Equal parts of the episodes, by return, that are split alike when splits are stratified."""
+
+
+class EpisodeInfo(NamedTuple):
+    reward: float
+    """Sum of its rewards, as they are recorded."""
+    length: int
+
+
+def read_groups(dataset: Dataset) -> Iterator[Rows]:
+    """Yield the rows of every row group, in the order of the files."""
+    for part in dataset.manifest.parts:
+        file = PartFile(part, dataset.local(part), dataset.spec)
+        for group in range(len(part.groups)):
+            yield file.read(group)
+
+
+def validate(dataset: Dataset) -> None:
+    """Raise DataError at the first file whose checksum, or row whose value, is wrong."""
+    for part in dataset.manifest.parts:
+        check_file(part, dataset.local(part))
+    for _ in read_groups(dataset):
+        pass
+
+
+def read_episodes(dataset: Dataset) -> dict[int, EpisodeInfo]:
+    """Return the episodes by number, without reading observations."""
+    found: dict[int, EpisodeInfo] = {}
+    for part in dataset.manifest.parts:
+        file = PartFile(part, dataset.local(part), dataset.spec)
+        for group in range(len(part.groups)):
+            episode, reward, skip = file.read_columns(group, ("episode", "reward", "skip"))
+            numbers, which = np.unique(episode[~skip], return_inverse=True)
+            sums = np.bincount(which, reward[~skip].astype(np.float64))
+            lengths = np.bincount(which)
+            for number, total, length in zip(numbers, sums, lengths, strict=True):
+                before = found.get(int(number), EpisodeInfo(0.0, 0))
+                found[int(number)] = EpisodeInfo(
+                    before.reward + float(total), before.length + int(length)
+                )
+    return found
+
+
+def fit_statistics(dataset: Dataset) -> dict[str, Any]:
+    """Return what the transitions are: observations, rewards, actions, and episodes."""
+    spec = dataset.spec
+    actions, rewards = np.zeros(spec.num_actions, np.int64), list[np.ndarray[Any, Any]]()
+    is_float = spec.obs_dtype == "float32"
+    count, mean, spread = 0, np.zeros(1), np.zeros(1)
+    for rows in read_groups(dataset):
+        usable = rows.take(rows.flags & SKIP == 0)
+        if not len(usable.action):
+            continue
+        actions += np.bincount(usable.action, minlength=spec.num_actions)
+        rewards.append(usable.reward)
+        if is_float:
+            shape = spec.unmasked.frame_shape  # without masks, which are behind the frames
+            frames = usable.obs.reshape(len(usable.obs), -1)[:, : math.prod(shape)]
+            obs = frames.reshape(-1, *shape).astype(np.float64)
+            # Chan et al. 1979: one pass, for any number of groups.
+            distance = obs.mean(axis=0) - mean
+            count += len(obs)
+            share = len(obs) / count
+            mean = mean + distance * share
+            within = obs.var(axis=0) * len(obs)
+            spread = spread + within + distance**2 * len(obs) * (1 - share)
+    episodes = list(read_episodes(dataset).values())
+    statistics: dict[str, Any] = {
+        "reward": _describe(np.concatenate(rewards)) if rewards else None,
+        "actions": actions.tolist(),
+        "return": _describe([episode.reward for episode in episodes]),
+        "length": _describe([episode.length for episode in episodes]),
+    }
+    if is_float and count:
+        statistics |= {
+            "obs_mean": mean.tolist(),
+            "obs_variance": (spread / count).tolist(),
+            "obs_count": count,
+        }
+    return statistics
+
+
+def _describe(values: Any) -> dict[str, float]:
+    array = np.asarray(values, dtype=np.float64)
+    return {
+        "mean": float(array.mean()),
+        "std": float(array.std()),
+        "min": float(array.min()),
+        "max": float(array.max()),
+    }
+
+
+def store_statistics(dataset: Dataset, statistics: dict[str, Any]) -> None:
+    dataset.write_manifest(dataclasses.replace(dataset.manifest, statistics=statistics))
+
+
+def split(
+    dataset: Dataset, url: str, fractions: Sequence[float], stratify: bool
+) -> dict[str, Dataset]:
+    """Copy every episode into one of ``url``/train, /validation and /test; return these.
+
+    An episode's number decides, so that the same episodes are always together and later ones move
+    none. ``stratify``: the splits have episodes of all returns in equal shares; then an episode's
+    place also depends on the other episodes. Statistics are those of the training split, in all.
+    """
+    if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-6:
+        raise ConfigError(f"fractions must be three numbers ≥ 0 that add up to 1, got {fractions}")
+    edges = np.cumsum(fractions)[:2]
+    episodes = read_episodes(dataset)
+    draws = {number: _draw(number) for number in episodes}
+    if stratify:
+        by_return = sorted(episodes, key=lambda number: (episodes[number].reward, number))
+        for stratum in np.array_split(np.array(by_return), STRATA):
+            ordered = sorted(stratum.tolist(), key=_draw)
+            draws |= {number: (i + 0.5) / len(ordered) for i, number in enumerate(ordered)}
+    places = {n: int(np.searchsorted(edges, draw, side="right")) for n, draw in draws.items()}
+    made = _distribute(dataset, [f"{url}/{name}" for name in SPLITS], places)
+    statistics = fit_statistics(made[0]) if made[0] is not None else None
+    found = {name: one for name, one in zip(SPLITS, made, strict=True) if one is not None}
+    for one in found.values():
+        if statistics is not None:
+            store_statistics(one, statistics)
+    return found
+
+
+def shard(dataset: Dataset, url: str, speeds: Sequence[float]) -> list[Dataset]:
+    """Copy the episodes into ``url``/0, /1 …, with transitions in proportion to ``speeds``."""
+    if len(speeds) < 1 or min(speeds) <= 0:
+        raise ConfigError(f"speeds must be numbers > 0, one per shard, got {list(speeds)}")
+    loads, places = np.zeros(len(speeds)), dict[int, int]()
+    episodes = read_episodes(dataset)
+    # The longest first: the rest then evens out what they leave.
+    for number in sorted(episodes, key=lambda number: (-episodes[number].length, number)):
+        places[number] = int(np.argmin((loads + episodes[number].length) / speeds))
+        loads[places[number]] += episodes[number].length
+    made = _distribute(dataset, [f"{url}/{k}" for k in range(len(speeds))], places)
+    return [one for one in made if one is not None]
+
+
+def _draw(episode: int) -> float:
+    """Return a number in [0, 1) that depends on nothing but the episode's number."""
+    digest = hashlib.sha256(str(episode).encode()).digest()
+    return int.from_bytes(digest[:6], "little") / 2**48
+
+
+def _distribute(
+    dataset: Dataset, urls: Sequence[str], places: Mapping[int, int]
+) -> list[Dataset | None]:
+    """Copy each episode to the URL that ``places`` gives it; None for a URL that gets no rows."""
+    for url in urls:
+        check_empty(url)
+    origin = dataset.manifest.origin
+    writers = [Writer(url, origin, "0") for url in urls]
+    for rows in read_groups(dataset):
+        # A row of another episode begins where the number changes; SKIP copies belong to theirs.
+        cuts = np.flatnonzero(np.diff(rows.episode)) + 1
+        for start, stop in zip([0, *cuts], [*cuts, len(rows.episode)], strict=True):
+            place = places.get(int(rows.episode[start]))
+            if place is not None:  # None: an episode without transitions
+                writers[place].add(rows.take(slice(start, stop)))
+    closed = [writer.close() for writer in writers]
+    return [
+        None if manifest is None else Dataset(url)
+        for url, manifest in zip(urls, closed, strict=True)
+    ]
+
+
+def check_empty(url: str) -> None:
+    """Raise ConfigError if there is a dataset already."""
+    store = open_store(url)
+    if store.exists(MANIFEST) or part_names(store, ""):
+        raise ConfigError(
+            f"'{store.shown}' holds a dataset already; choose another folder or remove it"
+        )

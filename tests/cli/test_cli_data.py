@@ -1,0 +1,76 @@
+"""``qfleet data`` and ``qfleet train --data`` on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qfleet.cli.main import main
+from qfleet.core.types import EnvSpec
+from support.datasets import record_block, scripted_block
+
+CARTPOLE = EnvSpec("CartPole-v1", (4,), "float32", 2)
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    record_block("data", scripted_block(CARTPOLE, 300, 2), CARTPOLE)
+    return "data"
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_dataset_is_described_checked_split_and_sharded(
+    data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = answer(capsys, "data", "info", data)
+    assert (info["env"], info["statistics"]) == ("CartPole-v1", None)
+    assert answer(capsys, "data", "validate", data)["valid"] is True
+    stats = answer(capsys, "data", "stats", data)
+    assert sum(stats["actions"]) == info["transitions"]
+    assert answer(capsys, "data", "info", data)["statistics"] == stats
+    for command in (["split", data, "splits", "--stratify"],
+                    ["shard", data, "shards", "--speeds", "1", "3"]):  # fmt: skip
+        sizes = answer(capsys, "data", *command)
+        assert sum(one["transitions"] for one in sizes.values()) == info["transitions"]
+    assert main(["data", "info", "splits/train"]) == 0
+    assert "transitions" in capsys.readouterr().out
+
+
+def test_a_dataset_names_the_environment_of_training(
+    data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--net-arch", "8", "--n-eval-episodes", "1", "--no-tensorboard", "--eval-freq", "0"]
+    result = answer(capsys, "train", "--data", data, "--epochs", "2", "--algo", "bc", *small)
+    assert (result["env_id"], result["engine"]) == ("CartPole-v1", "offline")
+    assert result["updates"] == result["env_steps"] // 32
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("data inf data", "did you mean info"),
+        ("data info nowhere", "has no manifest.json"),
+        ("train --data nowhere", "has no manifest.json"),
+        ("data split data splits --fractions 0.5 0.5 0.5", "fractions"),
+        ("data shard data shards --speeds 1 0", "speeds"),
+        ("train Acrobot-v1 --data data", "env must be 'CartPole-v1'"),
+        ("train CartPole-v1 --epochs 3", "epochs"),
+        ("data merge nowhere", "no finished file"),
+    ],
+)
+@pytest.mark.usefixtures("data")
+def test_mistakes_are_one_line(
+    command: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) == 2
+    message = capsys.readouterr().err
+    assert words in message
+    assert len(message.splitlines()) == 1
