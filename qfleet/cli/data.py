@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -120,8 +120,31 @@ def run(argv: list[str]) -> int:
         print(json_module.dumps(report))
     else:
         for name, value in report.items():
-            print(f"{name:<12} {value}")
+            for line in _lines(name, value):
+                print(line)
     return 0
+
+
+def _lines(name: str, value: Any) -> Iterator[str]:
+    """Yield a value as text: an object as one line for each of its keys."""
+    if isinstance(value, dict):
+        yield name
+        for key, inner in value.items():
+            yield f"  {key:<23} {_text(inner)}"
+    else:
+        yield f"{name:<25} {_text(value)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(inner)}" for key, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "–"}[value]
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _record(options: RecordOptions) -> dict[str, Any]:

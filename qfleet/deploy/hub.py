@@ -143,7 +143,8 @@ def _collect(
     """Write all files into ``folder``; return their names."""
     # What reaches outside the run's folder is private, and of no use elsewhere.
     policy = copy.copy(policy)
-    own = {name: getattr(Config(), name) for name in (*OUTWARD, "baseline", "data")}
+    own = {name: getattr(Config(), name) for name in (*OUTWARD, "baseline")}
+    own["data"] = PurePosixPath(policy.config.data).name  # not where it lies
     policy.config = policy.config.replace(**own)
     policy.save(folder / POLICY)
     files.write_text(folder / CONFIG, policy.config.to_json())

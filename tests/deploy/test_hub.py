@@ -117,10 +117,11 @@ def test_a_saved_policy_is_pushed_without_a_score(tmp_path: Path) -> None:
 
 def test_private_values_of_a_configuration_are_not_published(tmp_path: Path) -> None:
     policy = untrained()
-    policy.config = policy.config.replace(replay_dir="/home/me/replay", track="wandb")
+    private = {"replay_dir": "/home/me/replay", "track": "wandb", "baseline": "/home/me/run"}
+    policy.config = policy.config.replace(**private, data="/home/me/pong")
     push(policy, None, "best", f"file://{tmp_path}/it", pytest.fail)
     stored = json.loads((tmp_path / "it" / "config.json").read_text())
-    assert (stored["replay_dir"], stored["track"]) == ("", "none")
+    assert (stored["replay_dir"], stored["track"], stored["data"]) == ("", "none", "pong")
     for path in (tmp_path / "it").iterdir():
         assert b"/home/me" not in path.read_bytes()
 
