@@ -9,8 +9,8 @@
 rates: Pong with one update of 32 per 256 env steps, and highway-env's `highway-fast-v0` (42 ms per
 env step) with the settings of its preset. Every worker, actor and serial run has one thread, and
 nothing is delayed artificially. ``independent`` are as many serial programs as there are workers,
-started together: the steps that these cores can make at most. A rate counts from the first update
-on. With ``--together`` small numbers of workers run at the same time, where the cores suffice.
+started together: the steps that these cores can make at most. A rate is that of the second half
+of a run, when all workers have begun. With ``--together`` small numbers of workers run at the same time, where the cores suffice.
 """
 
 from __future__ import annotations
@@ -73,11 +73,21 @@ def run(command: str, folder: Path, limit_s: float) -> dict[str, Any]:
     result = json.loads((folder / "result.json").read_text())
     fleet = result["fleet"] or {}
     return {
-        # The workers' own time: a run's rate counts the start of the last worker too.
-        "steps_per_s": fleet.get("env_steps_per_s") or result["env_steps_per_s"] or 0.0,
+        "steps_per_s": second_half_rate(folder / "metrics.jsonl") or 0.0,
         **{key: result[key] for key in ("wall_s", "env_steps", "stopped_by", "best_eval_return")},
         "staleness": (fleet.get("staleness") or {}).get("mean"),
     }
+
+
+def second_half_rate(metrics: Path) -> float | None:
+    """Return the env steps per second in the second half of a run: all its workers have begun."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    points = [
+        (row["time/time_elapsed"], row["env_steps"]) for row in rows if row.get("time/time_elapsed")
+    ]
+    late = [point for point in points if point[0] >= points[-1][0] / 2]
+    (began_s, first), (ended_s, last) = (late[0], late[-1]) if late else ((0.0, 0), (0.0, 0))
+    return (last - first) / (ended_s - began_s) if ended_s > began_s else None
 
 
 def rate(task: str, engine: str, workers: int, seconds: float, out: Path) -> dict[str, Any]:
