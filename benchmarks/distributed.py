@@ -10,7 +10,8 @@ rates: Pong with one update of 32 per 256 env steps, and highway-env's `highway-
 env step) with the settings of its preset. Every worker, actor and serial run has one thread, and
 nothing is delayed artificially. ``independent`` are as many serial programs as there are workers,
 started together: the steps that these cores can make at most. A rate is that of the second half
-of a run, when all workers have begun. With ``--together`` small numbers of workers run at the same time, where the cores suffice.
+of a run, when all workers have begun. With ``--together`` small numbers of workers run at the same
+time, where the cores suffice.
 """
 
 from __future__ import annotations
