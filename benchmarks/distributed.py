@@ -95,7 +95,8 @@ def rate(task: str, engine: str, workers: int, seconds: float, out: Path) -> dic
     command = f"{TASKS[task]} {QUIET} --max-wall {seconds:g}s"
     name, limit_s = f"{task}-{engine}-{workers}", seconds + 120
     if engine != "independent":
-        with_workers = f"{command} {ENGINES.get(engine, f'--engine {engine}')}"
+        alone = ENGINES["independent"] if engine == "serial" else f"--engine {engine}"
+        with_workers = f"{command} {ENGINES.get(engine, alone)}"
         if engine in ENGINES:
             with_workers += f" --workers {workers}"
         return run(with_workers, out / name, limit_s)

@@ -94,7 +94,7 @@ class Actor:
         ``steps_per_row``: by how much the run's clock advances per row; None: by these envs.
         """
         self._groups, self._inference, self._config = groups, inference, config
-        self._records = bool(config.record) and config.head != "actor-critic"
+        self._records = bool(config.record) and config.head != "actor-critic" and not config.noisy
         self._acting, self._stepping = timers.span("act"), timers.span("env")
         self._random = np.random.default_rng(seed)
         self.spec = groups[0].spec
@@ -186,6 +186,7 @@ class Actor:
                 actions = np.where(explore, actions, greedy) if explore.any() else greedy
             filling.actions[row, columns] = actions
             if self._records:
+                rate = np.maximum(rate, chance[columns] == 0)  # 0: the first, random row
                 chances = behaviour_probability(self.spec, obs, actions, greedy, rate)
                 filling.probabilities[row, columns] = chances
         with self._stepping:

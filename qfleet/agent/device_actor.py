@@ -177,12 +177,14 @@ class TensorActor:
         def column(dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Tensor:
             return torch.zeros((max_rows, n, *shape), dtype=dtype, device=device)
 
+        # Given noise that is not stored, a noisy network's probabilities say nothing.
+        records = bool(config.record) and not (self._samples or config.noisy)
         self._block = Block(
             obs=column(self.spec.torch_dtype, self.spec.frame_shape),
             action=column(torch.int64),
             reward=column(torch.float32),
             flags=column(torch.uint8),
-            probability=column(torch.float32) if config.record and not self._samples else None,
+            probability=column(torch.float32) if records else None,
         )
         first, last = schedules.epsilon(config, 0), schedules.epsilon(config, config.steps)
         self._initial = torch.full((n,), first, device=device)

@@ -35,7 +35,7 @@ EXAMPLES = """Examples:
   qfleet data record runs/NAME data/expert --steps 50000 --epsilon 0.1
   qfleet data split data/expert data/split --stratify
   qfleet train --data data/split/train --algo behaviour-cloning --epochs 10
-  qfleet data import D4RL/kitchen/mixed-v2 data/kitchen"""
+  qfleet data import NAME data/imported"""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ def parse(
     """Call tyro.cli; examples end the help, and an error is a UserError of one line, not a box."""
     description, _, examples = description.partition("Examples:")
     stderr = io.StringIO()
+    is_usage = False
     try:
         with contextlib.redirect_stderr(stderr):
             parsed: T = tyro.cli(
@@ -62,14 +63,17 @@ def parse(
                 registry=_REGISTRY,
                 **options,
             )
-        sys.stderr.write(stderr.getvalue())  # of a verb that is a function: tyro has called it
         return parsed
     except SystemExit as exit_:
         if exit_.code == 0:
             print(f"Examples:{examples}", end="")
         if not exit_.code:
             raise
+        is_usage = True
         raise UserError(_one_line(stderr.getvalue(), verb)) from None
+    finally:
+        if not is_usage:  # lines of a verb that is a function: tyro has called it
+            sys.stderr.write(stderr.getvalue())
 
 
 def spell(argv: list[str]) -> list[str]:

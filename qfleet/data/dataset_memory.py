@@ -32,6 +32,7 @@ from qfleet.memory.samplers import UniformSampler
 READ_TIMEOUT_S = 600.0
 """Longest time that training waits for a window."""
 MOST_READERS = 4
+BLANK_ROWS = 1024
 RESERVED_BYTES = (5 + 4 * MOST_READERS) * GROUP_BYTES
 """Memory besides the windows: of each reader a row group in the file, decoded and checked, and what
 allocators keep. It does not depend on the number of readers, so that the windows do not either."""
@@ -185,7 +186,14 @@ class DatasetMemory:
     def _make_ring(self, capacity: int) -> Ring:
         sampler = UniformSampler(torch.Generator(device=self.device))  # not drawn from
         spec = self._dataset.spec
-        return Ring(spec, 1, capacity, self._n_steps, self._gamma, sampler, self.device)
+        ring = Ring(spec, 1, capacity, self._n_steps, self._gamma, sampler, self.device)
+        # The row after a terminated one may not be written yet: its values count 0 times, but NaN
+        # would count.
+        for start in range(0, ring.rows, BLANK_ROWS):
+            rows = min(BLANK_ROWS, ring.rows - start)
+            blank = torch.zeros((rows, 1, *spec.frame_shape), dtype=spec.torch_dtype)
+            ring.write_frames(start, blank.to(self.device))
+        return ring
 
     def _load(self, epoch: int, window: int, groups: Sequence[GroupAt]) -> Future[Window]:
         """Begin to load a window into the ring that is not in use."""

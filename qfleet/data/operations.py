@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import ConfigError, DataError
 from qfleet.core.types import SKIP
 from qfleet.data.manifest import MANIFEST, Dataset, check_file, open_store, part_names
 from qfleet.data.rows import PartFile, Rows
@@ -18,6 +18,7 @@ from qfleet.data.writer import Writer
 
 SPLITS = ("train", "validation", "test")
 STRATA = 10
+GOLDEN = (5**0.5 - 1) / 2
 """Equal parts of the episodes, by return, that are split alike when splits are stratified."""
 
 
@@ -64,6 +65,8 @@ def read_episodes(dataset: Dataset) -> dict[int, EpisodeInfo]:
 def fit_statistics(dataset: Dataset) -> dict[str, Any]:
     """Return what the transitions are: observations, rewards, actions, and episodes."""
     spec = dataset.spec
+    if not dataset.manifest.transitions:
+        raise DataError(f"dataset '{dataset.url}' has no transitions; record more steps")
     actions, rewards = np.zeros(spec.num_actions, np.int64), list[np.ndarray[Any, Any]]()
     is_float = spec.obs_dtype == "float32"
     count, mean, spread = 0, np.zeros(1), np.zeros(1)
@@ -130,10 +133,17 @@ def split(
     draws = {number: _draw(number) for number in episodes}
     if stratify:
         by_return = sorted(episodes, key=lambda number: (episodes[number].reward, number))
-        for stratum in np.array_split(np.array(by_return), STRATA):
-            ordered = sorted(stratum.tolist(), key=_draw)
-            draws |= {number: (i + 0.5) / len(ordered) for i, number in enumerate(ordered)}
+        strata = np.array_split(np.array(by_return), STRATA)
+        ordered = [n for stratum in strata for n in sorted(stratum.tolist(), key=_draw)]
+        # Multiples of the golden ratio are spread evenly, within strata and over all of them.
+        draws = {number: ((i + 0.5) * GOLDEN) % 1 for i, number in enumerate(ordered)}
     places = {n: int(np.searchsorted(edges, draw, side="right")) for n, draw in draws.items()}
+    for place, (name, fraction) in enumerate(zip(SPLITS, fractions, strict=True)):
+        if fraction > 0 and place not in places.values():
+            raise ConfigError(
+                f"none of the {len(episodes)} episodes is in '{name}'; record more episodes, "
+                "or set its fraction to 0"
+            )
     made = _distribute(dataset, [f"{url}/{name}" for name in SPLITS], places)
     statistics = fit_statistics(made[0]) if made[0] is not None else None
     found = {name: one for name, one in zip(SPLITS, made, strict=True) if one is not None}

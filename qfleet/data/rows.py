@@ -153,9 +153,6 @@ class PartFile:
         n = len(table["action"])
         bare, dtype = spec.unmasked, np.dtype(spec.obs_dtype)
         obs = np.frombuffer(table["obs"], dtype).reshape(n, *bare.frame_shape)
-        if spec.is_masked:
-            mask = np.frombuffer(table["action_mask"], np.uint8).reshape(n, -1)
-            obs = np.concatenate((obs.reshape(n, -1), mask.astype(dtype)), axis=1)
         skip, step, chance = table["skip"], table["step"], table["probability"]
         last = spec.num_actions - 1
         wrong = (table["action"] < 0) | (table["action"] > last)
@@ -165,11 +162,15 @@ class PartFile:
         wrong = ~np.isfinite(table["reward"]) & ~skip
         self._refuse(group, "reward", wrong, table["reward"], "finite")
         if spec.num_obs_values:
-            wrong = (obs < 0) | (obs >= spec.num_obs_values)
+            right = (obs >= 0) & (obs < spec.num_obs_values)
+            wrong = ~np.all(right.reshape(n, -1), axis=1)
             self._refuse(group, "obs", wrong, obs, f"≥ 0 and < {spec.num_obs_values}")
         elif dtype.kind == "f":
             wrong = ~np.isfinite(obs.reshape(n, -1)).all(axis=1)
             self._refuse(group, "obs", wrong, obs, "finite")
+        if spec.is_masked:
+            mask = np.frombuffer(table["action_mask"], np.uint8).reshape(n, -1)
+            obs = np.concatenate((obs.reshape(n, -1), mask.astype(dtype)), axis=1)
         flags = table["terminated"] * np.uint8(TERMINATED) + skip * np.uint8(SKIP)
         flags += (step == 0) * np.uint8(FIRST)
         return Rows(

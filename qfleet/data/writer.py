@@ -50,7 +50,7 @@ class Writer:
     def first_episode(self) -> int:
         """A number from which this writer may number 2^32 episodes; other writers have others."""
         digest = hashlib.sha256(self._name.encode()).digest()
-        return int.from_bytes(digest[:3], "little") << 32
+        return int.from_bytes(digest[:4], "little") >> 1 << 32
 
     def add(self, piece: Rows) -> None:
         """Add a piece of rows (see ``Rows``); one that is longer than a row group is cut."""

@@ -53,6 +53,10 @@ def with_dataset(config: Config) -> Config:
             f"env must be {recorded!r}, where dataset '{config.data}' was recorded, got "
             f"{config.env!r}; leave it out, and use eval_env to evaluate elsewhere"
         )
+    if Config(**manifest.origin.env).clip_rewards and not config.clip_rewards:
+        raise ConfigError(
+            f"dataset '{config.data}' has clipped rewards, whose sizes are lost; set clip_rewards"
+        )
     batch_size = config.batch_size
     return config.replace(
         engine="offline" if config.engine == "auto" else config.engine,

@@ -36,6 +36,8 @@ class Lease:
         if not store.create(self._name(self.number), self._body(lease_s)):
             raise RunBusyError(f"another process has just begun to publish to '{store.shown}'")
         self._renewed_s = time.monotonic()
+        if self.is_lost():  # some stores create an object although it exists
+            raise RunBusyError(f"another process has just begun to publish to '{store.shown}'")
         for number in older:
             store.remove(self._name(number))
 
@@ -50,7 +52,13 @@ class Lease:
 
     def is_lost(self) -> bool:
         """Return whether another process has taken the lease."""
-        return self._numbers()[-1:] != [self.number]
+        if self._numbers()[-1:] != [self.number]:
+            return True
+        try:
+            held = json.loads(self._store.read(self._name(self.number)))
+            return bool(held["token"] != self._token)
+        except (ValueError, TypeError, LookupError):
+            return True
 
     def release(self) -> None:
         """Let the lease expire now. Its number stays: the next one is higher."""

@@ -16,13 +16,13 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from qfleet.core.errors import ConfigError, StorageError, StorageMissing, UnknownNameError, one_line
-from qfleet.storage.remote import Store
+from qfleet.storage.remote import Store, public_url
 
 INDEX, OBJECTS = "index.json", "objects"
 CACHE_DIR, CACHE_BYTES = "QFLEET_CACHE_DIR", "QFLEET_CACHE_BYTES"
@@ -115,7 +115,8 @@ def cache_dir() -> Path:
 
 def working_folder(url: str) -> Path:
     """Return the local folder in which a run that is published to this URL works."""
-    return cache_dir() / "runs" / _name(url)
+    # Without what messages do not show: commands that they print must find the same folder.
+    return cache_dir() / "runs" / _name(public_url(url))
 
 
 def _name(url: str) -> str:
@@ -124,17 +125,21 @@ def _name(url: str) -> str:
     return f"{last}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
 
-def fetch(store: Store, folder: Path, needs: str) -> Index:
+def fetch(
+    store: Store, folder: Path, needs: str, before_file: Callable[[], object] = lambda: None
+) -> Index:
     """Bring the files of a run into ``folder``, verified; those that it has are not downloaded.
 
     ``needs``: ``summary`` (configuration, metrics, result), ``best`` or ``last`` (also that policy;
     best is last if there is none), ``all``. A file that is missing or damaged at the store is left
-    out and reported: of checkpoints, the one before is used then.
+    out and reported. ``before_file`` is called before every file.
     """
     index = require_index(store)
     for _ in range(_ATTEMPTS):
         try:
-            hits, downloaded, damaged = _fetch_files(store, _select(index, needs), folder)
+            hits, downloaded, damaged = _fetch_files(
+                store, _select(index, needs), folder, before_file
+            )
         except OSError as error:
             raise ConfigError(
                 f"cannot write into '{folder}': {error.strerror or error}; free space there or set "
@@ -178,11 +183,12 @@ def _select(index: Index, needs: str) -> dict[str, Record]:
 
 
 def _fetch_files(
-    store: Store, wanted: Mapping[str, Record], folder: Path
+    store: Store, wanted: Mapping[str, Record], folder: Path, before_file: Callable[[], object]
 ) -> tuple[int, list[int], dict[str, str]]:
     """Return the number of files that were there, sizes of those downloaded, and path → damage."""
     hits, downloaded, damaged, places = 0, list[int](), dict[str, str](), dict[str, Path]()
     for path, record in wanted.items():
+        before_file()
         local = folder / path
         if local.is_file() and record_of(local) == record:
             os.utime(local)  # the cache removes what was used least recently
@@ -222,7 +228,11 @@ def _evict(root: Path, keep: Collection[Path]) -> None:
         raise ConfigError(
             f"{CACHE_BYTES} must be a number of bytes, got {os.environ[CACHE_BYTES]!r}"
         ) from None
-    found = [(path.stat(), path) for path in root.rglob("*") if path.is_file()]
+    found = []
+    for path in root.rglob("*"):
+        with contextlib.suppress(OSError):  # another process may have removed it
+            if path.is_file():
+                found.append((path.stat(), path))
     total_bytes = sum(status.st_size for status, _ in found)
     for status, path in sorted(found, key=lambda pair: pair[0].st_mtime_ns):
         if total_bytes <= limit_bytes:

@@ -149,10 +149,17 @@ class Store:
         whole = self._whole(path)
 
         def replace() -> None:
-            tmp = self._temporary(whole) if self._scheme in _RENAMING else whole
-            write(tmp)
-            if tmp != whole:
+            if self._scheme not in _RENAMING:
+                write(whole)
+                return
+            tmp = self._temporary(whole)
+            try:
+                write(tmp)
                 self._rename(tmp, whole, overwrite=True)
+            except Exception:
+                with contextlib.suppress(Exception):  # the first error counts
+                    self._system.rm_file(tmp)
+                raise
 
         self._retried("write", path, replace)
 
@@ -258,7 +265,8 @@ def _may_pass(error: Exception) -> bool:
     """Return whether the same call may succeed later."""
     if (status := _status(error)) is not None:
         return status >= 500 or status in _PASSING_STATUS
-    if isinstance(error, FileNotFoundError | PermissionError | FileExistsError):
+    known = FileNotFoundError | PermissionError | FileExistsError | NotImplementedError
+    if isinstance(error, known):
         return False  # those of fsspec have no errno
     if isinstance(error, OSError) and error.errno in _PERMANENT:
         return False

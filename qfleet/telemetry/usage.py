@@ -36,10 +36,13 @@ class Usage:
     joules: float | None = None
 
     def plus(self, other: Usage) -> Usage:
+        if self == Usage():
+            return other
+        known = self.joules is not None and other.joules is not None
         return Usage(
             self.processor_s + other.processor_s,
             _sum((self.device_s, other.device_s)),
-            _sum((self.joules, other.joules)),
+            _sum((self.joules, other.joules)) if known else None,
         )
 
 
@@ -142,7 +145,9 @@ class UsageMeter:
         for domain in POWERCAP.glob("intel-rapl:*"):
             try:
                 # Of parts of a package, only memory is not counted by the package itself.
-                if domain.name.count(":") == 1 or (domain / "name").read_text() == "dram\n":
+                # (psys is the whole machine, packages included.)
+                kind = (domain / "name").read_text().strip()
+                if kind.startswith("package") or kind == "dram":
                     files = ("energy_uj", "max_energy_range_uj")
                     joules, turn = (int((domain / file).read_text()) / 1e6 for file in files)
                     counters[domain.name] = (joules, turn)

@@ -70,6 +70,8 @@ class Publisher(Callback):
             raise
         self._seen: tuple[int, ...] = ()
         self._closing, self._failure = threading.Event(), ""
+        self._is_superseded = False
+        """Another process publishes to the URL now."""
         self._thread: threading.Thread | None = None
         self._run: Any = None
 
@@ -91,18 +93,31 @@ class Publisher(Callback):
         machine has published since.
         """
         check_idle(self.folder)  # a run may train there without publishing
-        number = ""
-        with contextlib.suppress(OSError):
-            number = read_text(self.folder / _LEASE)
-        is_known = self._index is None or number == str(self._index.lease)
-        if not is_known or not has_checkpoint(self.folder / "checkpoints"):
-            index = published.fetch(self._store, self.folder, "all")
+        number, has_own = 0, has_checkpoint(self.folder / "checkpoints")
+        with contextlib.suppress(OSError, ValueError):
+            number = int(read_text(self.folder / _LEASE))
+        is_newest = self._index is None or number >= self._index.lease
+        if not (is_newest and has_own):
+            if has_own:
+                self._set_aside()
+            index = published.fetch(self._store, self.folder, "all", self._lease.renew)
             atomic_write_text(self.folder / _LEASE, str(index.lease))
         else:
             self._publish()
         return self.folder
 
+    def _set_aside(self) -> None:
+        """Keep a folder with checkpoints that another machine's run has superseded at the URL."""
+        kept = self.folder.with_name(f"{self.folder.name}.superseded-{self._lease.number}")
+        self.folder.rename(kept)
+        print(
+            f"qfleet: another process has published to '{self._store.shown}' since; what this "
+            f"machine had is kept in '{kept}'",
+            file=sys.stderr,
+        )
+
     def on_start(self, run: Any) -> None:
+        self._check_lease(self._lease.renew())  # preparing the run may have taken minutes
         self._run = run
         run.show([f"publishing to {self._store.shown}"])
         self._thread = threading.Thread(target=self._keep_publishing, daemon=True, name="publisher")
@@ -117,10 +132,12 @@ class Publisher(Callback):
         if self._thread is not None:
             self._thread.join(self._end_s())
             if self._thread.is_alive() or self._failure:
+                how = f"`qfleet resume {self._store.shown}` on this machine publishes it"
+                if self._is_superseded:
+                    how = f"`qfleet resume {self.folder}` goes on with it, unpublished"
                 print(
                     f"qfleet: '{self._store.shown}' lacks the end of the run: "
-                    f"{self._failure or 'the store is slow'}; it is in '{self.folder}', and "
-                    f"`qfleet resume {self._store.shown}` on this machine publishes it",
+                    f"{self._failure or 'the store is slow'}; it is in '{self.folder}', and {how}",
                     file=sys.stderr,
                 )
         if self._thread is None or not self._thread.is_alive():
@@ -147,6 +164,7 @@ class Publisher(Callback):
                 if not closing:
                     self._run.faults("storage", f"not published, the run goes on: {self._failure}")
                 if isinstance(error, RunBusyError):
+                    self._is_superseded = True
                     return
             if closing and (not self._failure or time.monotonic() > ends_s):
                 return
@@ -165,6 +183,8 @@ class Publisher(Callback):
         if seen == self._seen:
             return
         sources = self._collect()
+        if not any(path.startswith("checkpoints/") for path in sources):
+            sources = self._collect()  # the run may just have replaced its only checkpoint
         files = {path: record for path, (record, _) in sources.items()}
         wanted = {record.sha256 for record in files.values()}
         # Staged files stay until they are uploaded: after an outage they are not verified again.
@@ -184,6 +204,7 @@ class Publisher(Callback):
         self._index = index
         atomic_write_text(self.folder / _LEASE, str(self._lease.number))
         for sha256 in self._stored - wanted:
+            self._check_lease(self._lease.renew())
             self._store.remove(object_name(sha256))
             self._stored.discard(sha256)
         self._seen = seen

@@ -10,8 +10,7 @@ import numpy as np
 from qfleet.agent.actor import Actor
 from qfleet.agent.inference import HostInference
 from qfleet.agent.policy import Policy
-from qfleet.config.config import Config
-from qfleet.config.validation import validate
+from qfleet.config.config import OPTIONS, Config
 from qfleet.core.errors import DataError, require
 from qfleet.core.types import Block
 from qfleet.data.manifest import Dataset, Origin
@@ -66,16 +65,23 @@ def record(
         failures = list[str]()
         recorder = Recorder(writer, made.spec, envs, lambda _, failure: failures.append(failure))
         rows = -(-steps // envs)
-        for row in range(0, rows, BLOCK_ROWS):
-            recorder.add(actor.collect(min(BLOCK_ROWS, rows - row), 0, row * envs))
-            on_step(min(row + BLOCK_ROWS, rows) * envs)
-        recorder.close()
+        with contextlib.closing(recorder):  # what was played before an interrupt is kept
+            for row in range(0, rows, BLOCK_ROWS):
+                recorder.add(actor.collect(min(BLOCK_ROWS, rows - row), 0, row * envs))
+                on_step(min(row + BLOCK_ROWS, rows) * envs)
+                if failures:
+                    break
     if failures:
         raise DataError(failures[0])
     return Dataset(url)
 
 
 def _config(config: Config, url: str, envs: int) -> Config:
-    """Return the settings of the environments and of the actor that records."""
+    """Return the settings of the environments and of the actor that records.
+
+    Those of training are left out: they may need an engine or a dataset that is not here.
+    """
+    kept = ("algo", "head", "noisy", *(n for n, o in OPTIONS.items() if o.group == "environment"))
     plain = {"clip_rewards": False, "reward_scale": 1.0, "episodic_life": False}
-    return validate(config.replace(**plain, data="", engine="serial", envs=envs, record=url))
+    own = {**{name: getattr(config, name) for name in kept}, **plain}
+    return Config(**{**own, "engine": "serial", "envs": envs, "record": url})

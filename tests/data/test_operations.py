@@ -122,3 +122,20 @@ def test_wrong_fractions_and_taken_folders_are_refused(tmp_path: Path) -> None:
     shard(dataset, str(tmp_path / "x"), (1.0,))
     with pytest.raises(ConfigError, match="holds a dataset already"):
         shard(dataset, str(tmp_path / "x"), (1.0,))
+
+
+@pytest.mark.parametrize("rows", [200, 420])
+def test_a_stratified_split_of_few_episodes_has_its_shares(rows: int, tmp_path: Path) -> None:
+    dataset = record_block(tmp_path / "all", scripted_block(BOX, rows, 2))
+    total = len(read_episodes(dataset))
+    parts = split(dataset, str(tmp_path / "split"), (0.6, 0.2, 0.2), stratify=True)
+    counts = [len(read_episodes(one)) for one in parts.values()]
+    assert sum(counts) == total
+    np.testing.assert_allclose(counts, np.array((0.6, 0.2, 0.2)) * total, atol=2)
+
+
+def test_a_split_without_an_episode_is_refused(tmp_path: Path) -> None:
+    dataset = record_block(tmp_path / "all", scripted_block(BOX, 20, 1))
+    assert len(read_episodes(dataset)) < 9
+    with pytest.raises(ConfigError, match="none of the"):
+        split(dataset, str(tmp_path / "split"), (0.98, 0.01, 0.01), stratify=True)

@@ -77,3 +77,21 @@ def test_a_lease_that_nobody_could_have_written_is_replaced(store: Store) -> Non
     store.write("leases/000000007.json", b"{}")
     assert Lease(store).number == 8
     assert store.names("leases") == ["leases/000000008.json"]
+
+
+def test_a_store_that_creates_what_exists_has_one_owner(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(self: Store, path: str, data: bytes) -> bool:
+        self.write(path, data)
+        return True
+
+    monkeypatch.setattr(Store, "create", create)
+    monkeypatch.setattr(lease, "RENEW_S", 0.0)
+    first = Lease(store)
+    monkeypatch.setattr(Lease, "_numbers", lambda _: [])  # both begin at the same moment
+    with pytest.raises(RunBusyError):
+        Lease(store)  # it sees no lease at all, not even its own
+    monkeypatch.undo()
+    monkeypatch.setattr(lease, "RENEW_S", 0.0)
+    assert not first.renew()  # the other has written over its lease

@@ -30,6 +30,7 @@ def powercap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("intel-rapl:0", "package-0", 10_000_000),
         ("intel-rapl:0:0", "core", 7_000_000),
         ("intel-rapl:0:1", "dram", 1_000_000),
+        ("intel-rapl:1", "psys", 30_000_000),
     ):
         folder = tmp_path / domain
         folder.mkdir()
@@ -72,6 +73,7 @@ def test_energy_is_that_of_packages_and_memory(powercap: Path) -> None:
     (powercap / "intel-rapl:0" / "energy_uj").write_text("15000000\n")
     (powercap / "intel-rapl:0:0" / "energy_uj").write_text("90000000\n")  # part of the package
     (powercap / "intel-rapl:0:1" / "energy_uj").write_text("3000000\n")
+    (powercap / "intel-rapl:1" / "energy_uj").write_text("60000000\n")  # contains the package
     assert meter.read().joules == pytest.approx(7.0)
     assert meter.read().joules == pytest.approx(7.0)
 
@@ -151,8 +153,9 @@ def test_an_accelerator_is_held_all_the_time() -> None:
 
 def test_usage_adds_up_and_unknown_stays_unknown() -> None:
     both = Usage(1.0, None, 5.0).plus(Usage(2.0, 3.0, None))
-    assert both == Usage(3.0, 3.0, 5.0)
+    assert both == Usage(3.0, 3.0, None)  # no device in the first part; its joules do not suffice
     assert Usage(1.0).plus(Usage(2.0)) == Usage(3.0, None, None)
+    assert Usage().plus(Usage(2.0, 3.0, 4.0)) == Usage(2.0, 3.0, 4.0)
 
 
 def test_the_cost_is_that_of_hours_with_a_price() -> None:

@@ -108,6 +108,22 @@ def test_behaviour_cloning_takes_the_actions_of_the_data(data: str, tmp_path: Pa
     chosen = qfleet.load(trained.folder).act(rows.obs[usable])
     assert (chosen == rows.action[usable]).mean() > 0.98
     assert len(np.unique(rows.action[usable])) == 2
+    # The settings of its training, which needs a dataset, do not keep it from playing.
+    played = record(qfleet.load(trained.folder), str(tmp_path / "played"), steps=64)
+    assert played.manifest.transitions > 32
+
+
+def test_clipped_rewards_cannot_be_learnt_from_unclipped(data: str, tmp_path: Path) -> None:
+    path = Path(data) / "manifest.json"
+    before = path.read_text()
+    values = json.loads(before)
+    values["env"]["clip_rewards"] = True
+    try:
+        path.write_text(json.dumps(values))
+        with pytest.raises(qfleet.ConfigError, match="clip_rewards"):
+            train(data, tmp_path / "run", clip_rewards=False)
+    finally:
+        path.write_text(before)
 
 
 def test_without_the_environment_there_are_no_evaluations(tmp_path: Path) -> None:

@@ -156,6 +156,25 @@ def test_a_local_folder_in_which_a_run_trains_is_not_fetched_into(tmp_path: Path
         qfleet.resume(url)
 
 
+def test_what_another_machine_has_superseded_is_kept_aside(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = url_of(tmp_path)
+    here = qfleet.train(
+        "CartPole-v1", **FIELDS, run_dir=url, options=qfleet.RunOptions(stop_after=300)
+    )
+    ours = weights(here.folder)
+    monkeypatch.setenv("QFLEET_CACHE_DIR", str(tmp_path / "elsewhere"))
+    qfleet.resume(url, options=qfleet.RunOptions(stop_after=400))
+    monkeypatch.setenv("QFLEET_CACHE_DIR", str(cache))
+    again = qfleet.resume(url)
+    assert isinstance(again, qfleet.Trained)
+    assert again.result.env_steps == 600
+    (kept,) = here.folder.parent.glob("*.superseded-*")
+    assert torch.equal(weights(kept), ours)
+    assert holds(capsys.readouterr().err, "another process", str(kept))
+
+
 def test_a_local_folder_without_checkpoints_is_fetched_again(tmp_path: Path) -> None:
     url, half = url_of(tmp_path), qfleet.RunOptions(stop_after=300)
     trained = qfleet.train("CartPole-v1", **FIELDS, run_dir=url, options=half)

@@ -128,7 +128,7 @@ class ActorFleet:
 
     def finish_recordings(self) -> None:
         """Let the actors write the rest of what they recorded."""
-        self._pool.finish_recordings(WRITE_TIMEOUT_S)
+        self._pool.finish_recordings(WRITE_TIMEOUT_S, self._faults)
 
     def take_episodes(self) -> list[Episode]:
         """Return the episodes that ended in the blocks taken since the last call."""

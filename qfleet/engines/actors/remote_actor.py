@@ -151,10 +151,11 @@ class RemoteActor:
             message,
         )
 
-    def finish_recording(self) -> None:
-        """Write the rest of what ``--record`` recorded; no more work may follow."""
+    def finish_recording(self) -> list[str]:
+        """Write the rest of what ``--record`` recorded; return what failed. No work may follow."""
         if self._recorder is not None:
             self._recorder.close()
+        return [message for _, message in self._faults]
 
     def ping(self) -> None:
         """Answer between two slices; an actor whose slice hangs does not answer."""

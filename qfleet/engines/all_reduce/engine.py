@@ -21,6 +21,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from qfleet.core.errors import RankLost
+from qfleet.data.recorder import WRITE_TIMEOUT_S
 from qfleet.engines import serial
 from qfleet.engines.all_reduce.group import END, RUN, Group, LocalRanks, Order, connect
 from qfleet.engines.all_reduce.rank import RankParts, build_rank, rank_config
@@ -145,7 +146,8 @@ def _open_group(setup: Setup, made: contextlib.ExitStack) -> tuple[Group, int]:
     processes: list[subprocess.Popen[bytes]] = []
     store: Store
     if world is None:
-        ranks = LocalRanks(config.workers)
+        # With a recording, they write the rest of it.
+        ranks = LocalRanks(config.workers, 5.0 + (WRITE_TIMEOUT_S if config.record else 0.0))
         made.callback(ranks.close)
         world, store, number, processes = ranks.world, ranks.store, 0, ranks.processes
     else:

@@ -398,7 +398,9 @@ def _on_loopback(world: World) -> Iterator[None]:
 class LocalRanks:
     """The other ranks of a run that no launcher started: processes on this machine."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, patience_s: float = 5.0) -> None:
+        """``patience_s``: how long they may take to end."""
+        self._patience_s = patience_s
         listener = listen_locally()
         world = World(0, size, 0, size, "127.0.0.1", listener.getsockname()[1])
         self.world, self.store = world, connect(world, True, listener.detach())
@@ -410,7 +412,7 @@ class LocalRanks:
         """End them; kill those that do not end in time."""
         with contextlib.suppress(RuntimeError):
             self.store.set(RUN.format(1), END)
-        until_s = time.monotonic() + 5.0
+        until_s = time.monotonic() + self._patience_s
         for process in self.processes:
             try:
                 process.wait(max(0.0, until_s - time.monotonic()))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from qfleet.config.config import OPTIONS, Config
 from qfleet.config.files import read_fields
@@ -81,6 +82,13 @@ def serial_rate(config: Config, measure_s: float, give_up: Callable[[], bool]) -
     return (clock.env_steps - first[1]) / (ended_s - first[0])
 
 
+def _training_rate(result: Mapping[str, Any]) -> float:
+    """Return the rate without the time of evaluations and checkpoints, as that of a fleet."""
+    shares: Mapping[str, float] = next(iter((result.get("resources") or {}).values()), {})
+    other = shares.get("evaluate", 0.0) + shares.get("save", 0.0)
+    return float(result["env_steps_per_s"] / max(1.0 - float(other), 0.01))
+
+
 def stored_rate(folder: Path, config: Config) -> float:
     """Return the env steps per second of the run in ``folder``, which is a baseline for ``config``.
 
@@ -90,8 +98,7 @@ def stored_rate(folder: Path, config: Config) -> float:
     try:
         result = json.loads(read_text(folder / "result.json"))
         fleet = result["fleet"] or {}
-        # As in the run that is compared: without starting processes, evaluations and checkpoints.
-        rate = finite(fleet.get("env_steps_per_s") or result["env_steps_per_s"])
+        rate = finite(fleet.get("env_steps_per_s") or _training_rate(result))
         processes = len(fleet.get("workers") or fleet.get("ranks") or [None])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         rate, processes = None, 1

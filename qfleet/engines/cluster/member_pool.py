@@ -116,16 +116,20 @@ class MemberPool(Generic[M]):
             with contextlib.suppress(Exception):
                 self._cluster.stop(member.handle)
 
-    def finish_recordings(self, wait_s: float) -> None:
-        """Let every member write the rest of what it recorded; some may be dead already."""
+    def finish_recordings(self, wait_s: float, on_fault: Callable[[str, str], None]) -> None:
+        """Let every member write the rest of what it recorded; report what they could not."""
         asked = [
             (member, member.handle.finish_recording.remote())
             for member in self.members.values()
             if member.handle is not None
         ]
         for member, reference in asked:
-            with contextlib.suppress(ClusterError):
-                self.get(member, reference, wait_s)
+            try:
+                failures = self.get(member, reference, wait_s)
+            except ClusterError as error:
+                failures = [f"a recording is not complete: {error}"]
+            for failure in failures:
+                on_fault("record", failure)
 
     def count_failure(self, member: M, loss: str) -> None:
         """Count a loss; raise ClusterError if there were too many in a row."""

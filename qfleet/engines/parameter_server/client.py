@@ -104,7 +104,6 @@ class _Calls(NamedTuple):
     sent: Sequence[Vector] | None
     started: Mapping[int, Any]
     began_s: float
-    started_s: float
 
 
 class Servers:
@@ -166,7 +165,7 @@ class Servers:
     ) -> None:
         """Send a gradient, wait where a shard requires it, and fetch the new weights."""
         self.start_push(vector, learning_rate, loss, weight, into)
-        self.finish_push(into)
+        self.finish_push(into, at_once=True)
 
     def start_push(
         self, vector: Tensor, learning_rate: float, loss: float | None, weight: float, into: Tensor
@@ -190,12 +189,15 @@ class Servers:
             )  # fmt: skip
         self._under_way = self._start(requests, sent)
 
-    def finish_push(self, into: Tensor) -> None:
-        """Wait for the reply to the gradient under way, if there is one, and take its weights."""
+    def finish_push(self, into: Tensor, at_once: bool = False) -> None:
+        """Wait for the reply to the gradient under way, if there is one, and take its weights.
+
+        ``at_once``: nothing else was done meanwhile, so that the time of the message is known.
+        """
         calls, self._under_way = self._under_way, None
         if calls is None:
             return
-        replies = self._finish(calls)
+        replies = self._finish(calls, at_once)
         self._count(replies)
         replies |= self._wait([number for number, reply in replies.items() if reply.waits])
         self._take(replies, into)
@@ -294,12 +296,11 @@ class Servers:
     ) -> _Calls:
         began_s = time.perf_counter()
         started = {n: self._lines[n].start(request) for n, request in requests.items()}
-        started_s = time.perf_counter()
-        self._timers.add("communicate", began_s, started_s)
-        return _Calls(requests, sent, started, began_s, started_s)
+        self._timers.add("communicate", began_s, time.perf_counter())
+        return _Calls(requests, sent, started, began_s)
 
-    def _finish(self, calls: _Calls) -> dict[int, Any]:
-        requests, sent, started, began_s, started_s = calls
+    def _finish(self, calls: _Calls, at_once: bool = True) -> dict[int, Any]:
+        requests, sent, started, began_s = calls
         resumed_s = time.perf_counter()
         replies, lost = {}, []
         for n, call in started.items():
@@ -315,8 +316,8 @@ class Servers:
         moved = sum(
             self._weigh(n, None if sent is None else sent[n], replies.get(n)) for n in requests
         )
-        took_s = started_s - began_s + ended_s - resumed_s - waited_s
-        self.traffic.calls.append((moved, took_s))
+        if at_once:
+            self.traffic.calls.append((moved, ended_s - began_s - waited_s))
         if lost:
             if sent is not None:
                 self._count(replies)

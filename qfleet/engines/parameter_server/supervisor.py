@@ -140,7 +140,7 @@ class Supervisor:
         if self._thread.ident is not None:
             self._thread.join()
             if self._config.record:
-                self._pool.finish_recordings(WRITE_TIMEOUT_S)
+                self._pool.finish_recordings(WRITE_TIMEOUT_S, self._faults)
         self._pool.stop()
 
     @property

@@ -24,7 +24,7 @@ from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.types import Clock, StateDict, Updater
-from qfleet.engines.parameter_server.client import Servers
+from qfleet.engines.parameter_server.client import Servers, ServersLost
 from qfleet.engines.parameter_server.clipping import clip
 
 Metrics = Mapping[str, Tensor | float]
@@ -110,7 +110,11 @@ class RemoteGradients(RemoteUpdater):
         held = self._held()
         rate = float(learning_rate)
         if self._config.overlap:
-            self._servers.start_push(gradient.clone(), rate, known, self.share, held)
+            try:
+                self._servers.start_push(gradient.clone(), rate, known, self.share, held)
+            except ServersLost:  # while it waited for the reply to the gradient before
+                self.made -= 1
+                raise
         else:
             self._servers.push(gradient, rate, known, self.share, held)
         self._put(held)

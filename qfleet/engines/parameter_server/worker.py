@@ -243,9 +243,12 @@ class Worker:
             pid=os.getpid(),
         )
 
-    def finish_recording(self) -> None:
-        """Write the rest of what ``--record`` recorded; no more work may follow."""
+    def finish_recording(self) -> list[str]:
+        """Write the rest of what ``--record`` recorded; return what failed. No work may follow."""
+        before = self._faults.counts.get("record", 0)
         self.close()
+        after = self._faults.counts.get("record", 0)
+        return self._faults.first_messages("record") if after > before else []
 
     def close(self) -> None:
         self._parts.close()

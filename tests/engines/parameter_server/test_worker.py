@@ -552,3 +552,14 @@ def test_a_gradient_that_is_sent_again_is_the_same_although_the_next_one_was_com
     make_worker(config, plain).work(WorkOrder(0, STEPS, LONG_S))
     Worker(config, 0, [Forgetful(server) for server in forgetful]).work(WorkOrder(0, STEPS, LONG_S))
     assert torch.equal(held(plain), held(forgetful))
+
+
+@pytest.mark.parametrize("calls", range(20, 26))
+def test_a_gradient_that_was_not_sent_is_no_update(calls: int) -> None:
+    """Its server is lost while the reply to the gradient before it is waited for."""
+    config = make_config(servers=2, update="async", overlap=True, gradient_steps=2)
+    servers = make_servers(config)
+    worker = Worker(config, 0, [DirectLine(servers[0]), Dying(servers[1], calls)])
+    report = worker.work(WorkOrder(0, STEPS, LONG_S))
+    assert report.lost_servers == (1,)
+    assert sum(report.traffic["outcomes"].values()) == 2 * report.updates
