@@ -60,6 +60,7 @@ $(STAMP): requirements.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(BIN)/python -m compileall -q qfleet  # tests start many processes, also where Python may not write
 	touch $(STAMP)
 
 # New pins: edit pyproject.toml, then `make lock` in a scratch environment.
