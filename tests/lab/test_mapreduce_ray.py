@@ -83,7 +83,7 @@ def test_sync_is_one_process(cluster: Cluster, local_reduction: bool) -> None:
 
 @pytest.mark.slow
 def test_async_counts_staleness_and_descends(cluster: Cluster) -> None:
-    found = descend_on(cluster, PROBLEM, WORKERS, STEPS, RATE, "async")
+    found = descend_on(cluster, PROBLEM, WORKERS, 2 * STEPS, RATE, "async")
     check_account(found)
     # The second gradient to arrive was computed before the first was applied.
     assert max(found.staleness) >= 1
