@@ -288,8 +288,9 @@ class TensorActor:
         obs = torch.stack(columns[0], out=block.obs[:rows])
         torch.stack(columns[1], out=block.action[:rows])
         reward = torch.stack(columns[2], out=block.reward[:rows])
-        terminated, opened, over, steps, greedy = map(torch.stack, columns[3:])
+        terminated, opened, over, steps = map(torch.stack, columns[3:7])
         if block.probability is not None:
+            greedy = torch.stack(columns[7])
             flat = [part.flatten(0, 1) for part in (obs, block.action[:rows], greedy, rates)]
             chances = behaviour_probability(self.spec, *flat)
             block.probability[:rows] = chances.view(greedy.shape)

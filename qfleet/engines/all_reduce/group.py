@@ -1,9 +1,9 @@
-"""The connection between ranks: it carries tensors and orders, and finds lost ranks.
+"""The connection between ranks, which carries tensors and orders and finds lost ranks.
 
 Rank 0 gives orders, one per turn of the loop; the other ranks wait for them as long as it takes,
 because rank 0 also evaluates and saves. Everything else that ranks exchange has a deadline,
-``worker_timeout_s``. A thread of every rank writes a sign of life into the store each second: it
-ends a rank that waits for a rank 0 which is gone, and after a failed exchange it tells who is.
+``worker_timeout_s``. A thread of every rank writes a sign of life into the store each second. So a
+rank that waits for a lost rank 0 ends, and after a failed exchange the lost rank is named.
 
 Gradients on GPUs are added up by NCCL if every rank has a GPU of its own, everything else by gloo.
 """
