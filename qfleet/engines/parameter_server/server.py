@@ -36,6 +36,7 @@ from qfleet.engines.parameter_server.compression import make_cast
 from qfleet.engines.parameter_server.limits import MOST_GROWTH
 from qfleet.engines.parameter_server.schemes import Nesterov
 from qfleet.engines.parameter_server.shard import Shard
+from qfleet.engines.parameter_server.updaters import fetches_for_each_gradient
 from qfleet.engines.parameter_server.wire import (
     Exchange,
     Join,
@@ -125,6 +126,7 @@ class Server:
         self._shard = Shard(mine, made, make_admission(config), cast, epoch)
         self._clock = clock
         self._changed = Condition()
+        self._fetched_later = fetches_for_each_gradient(config)
         self._lends = False
         """Replies hold the shard's own weights, not copies: the caller reads them at once."""
         self._lives: dict[int, int] = {}
@@ -168,6 +170,13 @@ class Server:
             if not self._is_present(push.worker, push.life):
                 return self._absent()
             done = self._watched(self._shard.push, push, self._clock())
+            epoch, version = self._shard.stamp
+            is_alone = version - push.version <= 1
+            if self._fetched_later and not is_alone and not done.waits and epoch == push.epoch:
+                # Others update meanwhile: these weights would be old before its next gradient,
+                # for which it fetches newer ones. Until then it keeps those that it has.
+                turn = self._shard.turn(push.worker)
+                return Reply(*push.known, done.outcome, done.reason, turn=turn)
             return self._when_free(push, done.outcome, done.reason)
 
     def wait(self, wait: Wait) -> Reply:

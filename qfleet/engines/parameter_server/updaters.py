@@ -218,3 +218,9 @@ def fetches_before_gradients(config: Config) -> bool:
     """
     has_changed = config.update in ("async", "ssp", "hybrid") and config.replay
     return has_changed and config.pull == "before-gradient"
+
+
+def fetches_for_each_gradient(config: Config) -> bool:
+    """Return whether workers collect, and so fetch weights, between any two gradients."""
+    is_single = config.gradient_steps == 1 and max(config.envs, 1) <= config.train_freq
+    return fetches_before_gradients(config) and is_single

@@ -281,3 +281,31 @@ def test_one_that_was_cut_off_is_not_heard_beside_its_successor() -> None:
     assert answer.weights.tolist() == [-3.0] * 3
     account = server.account()
     assert (account["applied"], account["repeated"]) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_brief"),
+    [
+        ({}, True),
+        ({"pull": "with-push"}, False),
+        ({"gradient_steps": 2}, False),
+        ({"envs": 4}, False),
+    ],
+)
+def test_a_reply_has_no_weights_that_would_be_old_at_the_next_gradient(
+    fields: dict[str, Any], is_brief: bool
+) -> None:
+    server = make_server(**{"update": "async", "train_freq": 2, "envs": 1, **fields})
+    for worker in (0, 1):
+        server.join(Join(worker))
+    old = server.pull(Pull()).stamp
+    gradient = np.ones(3, dtype=np.float32)
+    first = server.push(Push(0, 0, *old, gradient, 1.0))
+    assert (first.stamp, first.weights.tolist()) == (Stamp(0, 1), [-1.0] * 3)  # it is alone so far
+    second = server.push(Push(1, 0, *old, gradient, 1.0))
+    assert second.outcome == "applied"
+    if is_brief:
+        assert (second.stamp, second.weights) == (old, None)
+    else:
+        assert (second.stamp, second.weights.tolist()) == (Stamp(0, 2), [-2.0] * 3)
+    assert server.pull(Pull(tuple(old))).weights.tolist() == [-2.0] * 3
