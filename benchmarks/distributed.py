@@ -9,7 +9,8 @@
 
 rates: Pong with one update of 32 per 256 env steps, and highway-env's `highway-fast-v0` (42 ms per
 env step) with the settings of its preset. Every worker, actor and serial run has one thread, and
-nothing is delayed artificially. ``independent`` are as many serial programs as there are workers,
+nothing is delayed artificially. The exploration rate is constant, because what an agent has learnt
+changes what a step costs. ``independent`` are as many serial programs as there are workers,
 started together: the steps that these cores can make at most. A rate is that of the second half
 of a run, or that of ``fleet`` in its result: from when all workers have begun. ``overlap``:
 workers that send a gradient while they compute
@@ -35,12 +36,12 @@ TASKS = {
     "pong": (
         "train ALE/Pong-v5 --algo dqn --preset none --steps 100000000 --envs 8 "
         "--clip-rewards --buffer-size 40000 --learning-starts 2000 --train-freq 256 "
-        "--batch-size 32 --exploration-fraction 0.0001 --log-interval 1000"
+        "--batch-size 32 --exploration-initial-eps 0.05 --log-interval 1000"
     ),
     "highway": (
         "train highway-fast-v0 --import highway_env --algo dqn --preset highway --steps 100000000 "
         "--envs 1 --vectorize sync --buffer-size 15000 --learning-starts 50 "
-        "--exploration-fraction 0.0001 --log-interval 20"
+        "--exploration-initial-eps 1 --exploration-final-eps 1 --log-interval 20"
     ),
 }
 ENGINES = {
@@ -147,23 +148,24 @@ def batches(workers: list[int], together: bool) -> list[list[int]]:
 
 
 def rates(
-    tasks: list[str], workers: list[int], seconds: float, out: Path, together: bool
-) -> dict[str, Any]:
+    tasks: list[str], engines: list[str], workers: list[int], seconds: float, out: Path,
+    together: bool,
+) -> dict[str, Any]:  # fmt: skip
     found: dict[str, Any] = {}
     most = max(workers)
     for task in tasks:
-        own = found[task] = {engine: {} for engine in ("workers", "actors")}
+        own = found[task] = {engine: {} for engine in ("workers", "overlap", "actors")}
         own["independent"] = {most: rate(task, "independent", most, seconds, out)}
-        own["alone"] = {}
-        for name in ("serial", "pipeline"):
-            own["alone"][name] = rate(task, name, 1, seconds, out)
-        own["overlap"] = {most: rate(task, "overlap", most, seconds, out)}
-        for engine in ("workers", "actors"):
+        alone = [name for name in ("serial", "pipeline") if name in engines]
+        own["alone"] = {name: rate(task, name, 1, seconds, out) for name in alone}
+        if "overlap" in engines:
+            own["overlap"] = {most: rate(task, "overlap", most, seconds, out)}
+        for engine in [name for name in ("workers", "actors") if name in engines]:
             for batch in batches(workers, together):
                 with concurrent.futures.ThreadPoolExecutor(len(batch)) as pool:
                     measured = pool.map(lambda m: rate(task, engine, m, seconds, out), batch)  # noqa: B023
                     own[engine].update(zip(batch, measured, strict=True))
-                (out / "rates.json").write_text(json.dumps(found, indent=2))
+        (out / "rates.json").write_text(json.dumps(found, indent=2))
         show_rates(task, own)
     return found
 
@@ -293,6 +295,8 @@ def main() -> None:
         "--rows", nargs="+", choices=["rates", "solve", "pong18", "apex", "draw"], default=["rates"]
     )
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    engines = ["serial", "pipeline", "workers", "overlap", "actors"]
+    parser.add_argument("--engines", nargs="+", choices=engines, default=engines)
     parser.add_argument("--workers", default="1,2,4,8,16")
     parser.add_argument("--players", nargs="+", choices=PONG_PLAYERS, default=list(PONG_PLAYERS))
     parser.add_argument("--seconds", type=float, default=30.0)
@@ -304,7 +308,9 @@ def main() -> None:
     workers = [int(count) for count in options.workers.split(",")]
     options.out.mkdir(parents=True, exist_ok=True)
     if "rates" in options.rows:
-        rates(options.tasks, workers, options.seconds, options.out, options.together)
+        rates(
+            options.tasks, options.engines, workers, options.seconds, options.out, options.together
+        )
     if "solve" in options.rows:
         found = solve(workers, options.seeds, options.out)
         (options.out / "solve.json").write_text(json.dumps(found, indent=2))
