@@ -21,6 +21,7 @@ from qfleet.config.validation import validate
 from qfleet.config.words import rename
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.files import atomic_write_text, short
+from qfleet.data.writer import check_target
 from qfleet.engines.all_reduce.world import with_launched_workers
 from qfleet.engines.cluster.baseline import stored_rate
 from qfleet.engines.offline import dataset_fields, with_dataset
@@ -60,7 +61,7 @@ FREE_ON_RESUME = {
     "tensorboard", "track", "replay_dir", "max_fault_rate", "max_env_restarts", "env_timeout_s",
     "max_abs_q", "target_return", "patience", "eval_max_steps", "workers", "servers", "address",
     "snapshot_s", "worker_timeout_s", "baseline", "price_per_cpu_hour", "price_per_gpu_hour",
-    "record", "data_readers",
+    "record", "data", "data_readers",
 }  # fmt: skip
 
 
@@ -118,11 +119,14 @@ def train(
             )  # fmt: skip
         return replace(trained, url=str(run_dir))
     initial, place = _initial(config, trust), Path(run_dir or RUNS / (name or "-"))
-    if was_lost(place, config, FREE_ON_RESUME):
+    lost = was_lost(place, config, FREE_ON_RESUME)
+    if lost:
         if has_checkpoint(place / "checkpoints"):
             how: dict[str, Any] = {"options": options, "progress": progress, "callbacks": callbacks}
             return cast(Trained, resume(place, trust=True, **how))
         overwrite = True  # before the first checkpoint
+    if config.record:
+        check_target(config.record, config if lost else None)
     folder = _folder(config, run_dir, name, overwrite)
     with removed_if_refused(folder):
         run = Run(config, folder, _options(options, progress), callbacks, None, initial)
@@ -193,6 +197,7 @@ def resume(
     replay_dir: str | None = None,
     track: Literal["none", "wandb", "mlflow"] | None = None,
     record: str | None = None,
+    data: str | None = None,
     options: RunOptions | None = None,
     progress: bool = False,
     callbacks: Callbacks = (),
@@ -207,6 +212,7 @@ def resume(
     asked: dict[str, Any] = {
         "steps": steps, "device": device, "workers": workers, "servers": servers,
         "address": address, "replay_dir": replay_dir, "track": track, "record": record,
+        "data": data,
     }  # fmt: skip
     asked = {name: value for name, value in asked.items() if value is not None}
     how: dict[str, Any] = {"options": _options(options, progress)}
@@ -254,6 +260,8 @@ def resume(
         raise ConfigError(
             f"'{folder}' is complete ({checkpoint.env_steps} steps); --steps N sets a new total"
         )
+    if config.record:
+        check_target(config.record, config)
     runner = Run(config, folder, how["options"], callbacks, checkpoint)
     for alert in alerts:
         runner.alert(alert)
@@ -344,8 +352,10 @@ def check_config(config: Config) -> Config:
     """Raise if a run with this configuration would be refused: first by its environment's id."""
     if not config.imports:
         config = config.replace(eval_env=full_id(config.eval_env))
-    if not config.data:  # which needs an environment for evaluations only
+    if not config.data:
         check_env(config)
+    elif config.eval_env:  # the dataset's own environment may be missing: then none are played
+        check_env(config.replace(env=config.eval_env, eval_env=""))
     config = validate(config)
     if config.baseline:
         folder = find_one_run(config.baseline, RUNS, "summary").absolute()

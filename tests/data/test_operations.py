@@ -11,7 +11,14 @@ import torch
 from qfleet.core.errors import ConfigError, DataError
 from qfleet.core.types import SKIP, Block
 from qfleet.data.manifest import Dataset
-from qfleet.data.operations import fit_statistics, read_episodes, shard, split, validate
+from qfleet.data.operations import (
+    fit_statistics,
+    read_episodes,
+    shard,
+    split,
+    store_statistics,
+    validate,
+)
 from support.datasets import BOX, STACK, read_all, record_block, scripted_block
 
 
@@ -139,3 +146,21 @@ def test_a_split_without_an_episode_is_refused(tmp_path: Path) -> None:
     assert len(read_episodes(dataset)) < 9
     with pytest.raises(ConfigError, match="none of the"):
         split(dataset, str(tmp_path / "split"), (0.98, 0.01, 0.01), stratify=True)
+
+
+def test_shards_keep_the_statistics_and_their_numbers(tmp_path: Path) -> None:
+    dataset = record_block(tmp_path / "data", scripted_block(BOX, 100, 1))
+    store_statistics(dataset, fit_statistics(dataset))
+    made = shard(dataset, f"{tmp_path}/shards/", (1.0, 2.0))
+    assert [one.url for one in made] == [f"{tmp_path}/shards/{k}" for k in range(2)]
+    for k in range(2):
+        found = Dataset(str(tmp_path / "shards" / str(k)))
+        assert found.manifest.statistics == dataset.manifest.statistics is not None
+
+
+@pytest.mark.parametrize("speeds", [(1.0,) * 200, (1.0, 1e9)])
+def test_a_shard_without_episodes_is_refused(speeds: tuple[float, ...], tmp_path: Path) -> None:
+    dataset = record_block(tmp_path / "data", scripted_block(BOX, 100, 1))
+    with pytest.raises(ConfigError, match="none of the .* episodes"):
+        shard(dataset, str(tmp_path / "shards"), speeds)
+    assert not (tmp_path / "shards").exists()
