@@ -152,7 +152,7 @@ def split(
     return made
 
 
-def shard(dataset: Dataset, url: str, speeds: Sequence[float]) -> list[Dataset]:
+def shard(dataset: Dataset, url: str, speeds: Sequence[float]) -> dict[str, Dataset]:
     """Copy the episodes into ``url``/0, /1 …, with transitions in proportion to ``speeds``."""
     if len(speeds) < 1 or min(speeds) <= 0:
         raise ConfigError(f"speeds must be numbers > 0, one per shard, got {list(speeds)}")
@@ -171,7 +171,7 @@ def shard(dataset: Dataset, url: str, speeds: Sequence[float]) -> list[Dataset]:
     if dataset.manifest.statistics is not None:
         for one in made.values():
             store_statistics(one, dataset.manifest.statistics)
-    return list(made.values())
+    return made
 
 
 def _draw(episode: int) -> float:

@@ -131,7 +131,10 @@ def local_folder(kind: str, url: str) -> Path:
     """Return the folder of a URL below ``kind``: runs, read (copies) or recordings (datasets)."""
     # Without what messages do not show: commands that they print must find the same folder.
     url = public_url(url).rstrip("/")
-    last = re.sub(r"[^A-Za-z0-9._]+", "-", url.rpartition("/")[2]).strip(".-")[-40:] or "run"
+    above, _, last = url.rpartition("/")
+    if re.fullmatch(r"seed-\d+", last):  # beside the other seeds, as in a local folder
+        return local_folder(kind, above) / last
+    last = re.sub(r"[^A-Za-z0-9._]+", "-", last).strip(".-")[-40:] or "run"
     return cache_dir() / kind / f"{last}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
 
@@ -171,7 +174,7 @@ def fetch_to_read(store: Store, needs: str) -> Path:
     """Return a local copy of a run, in the cache, for reading."""
     folder = local_folder("read", store.url)
     index = fetch(store, folder, needs)
-    _evict(folder.parent, keep={folder / path for path in _select(index, needs)})
+    _evict(keep={folder / path for path in _select(index, needs)})
     return folder
 
 
@@ -207,7 +210,7 @@ class CachedFiles:
             self._verified.add(name)
         if not was_there:
             with self._lock:
-                _evict(self._folder.parent, keep=self._recent)
+                _evict(keep=self._recent)
         return path
 
 
@@ -293,10 +296,10 @@ def _drop_others(folder: Path, index: Index) -> None:
             shutil.rmtree(snapshot, ignore_errors=True)
 
 
-def _evict(root: Path, keep: Collection[Path]) -> None:
+def _evict(keep: Collection[Path]) -> None:
     """Remove the least recently used files until the rest fits into the cache."""
     limit_bytes, found = cache_bytes(), []
-    for path in root.rglob("*"):
+    for path in (cache_dir() / "read").rglob("*"):
         with contextlib.suppress(OSError):  # another process may have removed it
             if path.is_file():
                 found.append((path.stat(), path))

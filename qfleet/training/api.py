@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -31,7 +32,8 @@ from qfleet.envs.registry import check_env
 from qfleet.envs.short_names import full_id
 from qfleet.storage.checkpoint import POLICY_SUFFIX, diff_meta, has_checkpoint, load_checkpoint
 from qfleet.storage.locks import RunLock, check_idle
-from qfleet.storage.remote import is_url, public_url
+from qfleet.storage.published import working_folder
+from qfleet.storage.remote import is_url
 from qfleet.storage.rundir import check_name, default_name, new_run_dir
 from qfleet.storage.state_checks import reading
 from qfleet.storage.vacancy import (
@@ -149,14 +151,12 @@ def train_seeds(
     trust: bool = False,
     **fields: Any,
 ) -> TrainedSeeds:
-    """Train the same experiment with several seeds, one after another; return their aggregate."""
+    """Train the same experiment with several seeds, one after another; return their aggregate.
+
+    At a URL, each seed is a run of its own: ``run_dir``/seed-0 …
+    """
     config = _configure(env, algo, preset, config, fields, trust)
     follow_if_told(config.engine)
-    if is_url(str(run_dir)):
-        raise ConfigError(
-            f"several seeds cannot be published to '{public_url(str(run_dir))}'; train each with "
-            "its own seed and URL, e.g. s3://bucket/run/seed-0"
-        )
     if isinstance(seeds, int):
         seeds = range(config.seed, config.seed + seeds)
     if not seeds or len(set(seeds)) < len(seeds):
@@ -166,21 +166,34 @@ def train_seeds(
             f"population {config.population} does not go with several seeds: every agent has its "
             "own; train it once"
         )
-    initial = _initial(config, trust)
+    initial, urls = _initial(config, trust), dict[int, str]()
+    # Check all before the first run: the last must not be refused after the others are done.
+    if config.record:
+        check_target(config.record)
+    if is_url(str(run_dir)):
+        urls = {seed: f"{str(run_dir).rstrip('/')}/seed-{seed}" for seed in seeds}
+        for url in urls.values():
+            with Publisher(url) as publisher:
+                publisher.check_vacant(overwrite)
+        run_dir = working_folder(str(run_dir))
     folder = _folder(config, run_dir, name, overwrite)
     options = _options(options, progress)
     for seed in seeds:
-        # Check all before the first run: the last must not be refused after the others are done.
         check_vacant(folder / f"seed-{seed}")
     runs: list[Trained] = []
     with RunLock(folder):
         stored = {"seeds": list(seeds), "config": json.loads(config.to_json())}
         atomic_write_text(folder / EXPERIMENT, json.dumps(stored, indent=2))
         for seed in seeds:
-            one = config.replace(seed=seed)
-            with removed_if_refused(folder):
-                run = Run(one, folder / f"seed-{seed}", options, callbacks, None, initial)
-            runs.append(_trained(run, run.go()))
+            one, child, own = config.replace(seed=seed), folder / f"seed-{seed}", callbacks
+            with contextlib.ExitStack() as publishing:
+                if urls:
+                    publisher = publishing.enter_context(Publisher(urls[seed]))
+                    publisher.check_vacant(overwrite)
+                    own = [*as_callbacks(callbacks), publisher]
+                with removed_if_refused(folder):
+                    run = Run(one, child, options, own, None, initial)
+                runs.append(replace(_trained(run, run.go()), url=urls.get(seed)))
             if runs[-1].interrupted_by is not None:
                 break
         return aggregate_seeds(folder, runs)

@@ -108,7 +108,7 @@ class Publisher(Callback):
 
     def _set_aside(self) -> None:
         """Keep a folder with checkpoints that another machine's run has superseded at the URL."""
-        kept = self.folder.with_name(f"{self.folder.name}.superseded-{self._lease.number}")
+        kept = self.folder.with_name(f"superseded-{self._lease.number}-{self.folder.name}")
         self.folder.rename(kept)
         print(
             f"qfleet: another process has published to '{self._store.shown}' since; what this "
