@@ -226,12 +226,12 @@ def upload_finished(store: Store, writer: str = "") -> None:
             path.unlink(missing_ok=True)
 
 
-def merge(url: str) -> Manifest:
+def merge(url: str, patience_s: float = 30.0) -> Manifest:
     """Make the manifest of all finished files of a dataset, also of those not uploaded yet.
 
     Several processes may do so at the same time: the last one finds the files of all.
     """
-    store = open_store(url)
+    store = open_store(url, patience_s)
     upload_finished(store)
     names = _finished(store)
     while True:

@@ -155,7 +155,7 @@ class Writer:
         """Finish the last file and the manifest, which is returned; None if there are no rows."""
         self.finish_file()
         try:
-            return merge(self._url) if self._parts else None
+            return merge(self._url, PATIENCE_S) if self._parts else None
         except StorageError as error:
             raise DataError(
                 f"{error}; finished files are in '{self._folder}', and on this machine "
