@@ -50,7 +50,10 @@ def check_target(url: str, adds: Config | None = None) -> None:
     """Raise unless a dataset can be written: packages, permissions, and no dataset there yet.
 
     ``adds``: the configuration of a run that may add files to a dataset of the same environment.
+    An empty ``url`` means no recording.
     """
+    if not url:
+        return
     pyarrow("pyarrow.parquet")
     store = open_store(url)
     has_manifest = store.exists(MANIFEST)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -45,13 +44,13 @@ from qfleet.storage.vacancy import (
 )
 from qfleet.telemetry.progress import choose_mode
 from qfleet.training.callbacks import Callbacks, as_callbacks
-from qfleet.training.publisher import Publisher
+from qfleet.training.publisher import Publisher, publishing
 from qfleet.training.restarts import follow_if_told, stored_engine, was_lost
 from qfleet.training.result import Result
 from qfleet.training.run import Run
 from qfleet.training.run_folders import find_one_run
 from qfleet.training.run_state import RunOptions
-from qfleet.training.seeds import finished, resume_seeds
+from qfleet.training.seeds import finished, resume_seeds, vacant_urls
 from qfleet.training.trained import Trained, TrainedSeeds, aggregate_seeds, draw_learning_curve
 
 RUNS = Path("runs")
@@ -127,8 +126,7 @@ def train(
             how: dict[str, Any] = {"options": options, "progress": progress, "callbacks": callbacks}
             return cast(Trained, resume(place, trust=True, **how))
         overwrite = True  # before the first checkpoint
-    if config.record:
-        check_target(config.record, config if lost else None)
+    check_target(config.record, config if lost else None)
     folder = _folder(config, run_dir, name, overwrite)
     with removed_if_refused(folder):
         run = Run(config, folder, _options(options, progress), callbacks, None, initial)
@@ -151,10 +149,7 @@ def train_seeds(
     trust: bool = False,
     **fields: Any,
 ) -> TrainedSeeds:
-    """Train the same experiment with several seeds, one after another; return their aggregate.
-
-    At a URL, each seed is a run of its own: ``run_dir``/seed-0 …
-    """
+    """Train the same experiment with several seeds, one after another; return their aggregate."""
     config = _configure(env, algo, preset, config, fields, trust)
     follow_if_told(config.engine)
     if isinstance(seeds, int):
@@ -166,17 +161,11 @@ def train_seeds(
             f"population {config.population} does not go with several seeds: every agent has its "
             "own; train it once"
         )
-    initial, urls = _initial(config, trust), dict[int, str]()
+    initial = _initial(config, trust)
     # Check all before the first run: the last must not be refused after the others are done.
-    if config.record:
-        check_target(config.record)
-    if is_url(str(run_dir)):
-        urls = {seed: f"{str(run_dir).rstrip('/')}/seed-{seed}" for seed in seeds}
-        for url in urls.values():
-            with Publisher(url) as publisher:
-                publisher.check_vacant(overwrite)
-        run_dir = working_folder(str(run_dir))
-    folder = _folder(config, run_dir, name, overwrite)
+    check_target(config.record)
+    urls = vacant_urls(run_dir, seeds, overwrite)
+    folder = _folder(config, working_folder(str(run_dir)) if urls else run_dir, name, overwrite)
     options = _options(options, progress)
     for seed in seeds:
         check_vacant(folder / f"seed-{seed}")
@@ -185,15 +174,11 @@ def train_seeds(
         stored = {"seeds": list(seeds), "config": json.loads(config.to_json())}
         atomic_write_text(folder / EXPERIMENT, json.dumps(stored, indent=2))
         for seed in seeds:
-            one, child, own = config.replace(seed=seed), folder / f"seed-{seed}", callbacks
-            with contextlib.ExitStack() as publishing:
-                if urls:
-                    publisher = publishing.enter_context(Publisher(urls[seed]))
-                    publisher.check_vacant(overwrite)
-                    own = [*as_callbacks(callbacks), publisher]
+            one, url = config.replace(seed=seed), urls.get(seed)
+            with publishing(url, callbacks, overwrite) as own:
                 with removed_if_refused(folder):
-                    run = Run(one, child, options, own, None, initial)
-                runs.append(replace(_trained(run, run.go()), url=urls.get(seed)))
+                    run = Run(one, folder / f"seed-{seed}", options, own, None, initial)
+                runs.append(replace(_trained(run, run.go()), url=url))
             if runs[-1].interrupted_by is not None:
                 break
         return aggregate_seeds(folder, runs)
@@ -273,8 +258,7 @@ def resume(
         raise ConfigError(
             f"'{folder}' is complete ({checkpoint.env_steps} steps); --steps N sets a new total"
         )
-    if config.record:
-        check_target(config.record, config)
+    check_target(config.record, config)
     runner = Run(config, folder, how["options"], callbacks, checkpoint)
     for alert in alerts:
         runner.alert(alert)
