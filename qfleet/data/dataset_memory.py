@@ -144,10 +144,6 @@ class DatasetMemory:
             rows += group.rows
         return windows
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the first transition of an epoch."""
-        self._go_to(epoch, 0)
-
     def _go_to(self, epoch: int, transition: int) -> None:
         self.epoch, self._window, self._offset = epoch, 0, transition
         self._plan = self._plan_of(epoch)
@@ -229,17 +225,11 @@ class DatasetMemory:
 
     def _read(self, groups: Sequence[GroupAt]) -> Iterator[Rows]:
         """Yield the rows of the groups in their order; each reader has one group in flight."""
-        waiting, later = list[Future[Rows]](), iter(groups)
-        for group in itertools.chain(
-            itertools.islice(later, self._in_flight), [None] * len(groups)
-        ):
-            if group is None:
-                if not waiting:
-                    return
-                yield self._result(waiting.pop(0))
-                group = next(later, None)
-            if group is not None:
-                waiting.append(self._readers.submit(self._read_group, group))
+        submitted = (self._readers.submit(self._read_group, group) for group in groups)
+        waiting = list(itertools.islice(submitted, self._in_flight))
+        while waiting:
+            yield self._result(waiting.pop(0))
+            waiting += itertools.islice(submitted, 1)
 
     def _read_group(self, at: GroupAt) -> Rows:
         return PartFile(at.part, self._dataset.local(at.part), self._dataset.spec).read(at.group)

@@ -156,10 +156,10 @@ class Dataset:
             if len(listed) < len(parts):
                 raise ValueError("it lists a file twice")
         self.manifest = Manifest(origin, parts, statistics)
-        there = set(_finished(self.store))
-        self.unlisted = len(there - listed)
+        there = part_names(self.store, "")
+        self.unlisted = len(set(_finished(there)) - listed)
         """Finished files that the manifest does not list."""
-        if missing := sorted(listed - set(part_names(self.store, SUFFIX))):
+        if missing := sorted(listed - set(there)):
             raise DataError(
                 f"'{self.url}' lacks {len(missing)} of {len(parts)} files of its manifest, e.g. "
                 f"'{missing[0]}'; copy them, or leave them out with: qfleet data merge {self.url}"
@@ -175,10 +175,6 @@ class Dataset:
         if self.store.url.startswith(LOCAL):
             return Path(self.store.url.removeprefix(LOCAL)) / part.name
         return self._cached.local(part.name, part.record)
-
-    def write_manifest(self, manifest: Manifest) -> None:
-        self.store.write(MANIFEST, manifest.to_json().encode())
-        self.manifest = manifest
 
 
 def check_file(part: Part, path: Path) -> None:
@@ -220,9 +216,8 @@ def upload_finished(store: Store, writer: str = "") -> None:
                 store.upload(path, path.name)
         except StorageMissing:
             if part.exists():
-                raise
-            continue  # another process has uploaded it
-        for path in (described, part):
+                raise  # otherwise another process has uploaded it
+        for path in (part, described):
             path.unlink(missing_ok=True)
 
 
@@ -233,20 +228,19 @@ def merge(url: str, patience_s: float = 30.0) -> Manifest:
     """
     store = open_store(url, patience_s)
     upload_finished(store)
-    names = _finished(store)
+    names = _finished(part_names(store, ""))
     while True:
         manifest = _merged(store, names)
         store.write(MANIFEST, manifest.to_json().encode())
-        before, names = names, _finished(store)
+        before, names = names, _finished(part_names(store, ""))
         if names == before:
             return manifest
 
 
-def _finished(store: Store) -> list[str]:
+def _finished(names: list[str]) -> list[str]:
     """Return the Parquet files that have a JSON file beside them."""
-    there = set(part_names(store, ""))
-    described = {name.removesuffix(".json") + SUFFIX for name in there if name.endswith(".json")}
-    return sorted(described & there)
+    described = {name.removesuffix(".json") + SUFFIX for name in names}
+    return sorted(described.intersection(names))
 
 
 def _merged(store: Store, names: list[str]) -> Manifest:

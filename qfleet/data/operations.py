@@ -12,14 +12,14 @@ import numpy as np
 
 from qfleet.core.errors import ConfigError, DataError
 from qfleet.core.types import SKIP
-from qfleet.data.manifest import Dataset, check_file
+from qfleet.data.manifest import MANIFEST, Dataset, check_file
 from qfleet.data.rows import PartFile, Rows
 from qfleet.data.writer import Writer, check_target
 
 SPLITS = ("train", "validation", "test")
 STRATA = 10
-GOLDEN = (5**0.5 - 1) / 2
 """Equal parts of the episodes, by return, that are split alike when splits are stratified."""
+GOLDEN = (5**0.5 - 1) / 2
 
 
 class EpisodeInfo(NamedTuple):
@@ -89,12 +89,12 @@ def fit_statistics(dataset: Dataset) -> dict[str, Any]:
             spread = spread + within + distance**2 * len(obs) * (1 - share)
     episodes = list(read_episodes(dataset).values())
     statistics: dict[str, Any] = {
-        "reward": _describe(np.concatenate(rewards)) if rewards else None,
+        "reward": _describe(np.concatenate(rewards)),
         "actions": actions.tolist(),
         "return": _describe([episode.reward for episode in episodes]),
         "length": _describe([episode.length for episode in episodes]),
     }
-    if is_float and count:
+    if is_float:
         statistics |= {
             "obs_mean": mean.tolist(),
             "obs_variance": (spread / count).tolist(),
@@ -114,7 +114,8 @@ def _describe(values: Any) -> dict[str, float]:
 
 
 def store_statistics(dataset: Dataset, statistics: dict[str, Any]) -> None:
-    dataset.write_manifest(dataclasses.replace(dataset.manifest, statistics=statistics))
+    dataset.manifest = dataclasses.replace(dataset.manifest, statistics=statistics)
+    dataset.store.write(MANIFEST, dataset.manifest.to_json().encode())
 
 
 def split(

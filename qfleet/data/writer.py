@@ -34,7 +34,7 @@ from qfleet.data.manifest import (
     upload_finished,
 )
 from qfleet.data.rows import Rows, complete, concatenate, pyarrow, row_bytes, schema, to_table
-from qfleet.storage.published import record_of
+from qfleet.storage.published import cannot_write, record_of
 from qfleet.storage.remote import TEMPORARY
 
 GROUP_BYTES, MOST_GROUP_ROWS = 4 * 2**20, 4096
@@ -72,6 +72,11 @@ def check_target(url: str, adds: Config | None = None) -> None:
     store.write(probe, b"-")
     with contextlib.suppress(StorageError):  # a store may not let us remove
         store.remove(probe)
+    folder = staging_folder(store)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(folder, error) from None
 
 
 class Writer:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from qfleet.core.errors import ConfigError, StorageError, StorageMissing, UnknownNameError, one_line
 from qfleet.core.files import MOST_JSON_BYTES
-from qfleet.storage.remote import Store, public_url
+from qfleet.storage.remote import TEMPORARY, TRANSFER_S, Store, public_url
 
 INDEX, OBJECTS = "index.json", "objects"
 CACHE_DIR, CACHE_BYTES = "QFLEET_CACHE_DIR", "QFLEET_CACHE_BYTES"
@@ -279,16 +279,6 @@ def cannot_write(folder: Path, error: OSError) -> ConfigError:
     )
 
 
-def cache_bytes() -> int:
-    """Return the most that copies for reading take."""
-    try:
-        return int(os.environ.get(CACHE_BYTES, DEFAULT_CACHE_BYTES))
-    except ValueError:
-        raise ConfigError(
-            f"{CACHE_BYTES} must be a number of bytes, got {os.environ[CACHE_BYTES]!r}"
-        ) from None
-
-
 def _drop_others(folder: Path, index: Index) -> None:
     """Remove checkpoints and policies that the run does not have any more."""
     for snapshot in [*folder.glob("checkpoints/*"), *folder.glob("agents/*/best"), folder / "best"]:
@@ -298,7 +288,13 @@ def _drop_others(folder: Path, index: Index) -> None:
 
 def _evict(keep: Collection[Path]) -> None:
     """Remove the least recently used files until the rest fits into the cache."""
-    limit_bytes, found = cache_bytes(), []
+    try:
+        limit_bytes = int(os.environ.get(CACHE_BYTES, DEFAULT_CACHE_BYTES))
+    except ValueError:
+        raise ConfigError(
+            f"{CACHE_BYTES} must be a number of bytes, got {os.environ[CACHE_BYTES]!r}"
+        ) from None
+    found = []
     for path in (cache_dir() / "read").rglob("*"):
         with contextlib.suppress(OSError):  # another process may have removed it
             if path.is_file():
@@ -307,7 +303,8 @@ def _evict(keep: Collection[Path]) -> None:
     for status, path in sorted(found, key=lambda pair: pair[0].st_mtime_ns):
         if total_bytes <= limit_bytes:
             break
-        if path not in keep:
+        is_arriving = path.name.startswith(TEMPORARY) and time.time() - status.st_mtime < TRANSFER_S
+        if path not in keep and not is_arriving:
             with contextlib.suppress(OSError):  # another process may have removed it
                 path.unlink()
             total_bytes -= status.st_size

@@ -26,7 +26,7 @@ T = TypeVar("T")
 REQUEST_TIMEOUT_S = 15.0
 """Longest wait for the answer to one request."""
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
-_TRANSFER_S = 600.0
+TRANSFER_S = 600.0
 """Longest time of one upload or download, where the backend has no deadline of its own."""
 _TIMED = {"file", "local", "memory", "s3", "s3a", "webhdfs"}
 """Schemes whose calls end by themselves."""
@@ -115,7 +115,7 @@ class Store:
         whole, tmp = self._whole(path), local.with_name(f"{TEMPORARY}{secrets.token_hex(4)}")
         local.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._retried("read", path, lambda: self._system.get_file(whole, str(tmp)), _TRANSFER_S)
+            self._retried("read", path, lambda: self._system.get_file(whole, str(tmp)), TRANSFER_S)
             tmp.replace(local)
         except StorageError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_ROOM:
@@ -179,7 +179,7 @@ class Store:
                     self._system.rm_file(tmp)
                 raise
 
-        self._retried("write", path, replace, _TRANSFER_S)
+        self._retried("write", path, replace, TRANSFER_S)
 
     def _create(self, whole: str, data: bytes) -> None:
         """Write an object or raise FileExistsError."""

@@ -90,13 +90,6 @@ def test_the_order_does_not_depend_on_readers_batches_or_resuming(
     assert draw(memory_of(dataset, rows, seed=1), count) != expected  # the negative control
 
 
-def test_set_epoch_goes_to_the_beginning_of_an_epoch(dataset: Dataset) -> None:
-    memory, other = memory_of(dataset), memory_of(dataset)
-    draw(memory, dataset.manifest.transitions)
-    other.set_epoch(1)
-    assert draw(other, 100) == draw(memory, 100)
-
-
 @pytest.mark.parametrize("spec", [BOX, STACK], ids=["box", "stack"])
 @pytest.mark.parametrize("n_steps", [1, 3])
 def test_batches_are_those_of_the_ring(spec: EnvSpec, n_steps: int, tmp_path: Path) -> None:
@@ -258,7 +251,9 @@ def test_a_dataset_at_a_url_is_read_through_a_bounded_cache(
     monkeypatch.delenv(published.CACHE_BYTES)
     for _ in range(2):  # the second finds all in the cache
         downloads.clear()
-        draw(memory_of(Dataset(url)), remote.manifest.transitions)
+        memory = memory_of(Dataset(url))
+        draw(memory, remote.manifest.transitions)
+        memory.close()
     assert not downloads
     part = remote.manifest.parts[0]
     remote.store.write(part.name, remote.store.read(part.name)[:-1])

@@ -19,6 +19,7 @@ from qfleet.data.manifest import Dataset
 from qfleet.data.operations import read_episodes, validate
 from qfleet.data.writer import check_target
 from qfleet.storage.checkpoint import load_checkpoint
+from qfleet.storage.published import CACHE_DIR
 from support.clusters import needs_ray
 from support.configs import tiny_fields
 from support.datasets import BOX, read_all, record_block, scripted_block
@@ -148,6 +149,9 @@ def test_a_target_that_cannot_be_written_stops_the_start(
         refused(StorageError, "nosuch", "s3://nosuch/data")
         server.fault = lambda method, _: 403 if method == "PUT" else 0
         refused(StorageError, "denied", f"s3://{BUCKET}/data")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path / "file" / "cache"))
+    refused(qfleet.ConfigError, "--cache-dir", "memory://recorded/data")
     record_block(tmp_path / "data", scripted_block(BOX, 30, 1))
     refused(qfleet.ConfigError, "holds a dataset already", str(tmp_path / "data"))
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
