@@ -15,8 +15,8 @@ import tyro
 from qfleet.cli.parsing import parse
 from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.telemetry.formatting import finite, format_duration, format_rate, format_score
-from qfleet.telemetry.runs import EVAL_RETURN, RunData, read_run, run_name
-from qfleet.training.run_folders import list_runs
+from qfleet.telemetry.runs import EVAL_RETURN, RunData, read_run
+from qfleet.training.run_folders import ListedRun, list_runs
 
 HELP = "list the runs in a folder with their scores"
 
@@ -61,9 +61,8 @@ def runs(
     """
     if csv_ and json_:
         raise ConfigError("--csv and --json exclude each other; give one of them")
-    paths = sorted(list_runs(root), key=lambda path: (-_changed_s(path), str(path)))
     columns = list(_describe(RunData(Path(root), "", {}, None, [])))
-    rows = [_row(path) for path in paths]
+    rows = [_row(run) for run in list_runs(root)]
     for text in filter_:
         key, equals, value = text.partition("=")
         if not equals:
@@ -91,11 +90,6 @@ def run(argv: list[str]) -> int:
     return parse(runs, argv, "runs", _DESCRIPTION)
 
 
-def _changed_s(path: Path) -> float:
-    files = (path / name for name in ("config.json", "metrics.jsonl", "result.json"))
-    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
-
-
 def _column(key: str, columns: list[str]) -> str:
     name = TITLES.get(key, key)
     if name not in columns:
@@ -117,13 +111,13 @@ def _order(value: Any) -> tuple[int, float, str]:
     return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
 
-def _row(path: Path) -> dict[str, Any]:
+def _row(run: ListedRun) -> dict[str, Any]:
+    own = {"name": run.name, "path": run.place}
     try:
-        data = read_run(path)
+        return _describe(read_run(run.folder)) | own
     except ConfigError:  # one damaged folder must not hide the others
-        data = RunData(path, run_name(path), {}, None, [])
-        return _describe(data) | {"state": "unreadable config.json"}
-    return _describe(data)
+        state = {"state": "unreadable config.json"}
+        return _describe(RunData(run.folder, run.name, {}, None, [])) | own | state
 
 
 def _describe(data: RunData) -> dict[str, Any]:

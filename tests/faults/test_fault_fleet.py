@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import qfleet
+from qfleet.data.manifest import Dataset
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.training.callbacks import Callback
 from qfleet.training.run import Run
@@ -187,10 +188,14 @@ def test_workers_join_and_leave_a_run_and_come_back(tmp_path: Path) -> None:
     )  # fmt: skip
     result = qfleet.train(
         "CartPole-v1", run_dir=tmp_path / "run", callbacks=[script], workers=2, update="sync",
-        steps=10**7, **SMALL,
+        steps=10**7, record=str(tmp_path / "data"), **SMALL,
     ).result  # fmt: skip
     assert result.stopped_by == "callback"
     assert result.faults == {}
+    recorded = Dataset(str(tmp_path / "data")).manifest
+    # Also of the workers that were dismissed: 1 and 2, and 1 that came back.
+    assert len({part.name.split("-")[1] for part in recorded.parts}) == 4
+    assert recorded.transitions > 0.8 * result.env_steps
     assert result.fleet is not None
     workers = result.fleet["workers"]
     assert [worker["restarts"] for worker in workers] == [0, 0, 0]

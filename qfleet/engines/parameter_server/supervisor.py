@@ -223,6 +223,8 @@ class Supervisor:
         above = [w for n, w in self.workers.items() if n >= self._wanted and w.handle is not None]
         for worker in above:
             if worker.call is None or not worker.is_ready:
+                if self._config.record and worker.is_ready:
+                    self._pool.finish_recordings(WRITE_TIMEOUT_S, self._faults, [worker])
                 self._servers.leave({worker.number: worker.life + 1})
                 self._end_life(worker)
         if above:
