@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import time
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from qfleet.agent.actor import draw_actions, legal_actions
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
+from qfleet.core.cores import usable_cores
 from qfleet.engines.auto import settle
 from qfleet.engines.measured_cache import cache_path
 from qfleet.engines.pipeline import TuningHook
@@ -50,7 +50,7 @@ def machine() -> dict[str, Any]:
         "qfleet": importlib.metadata.version("qfleet"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "accelerator": device,
         "libraries": {name: _installed(name) for name in LIBRARIES},
         "compiled_files": describe_compiled_files(torch),
@@ -84,7 +84,7 @@ def measure_vectorisers(
         modes = ["auto"]
     else:
         modes = [*["native"] * has_vector_entry_point(env), "sync", "async"]
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     rates = []
     for mode in modes:
         for count in counts:
