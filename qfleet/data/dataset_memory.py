@@ -10,7 +10,6 @@ the number of reader threads, and not on where a run was stopped and resumed.
 from __future__ import annotations
 
 import itertools
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,8 +33,6 @@ T = TypeVar("T")
 
 READ_TIMEOUT_S = 600.0
 """Longest time that training waits for a window."""
-CLOSE_S = 10.0
-"""Longest time that the end of a run waits for readers."""
 MOST_READERS = 4
 BLANK_ROWS = 1024
 RESERVED_BYTES = (5 + 4 * MOST_READERS) * GROUP_BYTES
@@ -283,15 +280,9 @@ class DatasetMemory:
         """Do nothing: a dataset has no open episodes."""
 
     def close(self) -> None:
-        """Stop reading; a reader that its storage keeps waiting is left behind."""
-
-        def shut_down() -> None:
-            for pool in (self._readers, self._loader):  # the loader then finds no readers
-                pool.shutdown(wait=True, cancel_futures=True)
-
-        closing = threading.Thread(target=shut_down, daemon=True)
-        closing.start()
-        closing.join(CLOSE_S)
+        """Stop reading, without waiting for a reader whose storage does not answer."""
+        for pool in (self._readers, self._loader):  # the loader then finds no readers
+            pool.shutdown(wait=False, cancel_futures=True)
         self._current = self._loading = None
 
     def state_dict(self) -> StateDict:

@@ -114,8 +114,10 @@ class PolicyServer:
         except _Disconnected:
             pass
         except MemoryError:
+            self._release(body)
             await _refuse(send, HTTPException(503, "no memory for this request", RETRY), body)
         except HTTPException as error:
+            self._release(body)  # it waits for a client that still sends
             await _refuse(send, error, body)
         except Exception:
             if path in self._answers:  # Starlette has sent its own

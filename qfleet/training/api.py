@@ -126,7 +126,8 @@ def train(
             how: dict[str, Any] = {"options": options, "progress": progress, "callbacks": callbacks}
             return cast(Trained, resume(place, trust=True, **how))
         overwrite = True  # before the first checkpoint
-    check_target(config.record, config if lost else None)
+    adds = lost or (place.parent / EXPERIMENT).exists()  # other seeds record there too
+    check_target(config.record, config if adds else None)
     folder = _folder(config, run_dir, name, overwrite)
     with removed_if_refused(folder):
         run = Run(config, folder, _options(options, progress), callbacks, None, initial)

@@ -207,6 +207,14 @@ def test_files_that_the_manifest_does_not_list_are_noticed_and_merged(tmp_path: 
     assert (merged.unlisted, merged.manifest.parts) == (0, parts)
 
 
+def test_a_description_of_another_file_is_refused(tmp_path: Path) -> None:
+    parts = record_block(tmp_path, scripted_block(BOX, 300, 1)).manifest.parts
+    first, second = (tmp_path / part.name.replace(".parquet", ".json") for part in parts[:2])
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(DataError, match=f"{second.name}.*describes '{parts[0].name}'"):
+        merge(str(tmp_path))
+
+
 def test_a_missing_file_is_named_and_can_be_left_out(tmp_path: Path) -> None:
     parts = record_block(tmp_path, scripted_block(BOX, 300, 1)).manifest.parts
     (tmp_path / parts[1].name).unlink()
@@ -230,6 +238,7 @@ PART: dict[str, Any] = {
         {"parts": 3},
         {"spec": {}},
         {"statistics": 3},
+        {"statistics": {"obs_mean": [10**400, 1], "obs_variance": [1.0, 1.0], "obs_count": 3}},
         {"statistics": {"obs_mean": [1.0], "obs_variance": [1.0], "obs_count": 3}},
         {"statistics": {"obs_mean": [1.0, 1.0], "obs_variance": [1.0, -1.0], "obs_count": 3}},
         {"env": {"env": 3}},
