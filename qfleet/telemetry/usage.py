@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import resource
 import time
 from collections.abc import Iterable, Mapping
@@ -159,6 +160,24 @@ class UsageMeter:
             if library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules)) == 0:
                 counters["gpu"] = (millijoules.value / 1e3, 0.0)
         return counters
+
+
+def hardware() -> dict[str, Any]:
+    """Return the system, cores and accelerator of this machine."""
+    import torch  # the verbs that only read results do not wait for it
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = "none (CPU only)"
+    if accelerator is not None:
+        device = accelerator.type
+        if accelerator.type == "cuda":
+            properties = torch.cuda.get_device_properties(0)
+            device = f"cuda: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "accelerator": device,
+    }
 
 
 def device_id(device: torch.device) -> str:
