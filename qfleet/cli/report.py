@@ -13,7 +13,7 @@ from qfleet.core.errors import ConfigError
 
 HELP = "write a web page of one or more runs: curves, scores, configuration"
 
-DESCRIPTION = """Write one or more runs as a single HTML file, which opens from disk without network.
+DESCRIPTION = """Write one or more runs as a single HTML file that opens from disk without network.
 
 It has learning curves, final scores with intervals, time per thread, fleets, and the command that
 repeats each run. Runs that differ only in their seed are one curve with a band. Several runs are

@@ -4,7 +4,7 @@ In: the dictionary of ``data.page_data``. Out: figures, and the columns of their
 live page receives the same columns again and puts them into the sources of the same names.
 
 All curves of a chart are one glyph with one source, because a page of hundreds of runs would be
-slow with a glyph each. Row k of every source is group k, so that one filter hides a group in all
+slow with a glyph each. Row k of every source is group k, so that one list hides groups in all
 charts.
 """
 
@@ -63,7 +63,8 @@ def _columns(
         curve = [empty if own is None else own[name].astype(np.float32) for own in curves]
         ends = [own[-1] if own.size else np.nan for own in curve]
         columns |= {name: curve, f"end_{name}": [None if np.isnan(x) else float(x) for x in ends]}
-        columns[f"band_{name}"] = [_outline(own, name) for own in curves]
+        if any(own is not None and "low" in own for own in curves):
+            columns[f"band_{name}"] = [_outline(own, name) for own in curves]
     return columns
 
 
@@ -76,28 +77,23 @@ def _outline(curve: Mapping[str, FloatArray] | None, name: str) -> FloatArray:
 
 
 def make_figures(data: Mapping[str, Any], columns: Mapping[str, Columns]) -> dict[str, Any]:
-    """Return Bokeh's figures, by name."""
-    from bokeh.models import BooleanFilter, CDSView, DataRange1d
+    """Return Bokeh's figures, by name; they share no model, so that a page draws them one by one.
 
-    hidden = BooleanFilter(booleans=[True] * len(data["groups"]), name="visible")
-    view = CDSView(filter=hidden)
+    Models that the page's script changes have a name: source, lines, band, ends, axis, hover, view.
+    """
     figures: dict[str, Any] = {}
-    time_range = DataRange1d(name="time", range_padding=0.02)
     for kind in CHARTS:
         if kind.metric in columns:
-            options = {"x_range": time_range, "x_axis_label": AXES["env_steps"]}
-            options |= {"title": kind.title, "y_axis_label": kind.unit}
-            figures[kind.metric] = _curves(kind.metric, columns[kind.metric], view, options)
+            texts = (kind.title, AXES["env_steps"], kind.unit)
+            figures[kind.metric] = _curves(columns[kind.metric], *texts)
     if DISTRIBUTION in columns:
-        options = {"title": "Final evaluations", "x_axis_label": "return"}
-        options |= {"y_axis_label": "% of episodes with at least this return"}
-        figures[DISTRIBUTION] = _curves(DISTRIBUTION, columns[DISTRIBUTION], view, options)
+        texts = ("Final evaluations", "return", "% of episodes with at least this return")
+        figures[DISTRIBUTION] = _curves(columns[DISTRIBUTION], *texts)
     if STALENESS in columns:
-        options = {"title": "Staleness", "x_axis_label": "age of the weights, in updates"}
-        options |= {"y_axis_label": "% of gradients or blocks"}
-        figures[STALENESS] = _curves(STALENESS, columns[STALENESS], view, options)
+        texts = ("Staleness", "age of the weights in updates", "% of gradients or blocks")
+        figures[STALENESS] = _curves(columns[STALENESS], *texts)
     for number, (label, spans) in enumerate(data["timelines"].items()):
-        figures[f"timeline-{number}"] = _timeline(label, spans)
+        figures[f"timeline {number}"] = _timeline(label, spans)
     return figures
 
 
@@ -106,7 +102,7 @@ def _figure(height: int, tooltips: list[tuple[str, str]], **options: Any) -> Any
     from bokeh.plotting import figure
 
     hover = HoverTool(tooltips=tooltips, line_policy="nearest")
-    plot = figure(
+    plot: Any = figure(
         height=height, sizing_mode="stretch_width", toolbar_location="above",
         tools=["xpan", "xbox_zoom", "box_zoom", "xwheel_zoom", "reset", hover],
         active_drag="box_zoom", active_scroll=None, background_fill_color=None,
@@ -125,29 +121,26 @@ def _figure(height: int, tooltips: list[tuple[str, str]], **options: Any) -> Any
     return plot
 
 
-def _curves(name: str, columns: Columns, view: Any, options: dict[str, Any]) -> Any:
-    from bokeh.models import ColumnDataSource, NumeralTickFormatter
+def _curves(columns: Columns, title: str, x_label: str, unit: str) -> Any:
+    from bokeh.models import BooleanFilter, CDSView, ColumnDataSource, NumeralTickFormatter
 
     x = "env_steps" if "env_steps" in columns else "x"
-    label, title = options["x_axis_label"], options["title"]
-    shown = [("", "@label"), (label, "$snap_x{0,0.[00]}"), (title, "$snap_y{0,0.[000]}")]
-    plot = _figure(HEIGHT, shown, **options)
-    plot.hover[0].name, plot.xaxis[0].name = f"hover {name}", f"axis {name}"
+    shown = [("", "@label"), (x_label, "$snap_x{0,0.[00]}"), (unit, "$snap_y{0,0.[000]}")]
+    plot = _figure(HEIGHT, shown, title=title, x_axis_label=x_label, y_axis_label=unit)
+    plot.hover[0].name, plot.xaxis[0].name = "hover", "axis"
     plot.xaxis.formatter = NumeralTickFormatter(format="0.[00]a")
     plot.yaxis.formatter = NumeralTickFormatter(format="0,0.[0000]")
-    source = ColumnDataSource(columns, name=f"source {name}")
-    plot.patches(
-        f"band_{x}", "band_value", source=source, view=view, color="colour", alpha=0.15,
-        line_color=None, name=f"band {name}",
-    )  # fmt: skip
+    visible = BooleanFilter(booleans=[True] * len(columns["label"]), name="visible")
+    common = {
+        "source": ColumnDataSource(columns, name="source"), "view": CDSView(filter=visible),
+        "color": "colour",
+    }  # fmt: skip
+    if "band_value" in columns:
+        plot.patches(f"band_{x}", "band_value", alpha=0.15, line_color=None, name="band", **common)
     lines = plot.multi_line(
-        x, "value", source=source, view=view, color="colour", line_dash="dash", line_width=1.8,
-        hover_line_width=3.2, name=f"lines {name}",
-    )  # fmt: skip
-    plot.scatter(
-        f"end_{x}", "end_value", source=source, view=view, color="colour", size=6,
-        name=f"ends {name}",
-    )  # fmt: skip
+        x, "value", line_dash="dash", line_width=1.8, hover_line_width=3.2, name="lines", **common
+    )
+    plot.scatter(f"end_{x}", "end_value", size=6, name="ends", **common)
     plot.hover[0].renderers = [lines]
     return plot
 
@@ -168,7 +161,7 @@ def _timeline(label: str, spans: Sequence[tuple[str, str, float, float]]) -> Any
     }
     tooltips = [("", "@lane"), ("", "@stage"), ("ms", "@left{0.00} to @right{0.00}")]
     plot = _figure(
-        100 + LANE_PIXELS * len(lanes), tooltips, title=f"Timeline of {label}", x_axis_label="ms",
+        130 + LANE_PIXELS * len(lanes), tooltips, title=f"Timeline of {label}", x_axis_label="ms",
         y_range=(-len(lanes) + 0.5, 0.5),
     )  # fmt: skip
     plot.hbar(
@@ -178,6 +171,7 @@ def _timeline(label: str, spans: Sequence[tuple[str, str, float, float]]) -> Any
     plot.yaxis.ticker = FixedTicker(ticks=[-row for row in range(len(lanes))])
     plot.yaxis.major_label_overrides = {-row: lane for row, lane in enumerate(lanes)}
     plot.ygrid.grid_line_color = None
-    plot.add_layout(plot.legend[0], "right")
-    plot.legend.border_line_color = None
+    plot.add_layout(plot.legend[0], "below")
+    plot.legend.orientation = "horizontal"
+    plot.legend.border_line_color = plot.legend.background_fill_color = None
     return plot

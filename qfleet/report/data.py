@@ -47,7 +47,7 @@ CHARTS = (
 """Charts over time, in their order on the page."""
 PIXELS = 600
 """Width of a chart: more buckets than pixels show nothing more."""
-MOST_POINTS = 20_000
+MOST_POINTS = 10_000
 """Points of all curves of a chart, so that pages of hundreds of runs stay small and quick."""
 MOST_DETAILED = 20
 """Groups whose details are shown; a page of more is for comparing."""

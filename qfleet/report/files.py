@@ -35,6 +35,15 @@ def find_folders(run: str) -> list[Path]:
     return seed_folders(find_run(run, RUNS, "summary"))
 
 
+def find_folder(target: str) -> Path:
+    """Return the folder of a run, or an existing folder, in which runs may appear later."""
+    if is_url(target):
+        raise ConfigError(f"'{target}' is a URL; watch reads local folders, report also URLs")
+    if Path(target).is_dir():
+        return Path(target)
+    return find_run(target, RUNS, "summary")
+
+
 def write_report(folders: Sequence[Path], out: Path) -> int:
     """Write the page of these runs; return its size in bytes."""
     data = page_data(read_histories(folders))

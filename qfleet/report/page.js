@@ -1,50 +1,87 @@
 "use strict";
-// Choose the x axis, hide groups, and follow a live run. Bokeh draws the charts.
+// Draw charts as they come into view, choose the x axis, hide groups, and follow a live run.
 const qfleet = {
-  axis: "env_steps",
+  axis: { name: "env_steps", label: "env steps" },
+  charts: new Map(), // name of a chart that is drawn → its Bokeh document
+  newest: new Map(), // name of a chart → its newest columns, also before it is drawn
 
-  model(name) {
-    return Bokeh.documents[0].get_model_by_name(name);
+  async draw(element) {
+    const name = element.dataset.chart;
+    const script = element.querySelector("script");
+    element.id = `chart-${name}`;
+    const [view] = await Bokeh.embed.embed_item(JSON.parse(script.textContent), element.id);
+    const document_ = view.model.document;
+    qfleet.charts.set(name, document_);
+    if (qfleet.newest.has(name)) qfleet.fill(name);
+    if (qfleet.axis.name !== "env_steps") qfleet.showAxis(document_);
+    qfleet.showVisible(document_);
+    if (qfleet.isOverTime(document_)) qfleet.link(view.model);
+    element.dataset.drawn = "";
   },
 
-  charts() {
-    return [...document.querySelectorAll("[data-chart]")].map((element) => element.dataset.chart)
-      .filter((name) => qfleet.model(`source ${name}`)?.data.env_steps);
+  isOverTime(document_) {
+    return Boolean(document_.get_model_by_name("source")?.data.env_steps);
+  },
+
+  // Charts over time zoom together.
+  link(plot) {
+    const others = () => [...qfleet.charts.values()].filter(qfleet.isOverTime)
+      .map((document_) => document_.roots()[0]).filter((other) => other !== plot);
+    plot.on_event("rangesupdate", ({ x0, x1 }) => {
+      for (const other of others()) other.x_range.setv({ start: x0, end: x1 });
+    });
+    plot.on_event("reset", () => {
+      for (const other of others()) other.x_range.reset();
+    });
   },
 
   setAxis(button) {
-    const axis = qfleet.axis = button.dataset.axis;
+    qfleet.axis = { name: button.dataset.axis, label: button.dataset.label };
     for (const other of document.querySelectorAll("[data-axis]")) {
       other.classList.toggle("on", other === button);
     }
-    const fields = { lines: ["xs", axis], band: ["xs", `band_${axis}`], ends: ["x", `end_${axis}`] };
-    for (const name of qfleet.charts()) {
-      for (const [part, [property, field]] of Object.entries(fields)) {
-        const renderer = qfleet.model(`${part} ${name}`);
-        for (const kind of ["glyph", "hover_glyph", "nonselection_glyph", "muted_glyph"]) {
-          if (renderer[kind]?.[property]) renderer[kind][property] = { field };
-        }
+    for (const document_ of qfleet.charts.values()) qfleet.showAxis(document_);
+  },
+
+  showAxis(document_) {
+    if (!qfleet.isOverTime(document_)) return;
+    const { name, label } = qfleet.axis;
+    const fields = { lines: ["xs", name], band: ["xs", `band_${name}`], ends: ["x", `end_${name}`] };
+    for (const [part, [property, field]] of Object.entries(fields)) {
+      const renderer = document_.get_model_by_name(part);
+      for (const kind of ["glyph", "hover_glyph", "nonselection_glyph", "muted_glyph"]) {
+        if (renderer?.[kind]?.[property]) renderer[kind][property] = { field };
       }
-      qfleet.model(`axis ${name}`).axis_label = button.dataset.label;
-      const hover = qfleet.model(`hover ${name}`);
-      hover.tooltips = [hover.tooltips[0], [button.dataset.label, hover.tooltips[1][1]], hover.tooltips[2]];
-      qfleet.model(`source ${name}`).change.emit();
     }
-    qfleet.model("time").reset();
+    document_.get_model_by_name("axis").axis_label = label;
+    const hover = document_.get_model_by_name("hover");
+    const [title, [, x], y] = hover.tooltips;
+    hover.tooltips = [title, [label, x], y];
+    document_.get_model_by_name("source").change.emit();
+    document_.roots()[0].x_range.reset();
   },
 
-  setVisible() {
+  showVisible(document_) {
     const boxes = [...document.querySelectorAll("[data-group]")];
-    qfleet.model("visible").booleans = boxes.map((box) => box.checked);
+    const visible = document_.get_model_by_name("visible");
+    if (visible && boxes.some((box, k) => box.checked !== visible.booleans[k])) {
+      visible.booleans = boxes.map((box) => box.checked);
+    }
   },
 
-  // Columns of arrays arrive as little-endian 32-bit floats in base64.
+  // Arrays arrive as little-endian 32-bit floats in base64.
   decode(column) {
     if (Array.isArray(column)) return column;
     return column.arrays.map((text) => {
       const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
       return new Float32Array(bytes.buffer);
     });
+  },
+
+  fill(name) {
+    const entries = Object.entries(qfleet.newest.get(name));
+    const columns = entries.map(([key, column]) => [key, qfleet.decode(column)]);
+    qfleet.charts.get(name).get_model_by_name("source").data = Object.fromEntries(columns);
   },
 
   follow(url) {
@@ -61,8 +98,8 @@ const qfleet = {
       }
       for (const [id, text] of Object.entries(html)) document.getElementById(id).innerHTML = text;
       for (const [name, columns] of Object.entries(sources)) {
-        const entries = Object.entries(columns).map(([key, column]) => [key, qfleet.decode(column)]);
-        qfleet.model(`source ${name}`).data = Object.fromEntries(entries);
+        qfleet.newest.set(name, columns);
+        if (qfleet.charts.has(name)) qfleet.fill(name);
       }
       document.body.dataset.events = Number(document.body.dataset.events || 0) + 1;
     };
@@ -74,8 +111,19 @@ document.addEventListener("click", (event) => {
   if (event.target.dataset.axis) qfleet.setAxis(event.target);
 });
 document.addEventListener("change", (event) => {
-  if (event.target.dataset.group) qfleet.setVisible();
+  if (!event.target.dataset.group) return;
+  for (const document_ of qfleet.charts.values()) qfleet.showVisible(document_);
 });
 addEventListener("DOMContentLoaded", () => {
-  document.querySelector(`[data-axis=${qfleet.axis}]`)?.classList.add("on");
+  document.querySelector("[data-axis=env_steps]")?.classList.add("on");
+  let drawn = Promise.resolve();
+  const inView = new IntersectionObserver((entries) => {
+    for (const { isIntersecting, target } of entries) {
+      if (!isIntersecting) continue;
+      inView.unobserve(target);
+      // One by one, with a frame in between: the first chart can be used while others are drawn.
+      drawn = drawn.then(() => qfleet.draw(target)).then(() => new Promise(requestAnimationFrame));
+    }
+  });
+  for (const element of document.querySelectorAll("[data-chart]")) inView.observe(element);
 });

@@ -27,16 +27,18 @@ _VERDICTS = {"better": "▲ better", "worse": "▼ worse", "cannot tell": "canno
 
 def render(data: Mapping[str, Any], title: str, events_url: str = "") -> str:
     """Return the page of a report; ``events_url``: of the events that keep it up to date."""
-    from bokeh.embed import components
+    from bokeh.embed import json_item
     from bokeh.resources import Resources
 
-    parts, charts, scripts = fragments(data), "", ""
-    if figures := make_figures(data, chart_columns(data)):
-        scripts, divs = components(figures)
-        scripts = str(Resources(mode="inline", components=["bokeh"]).render()) + scripts
-        for name, div in divs.items():
-            wide = " wide" if name.startswith("timeline") else ""
-            charts += f'<div class="chart{wide}" data-chart="{escape(name)}">{div}</div>'
+    parts, charts = fragments(data), ""
+    for name, figure in make_figures(data, chart_columns(data)).items():
+        wide, item = " wide" * name.startswith("timeline"), _script_json(json_item(figure))
+        charts += (
+            f'<div class="chart{wide}" data-chart="{escape(name)}" '
+            f'style="min-height:{figure.height + 18}px">'
+            f'<script type="application/json">{item}</script></div>'
+        )
+    scripts = str(Resources(mode="inline", components=["bokeh"], log_level="error").render())
     content = [_element("scores", parts), _tools(data["groups"]), f'<div class="charts">{charts}']
     content += ["</div>", _element("fields", parts)]
     for number, detail in enumerate(data["details"]):
@@ -92,7 +94,7 @@ def _element(name: str, parts: Mapping[str, str]) -> str:
 
 def _script_json(value: Any) -> str:
     """Return a value as JSON that cannot end the script element that it is in."""
-    return json.dumps(value).replace("<", "\\u003c")
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _tools(labels: Sequence[str]) -> str:
@@ -130,7 +132,7 @@ def _scores(rows: Sequence[Mapping[str, Any]]) -> str:
                 escape(row["state"]),
             ]
         )
-    return table(heads, cells)
+    return f'<div class="nowrap">{table(heads, cells)}</div>'
 
 
 def _fields(data: Mapping[str, Any]) -> str:
