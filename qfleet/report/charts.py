@@ -27,6 +27,8 @@ GROUP_COLOURS = PALETTE + MORE_COLOURS
 DASHES = ("solid", "6 3", "2 2", "8 3 2 3")
 """Dashes tell groups apart whose colours are equal."""
 DISTRIBUTION, STALENESS = "distribution", "staleness"
+TIMELINE = "timeline of "
+"""Begin of the names of timelines. No run is named in a title, where $$…$$ would be TeX."""
 
 Columns = dict[str, list[Any]]
 
@@ -92,8 +94,8 @@ def make_figures(data: Mapping[str, Any], columns: Mapping[str, Columns]) -> dic
     if STALENESS in columns:
         texts = ("Staleness", "age of the weights in updates", "% of gradients or blocks")
         figures[STALENESS] = _curves(columns[STALENESS], *texts)
-    for number, (label, spans) in enumerate(data["timelines"].items()):
-        figures[f"timeline {number}"] = _timeline(label, spans)
+    for label, spans in data["timelines"].items():
+        figures[f"{TIMELINE}{label}"] = _timeline(spans)
     return figures
 
 
@@ -127,8 +129,9 @@ def _curves(columns: Columns, title: str, x_label: str, unit: str) -> Any:
     x = "env_steps" if "env_steps" in columns else "x"
     shown = [("", "@label"), (x_label, "$snap_x{0,0.[00]}"), (unit, "$snap_y{0,0.[000]}")]
     plot = _figure(HEIGHT, shown, title=title, x_axis_label=x_label, y_axis_label=unit)
+    width = 1.8 if len(columns["label"]) <= len(GROUP_COLOURS) else 1.0
     plot.hover[0].name, plot.xaxis[0].name = "hover", "axis"
-    plot.xaxis.formatter = NumeralTickFormatter(format="0.[00]a")
+    plot.xaxis.formatter = NumeralTickFormatter(format="0.[000]a")
     plot.yaxis.formatter = NumeralTickFormatter(format="0,0.[0000]")
     visible = BooleanFilter(booleans=[True] * len(columns["label"]), name="visible")
     common = {
@@ -138,14 +141,14 @@ def _curves(columns: Columns, title: str, x_label: str, unit: str) -> Any:
     if "band_value" in columns:
         plot.patches(f"band_{x}", "band_value", alpha=0.15, line_color=None, name="band", **common)
     lines = plot.multi_line(
-        x, "value", line_dash="dash", line_width=1.8, hover_line_width=3.2, name="lines", **common
+        x, "value", line_dash="dash", line_width=width, hover_line_width=3.2, name="lines", **common
     )
     plot.scatter(f"end_{x}", "end_value", size=6, name="ends", **common)
     plot.hover[0].renderers = [lines]
     return plot
 
 
-def _timeline(label: str, spans: Sequence[tuple[str, str, float, float]]) -> Any:
+def _timeline(spans: Sequence[tuple[str, str, float, float]]) -> Any:
     """Draw a row per lane and a bar per span."""
     from bokeh.models import ColumnDataSource, FixedTicker
 
@@ -161,7 +164,7 @@ def _timeline(label: str, spans: Sequence[tuple[str, str, float, float]]) -> Any
     }
     tooltips = [("", "@lane"), ("", "@stage"), ("ms", "@left{0.00} to @right{0.00}")]
     plot = _figure(
-        130 + LANE_PIXELS * len(lanes), tooltips, title=f"Timeline of {label}", x_axis_label="ms",
+        130 + LANE_PIXELS * len(lanes), tooltips, title="Timeline", x_axis_label="ms",
         y_range=(-len(lanes) + 0.5, 0.5),
     )  # fmt: skip
     plot.hbar(

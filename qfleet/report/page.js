@@ -107,11 +107,13 @@ const qfleet = {
   },
 };
 
-document.addEventListener("click", (event) => {
-  if (event.target.dataset.axis) qfleet.setAxis(event.target);
-});
-document.addEventListener("change", (event) => {
-  if (!event.target.dataset.group) return;
+document.addEventListener("click", ({ target }) => {
+  const { axis, all, group } = target.dataset;
+  if (axis) qfleet.setAxis(target);
+  if (all !== undefined) {
+    for (const box of document.querySelectorAll("[data-group]")) box.checked = Boolean(all);
+  }
+  if (all === undefined && group === undefined) return;
   for (const document_ of qfleet.charts.values()) qfleet.showVisible(document_);
 });
 addEventListener("DOMContentLoaded", () => {

@@ -11,7 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from qfleet.report.charts import chart_columns, colour_of, make_figures
+from qfleet.report.charts import TIMELINE, chart_columns, colour_of, make_figures
 from qfleet.report.data import AXES
 from qfleet.telemetry.formatting import finite, format_duration, format_rate, format_score
 from qfleet.telemetry.timeline import COLOURS, KIND_COLOURS, OTHER_COLOUR
@@ -32,10 +32,11 @@ def render(data: Mapping[str, Any], title: str, events_url: str = "") -> str:
 
     parts, charts = fragments(data), ""
     for name, figure in make_figures(data, chart_columns(data)).items():
-        wide, item = " wide" * name.startswith("timeline"), _script_json(json_item(figure))
+        item, (_, is_timeline, label) = _script_json(json_item(figure)), name.partition(TIMELINE)
+        wide, caption = (" wide", f"<h3>{escape(label)}</h3>") if is_timeline else ("", "")
         charts += (
             f'<div class="chart{wide}" data-chart="{escape(name)}" '
-            f'style="min-height:{figure.height + 18}px">'
+            f'style="min-height:{figure.height + 18}px">{caption}'
             f'<script type="application/json">{item}</script></div>'
         )
     scripts = str(Resources(mode="inline", components=["bokeh"], log_level="error").render())
@@ -107,7 +108,11 @@ def _tools(labels: Sequence[str]) -> str:
         f'<i style="background:{colour_of(k)}"></i>{escape(label)}</label>'
         for k, label in enumerate(labels)
     )
-    return f'<div class="tools"><b>x axis</b>{axes}<div class="legend">{legend}</div></div>'
+    choices = '<button data-all="yes">show all</button><button data-all="">hide all</button>'
+    choices = choices if len(labels) > 1 else ""
+    return (
+        f'<div class="tools"><b>x axis</b>{axes}{choices}<div class="legend">{legend}</div></div>'
+    )
 
 
 def _scores(rows: Sequence[Mapping[str, Any]]) -> str:
