@@ -7,6 +7,7 @@ the only place that decides what a page shows; ``charts.py`` and ``page.py`` dra
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -93,8 +94,9 @@ def page_data(histories: Sequence[History]) -> dict[str, Any]:
         "details": [_details(group) for group in whole[:MOST_DETAILED]],
         "left_out": max(0, len(whole) - MOST_DETAILED),
     }
-    traced = {group.label: _timeline(group.members[0]) for group in whole[:MOST_TIMELINES]}
-    data["timelines"] = {label: spans for label, spans in traced.items() if spans}
+    traced = ((group.label, _timeline(group.members[0])) for group in whole)
+    found = ((label, spans) for label, spans in traced if spans)
+    data["timelines"] = dict(itertools.islice(found, MOST_TIMELINES))
     left_bytes = MOST_VIDEO_BYTES
     for group, detail in zip(whole, data["details"], strict=False):
         detail["video"] = _video([member.run.path for member in group.members], left_bytes)
@@ -260,10 +262,15 @@ def _details(group: Group) -> dict[str, Any]:
         "paths": [str(member.run.path) for member in group.members],
         "result": result,
         "resources": {name: _numbers(shares, STAGES) for name, shares in threads.items()},
-        "workers": {name: _numbers(own, KINDS) for name, own in shares.items()},
+        "workers": {name: _numbers(shares[name], KINDS) for name in sorted(shares, key=_place)},
         "recipe": configuration.describe(first.run.config),
         "config_path": str(first.run.path / "config.json"),
     }
+
+
+def _place(process: str) -> tuple[bool, int, str]:
+    """Return a key that sorts processes by number, and the learner last."""
+    return (process == "learner", len(process), process)
 
 
 def _numbers(shares: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:

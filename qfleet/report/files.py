@@ -47,8 +47,8 @@ def find_folder(target: str) -> Path:
 def write_report(folders: Sequence[Path], out: Path) -> int:
     """Write the page of these runs; return its size in bytes."""
     data = page_data(read_histories(folders))
-    names = data["groups"]
-    title = names[0] if len(data["experiments"]) == 1 else f"{len(data['experiments'])} runs"
+    names = data["experiments"]
+    title = ", ".join(names) if len(names) < 4 else f"{len(names)} experiments"
     page = render(data, f"{title} · qfleet").encode(errors="replace")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -172,9 +172,7 @@ def _details(detail: Mapping[str, Any]) -> str:
     }
     staleness, straggler = (fleet.get(name) or {} for name in ("staleness", "straggler"))
     facts |= {
-        "fleet": _joined(
-            {"update": fleet.get("update"), "workers": len(detail["workers"]) or None}
-        ),
+        "update": fleet.get("update"),
         "speed-up": number(fleet.get("speed_up"), "{:.2f}×".format),
         "efficiency": number(fleet.get("efficiency"), "{:.0%}".format),
         "staleness": _joined({name: staleness.get(name) for name in ("mean", "p95", "max")}),

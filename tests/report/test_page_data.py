@@ -145,11 +145,13 @@ def test_a_run_without_metrics_has_a_page(tmp_path: Path) -> None:
 
 
 def test_details_show_workers_faults_and_hardware(tmp_path: Path) -> None:
-    rows = [{"env_steps": 1, "worker_0/time/share_waiting": 0.25, "time/share_learn": 0.5}]
+    rows: list[dict[str, Any]] = [{"env_steps": 1, "time/share_learn": 0.5}]
+    rows[0] |= {f"{k}/time/share_waiting": 0.25 for k in ("learner", "actor_10", "actor_9")}
     result = {"env_steps": 1, "faults": {"nan_reward": 3}, "hardware": {"cores": 2, "system": "L"}}
     data = page_data(read_histories([write_run(tmp_path / "run", rows, result)]))
     (detail,) = data["details"]
-    assert detail["workers"] == {"worker 0": {"waiting": 0.25}}
+    assert list(detail["workers"]) == ["actor 9", "actor 10", "learner"]
+    assert detail["workers"]["actor 9"] == {"waiting": 0.25}
     assert detail["resources"] == {"all threads": {"learn": 0.5}}
     page = render(data, "run")
     assert "nan reward 3" in page
