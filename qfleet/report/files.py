@@ -46,6 +46,8 @@ def find_folder(target: str) -> Path:
 
 def write_report(folders: Sequence[Path], out: Path) -> int:
     """Write the page of these runs; return its size in bytes."""
+    if out.is_dir():
+        raise ConfigError(f"'{out}' is a folder; give a file, e.g. -o {out / 'report.html'}")
     data = page_data(read_histories(folders))
     names = data["experiments"]
     title = ", ".join(names) if len(names) < 4 else f"{len(names)} experiments"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qfleet.cli.main import main
@@ -87,3 +88,22 @@ def test_the_live_page_follows_a_run(tmp_path: Path, browser: Any) -> None:
             file.write(json.dumps({"env_steps": 400, "train/q_mean": 1.0}) + "\n")
         tab.page.locator('[data-chart="train/q_mean"]').wait_for()
         assert tab.errors == []
+
+
+@pytest.mark.slow
+def test_a_page_of_a_hundred_runs_is_small_and_works(tmp_path: Path, browser: Any) -> None:
+    values = np.random.default_rng(0).normal(size=150).tolist()
+    rows = [
+        row | dict.fromkeys(("time/fps", "train/q_mean", "rollout/exploration_rate"), row[EVAL])
+        for row in clocked(*values)
+    ]
+    for k in range(100):
+        write_run(tmp_path / f"run-{k:03}", rows, learning_rate=1.0 + k, batch_size=32)
+    page = tmp_path / "report.html"
+    assert main(["report", str(tmp_path), "-o", str(page)]) == 0
+    # More points per run do not make it larger: 150 are already more than are drawn of each.
+    assert page.stat().st_size < 5e6
+    tab = Tab(browser)
+    tab.page.goto(page.as_uri())
+    assert "run-0" in tab.hover(EVAL, 99)
+    assert tab.errors == []

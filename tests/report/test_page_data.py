@@ -7,12 +7,14 @@ import json
 import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from qfleet.cli.main import main
 from qfleet.cli.start import read_start
 from qfleet.cli.train import DESCRIPTION, TrainOptions
 from qfleet.config.config import Config
@@ -21,6 +23,7 @@ from qfleet.report.configuration import describe
 from qfleet.report.data import MOST_POINTS, downsample, page_data
 from qfleet.report.histories import History, read_histories
 from qfleet.report.page import render
+from qfleet.storage.published import INDEX, Index, object_name, record_of
 from support.synthetic_runs import EVAL, ROLLOUT, curve, write_run
 
 OUTSIDE = r'<(script|link|img)[^>]+(src|href)="(?!data:)'
@@ -187,6 +190,45 @@ def test_many_curves_have_few_points_each(tmp_path: Path) -> None:
     curves = page_data(read_histories(folders))["curves"][ROLLOUT]
     assert sum(own["value"].size for own in curves) <= 1.1 * MOST_POINTS
     assert all(own["value"].max() == pytest.approx(max(values) / 2) for own in curves)
+
+
+def publish(run: Path, store: Path) -> None:
+    """Store a run as it is stored at a URL."""
+    files = {path.name: record_of(path) for path in run.iterdir()}
+    for name, record in files.items():
+        target = store / object_name(record.sha256)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(run / name, target)
+    (store / INDEX).write_bytes(Index(files, lease=1).to_json())
+
+
+def test_report_takes_names_folders_and_urls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QFLEET_CACHE_DIR", str(tmp_path / "cache"))
+    publish(write_run(tmp_path / "runs" / "one", logged(1.0, 2.0)), tmp_path / "store" / "far")
+    write_run(tmp_path / "runs" / "two", logged(3.0), gamma=0.5)
+    for words, count in (["one"], 1), (["runs"], 2), ([(tmp_path / "store/far").as_uri()], 1):
+        assert main(["report", *words, "-o", "new/page.html"]) == 0
+        assert f"{count} run" in capsys.readouterr().out
+        assert "qfleet" in (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], "give at least one run"), (["none"], "none"), (["one", "-o", "."], "'.'")],
+)
+def test_what_report_refuses(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "one", logged(1.0))
+    assert main(["report", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def parsed(command: str) -> Config:
