@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,9 +75,12 @@ class Group(NamedTuple):
         return steps[steps > 0], samples[steps > 0] / steps[steps > 0]
 
 
-def page_data(histories: Sequence[History]) -> dict[str, Any]:
-    """Return what a page shows: groups, curves, scores, differing fields, and details of groups."""
-    groups = _group(histories)
+def page_data(histories: Sequence[History], by_seed: bool = False) -> dict[str, Any]:
+    """Return what a page shows: groups, curves, scores, differing fields, and details of groups.
+
+    ``by_seed``: every run is a group of its own, as while some of the seeds have not begun.
+    """
+    groups = _group(histories, by_seed)
     buckets = max(20, min(PIXELS, MOST_POINTS // (2 * max(len(groups), 1))))
     curves = {
         kind.metric: [_curve(group, kind.metric, buckets) for group in groups] for kind in CHARTS
@@ -119,11 +122,13 @@ def downsample(x: FloatArray, y: FloatArray, buckets: int) -> NDArray[np.int64]:
     return np.unique(np.concatenate([order[is_first], order[is_last], [0, y.size - 1]]))
 
 
-def _group(histories: Sequence[History]) -> list[Group]:
+def _group(histories: Sequence[History], by_seed: bool) -> list[Group]:
     """Return the groups, named by their run if all members are seeds of one run."""
     by_path = {history.run.path: history for history in histories}
     groups: dict[str, Group] = {}
-    for settings, runs in group_runs([history.run for history in histories]).items():
+    each = {str(history.run.path): [history.run] for history in histories}
+    grouped = each if by_seed else group_runs([history.run for history in histories])
+    for settings, runs in grouped.items():
         members = [by_path[run.path] for run in runs]
         names = {run.name.split("/seed-")[0] for run in runs}
         label = names.pop() if len(names) == 1 else settings
@@ -133,10 +138,9 @@ def _group(histories: Sequence[History]) -> list[Group]:
         while label in groups:
             label += "′"
         groups[label] = Group(label, members)
-        agents = (members[0].run.result or {}).get("agents") or []
-        count = len(agents) or int(finite(members[0].run.config.get("population")) or 0)
-        for agent in range(count if count > 1 and len(members) == 1 else 0):
-            values = agents[agent].get("values") or {} if agents else {}
+        rows = _result(members[0]).get("agents") or []
+        for agent in members[0].agents if len(members) == 1 else []:
+            values = _object(_object(rows[agent]).get("values")) if agent < len(rows) else {}
             own = "".join(f" {name}={value:.4g}" for name, value in values.items())
             name = f"{label} · agent {agent}{own}"
             groups[name] = Group(name, members, f"agent_{agent}/")
@@ -171,7 +175,7 @@ def _returns(group: Group) -> FloatArray:
     """Return the returns of all episodes of the last evaluations."""
     found = []
     for member in group.members:
-        result = member.run.result or {}
+        result = _result(member)
         returns = [finite(value) for value in result.get("eval_returns") or []]
         if group.prefix:  # agent-major: every agent has played as many
             agents = len(result.get("agents") or [0])
@@ -196,9 +200,10 @@ def _staleness(group: Group) -> dict[str, FloatArray] | None:
     """Return the share of gradients or blocks, in %, by the age of their weights in updates."""
     counts: dict[int, float] = {}
     for member in group.members:
-        fleet = (member.run.result or {}).get("fleet") or {}
-        for age, count in ((fleet.get("staleness") or {}).get("counts") or {}).items():
-            counts[int(age)] = counts.get(int(age), 0) + (finite(count) or 0)
+        staleness = _object(_object(_result(member).get("fleet")).get("staleness"))
+        for age, count in _object(staleness.get("counts")).items():
+            if age.isdecimal():
+                counts[int(age)] = counts.get(int(age), 0) + (finite(count) or 0)
     if not counts or group.prefix:
         return None
     ages = np.array(sorted(counts), dtype=np.float64)
@@ -249,12 +254,12 @@ def _differing_fields(groups: Sequence[Group]) -> dict[str, list[Any]]:
 
 def _details(group: Group) -> dict[str, Any]:
     """Return what is shown of one group's first run."""
-    first, result = group.members[0], group.members[0].run.result or {}
+    first, result = group.members[0], _result(group.members[0])
     shares: dict[str, dict[str, float]] = {}
     for name, value in first.last.items():
         if match := _SHARE.fullmatch(name):
             shares.setdefault(match[1].replace("_", " "), {})[match[2]] = value
-    threads = result.get("resources") or {
+    threads = _object(result.get("resources")) or {
         "all threads": {stage: first.last.get(f"time/share_{stage}") for stage in STAGES}
     }
     return {
@@ -273,8 +278,20 @@ def _place(process: str) -> tuple[bool, int, str]:
     return (process == "learner", len(process), process)
 
 
-def _numbers(shares: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
-    found = {name: finite(shares.get(name)) for name in names}
+def _object(value: Any) -> dict[str, Any]:
+    """Return a value of a file if it is an object, as it should be; else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def _result(member: History) -> dict[str, Any]:
+    """Return the result of a run; none while it trains."""
+    result = member.run.result or {}
+    nested = ("fleet", "hardware", "faults", "communication", "cost")
+    return result | {name: _object(result.get(name)) for name in nested if name in result}
+
+
+def _numbers(shares: Any, names: Sequence[str]) -> dict[str, float]:
+    found = {name: finite(_object(shares).get(name)) for name in names}
     return {name: share for name, share in found.items() if share}
 
 

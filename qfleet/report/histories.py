@@ -6,6 +6,7 @@ In: run folders, whose files may be written at the same time. Out: numpy arrays 
 from __future__ import annotations
 
 import os
+import stat
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
@@ -75,8 +76,14 @@ class History:
 
     def _read_metrics(self) -> bool:
         try:
-            with (self.run.path / "metrics.jsonl").open("rb") as file:
+            path = self.run.path / "metrics.jsonl"
+            # Without O_NONBLOCK, opening a pipe that nobody writes to would block.
+            with open(
+                path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)
+            ) as file:
                 status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    return False
                 # A resumed run replaces its file by one without the rows that it writes again.
                 if status.st_ino != self._inode or status.st_size < self._read_bytes:
                     self._inode, self._read_bytes = status.st_ino, 0
@@ -106,6 +113,12 @@ class History:
                     steps, values = self._columns.setdefault(name, (array("d"), array("d")))
                     steps.append(env_steps)
                     values.append(number)
+
+    @property
+    def agents(self) -> list[int]:
+        """Numbers of the agents of a population that have been logged."""
+        found = {name.partition("/")[0].removeprefix("agent_") for name in self._columns}
+        return sorted(int(number) for number in found if number.isdecimal())
 
     def series(self, metric: str) -> tuple[FloatArray, FloatArray]:
         """Return env steps and values of a metric in ``KEPT`` or of an agent of a population."""

@@ -90,7 +90,9 @@ class Watched:
         """Return name of a run → folders of its seeds."""
         if self.is_run:
             return {self.target.name: seed_folders(self.target)}
-        children = sorted(child for child in self.target.iterdir() if child.is_dir())
+        # Names that cannot be printed cannot be sent either; qfleet makes none.
+        names = sorted(child for child in self.target.iterdir() if child.name.isprintable())
+        children = [child for child in names if child.is_dir()]
         found = {child.name: seed_folders(child) for child in children}
         return {name: folders for name, folders in found.items() if folders}
 
@@ -122,7 +124,8 @@ class Watched:
 
 
 def _run_view(name: str, histories: Sequence[History]) -> View:
-    data = page_data(histories)
+    # While some seeds have not ended, a mean would show only the steps that all have made.
+    data = page_data(histories, by_seed=any(h.run.result is None for h in histories))
     sources = {
         chart: {column: _encode(values) for column, values in own.items()}
         for chart, own in chart_columns(data).items()

@@ -141,6 +141,26 @@ def test_agents_of_a_population_have_curves_and_returns_of_their_own(tmp_path: P
     assert data["experiments"] == ["run"]
 
 
+def test_seeds_that_have_not_ended_are_shown_by_themselves(tmp_path: Path) -> None:
+    rows = (logged(1.0, 2.0, 3.0), logged(4.0))
+    folders = [write_run(tmp_path / f"seed-{k}", own, seed=k) for k, own in enumerate(rows)]
+    histories = read_histories(folders)
+    apart = page_data(histories, by_seed=True)["curves"][EVAL]
+    assert [own["value"].tolist() for own in apart] == [[1.0, 2.0, 3.0], [4.0]]
+    (together,) = page_data(histories)["curves"][EVAL]
+    assert together["env_steps"].tolist() == [100]
+
+
+def test_a_malformed_result_does_not_prevent_a_page(tmp_path: Path) -> None:
+    names = ("fleet", "resources", "hardware", "faults", "cost", "communication", "agents")
+    result = {name: [1] for name in names} | {"eval_returns": ["x"], "updates": "many"}
+    path = write_run(tmp_path / "run", logged(1.0), result, population=10**9, batch_size="x")
+    os.mkfifo(path.parent / "pipe")
+    (write_run(tmp_path / "other", []) / "metrics.jsonl").unlink()
+    os.rename(path.parent / "pipe", tmp_path / "other" / "metrics.jsonl")
+    assert "other" in render(page_data(read_histories([path, tmp_path / "other"])), "run")
+
+
 def test_a_run_without_metrics_has_a_page(tmp_path: Path) -> None:
     data = page_data(read_histories([write_run(tmp_path / "run")]))
     assert data["curves"] == {}
