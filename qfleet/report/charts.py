@@ -145,6 +145,8 @@ def _curves(columns: Columns, title: str, x_label: str, unit: str) -> Any:
     )
     plot.scatter(f"end_{x}", "end_value", size=6, name="ends", **common)
     plot.hover[0].renderers = [lines]
+    for renderer in plot.renderers:  # glyphs that are never shown, but would be computed
+        renderer.nonselection_glyph = renderer.muted_glyph = None
     return plot
 
 

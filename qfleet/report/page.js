@@ -49,7 +49,7 @@ const qfleet = {
     const fields = { lines: ["xs", name], band: ["xs", `band_${name}`], ends: ["x", `end_${name}`] };
     for (const [part, [property, field]] of Object.entries(fields)) {
       const renderer = document_.get_model_by_name(part);
-      for (const kind of ["glyph", "hover_glyph", "nonselection_glyph", "muted_glyph"]) {
+      for (const kind of ["glyph", "hover_glyph"]) {
         if (renderer?.[kind]?.[property]) renderer[kind][property] = { field };
       }
     }

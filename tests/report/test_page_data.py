@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from qfleet.report.data import MOST_POINTS, downsample, page_data
 from qfleet.report.histories import History, read_histories
 from qfleet.report.page import render
 from qfleet.storage.published import INDEX, Index, object_name, record_of
+from support.messages import holds
 from support.synthetic_runs import EVAL, ROLLOUT, curve, write_run
 
 OUTSIDE = r'<(script|link|img)[^>]+(src|href)="(?!data:)'
@@ -249,6 +251,16 @@ def test_what_report_refuses(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("verb", "package"), [("report", "bokeh"), ("watch", "uvicorn")])
+def test_a_missing_package_is_named(
+    verb: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main([verb, str(write_run(tmp_path / "run", logged(1.0)))]) == 2
+    assert holds(capsys.readouterr().err, package, "qfleet[report]")
 
 
 def parsed(command: str) -> Config:
