@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import webbrowser
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,13 +74,14 @@ class View(NamedTuple):
 
 
 NOTHING = View({}, {}, lambda _: "")
+NOT_SEEN = (None, NOTHING)
 
 
 class Watched:
     """Runs below a folder, or one run, with their histories as far as they were read."""
 
     def __init__(self, target: Path) -> None:
-        self.target, self.is_run = target, bool(seed_folders(target))
+        self.target, self.is_run = target.absolute(), bool(seed_folders(target))
         self._histories: dict[Path, History] = {}
         self._versions: dict[Path, int] = {}
         self._views: dict[str | None, tuple[Any, View]] = {}
@@ -103,12 +104,12 @@ class Watched:
             wanted = folders if name is None else {name: folders[name]}
             runs = {run: self._refresh(paths) for run, paths in wanted.items()}
             seen = [(h.run.path, self._versions[h.run.path]) for run in runs.values() for h in run]
-            before = self._views.get(name)
-            if before is None or before[0] != seen:
-                made = _list_view(runs, url, self.target) if name is None else None
-                made = made or _run_view(str(name), runs[str(name)])
-                self._views[name] = before = (seen, made)
-            return before[1]
+            if self._views.get(name, NOT_SEEN)[0] != seen:
+                if name is None:
+                    self._views[name] = (seen, _list_view(self.target.name, runs, url))
+                else:
+                    self._views[name] = (seen, _run_view(name, runs[name]))
+            return self._views[name][1]
 
     def _refresh(self, folders: Sequence[Path]) -> list[History]:
         found = []
@@ -139,7 +140,7 @@ def _encode(values: list[Any]) -> Any:
     return {"arrays": [base64.b64encode(own.astype("<f4").tobytes()).decode() for own in values]}
 
 
-def _list_view(runs: dict[str, list[History]], url: str, target: Path) -> View:
+def _list_view(folder: str, runs: dict[str, list[History]], url: str) -> View:
     rows = []
     for name, histories in runs.items():
         for history in histories:
@@ -162,7 +163,7 @@ def _list_view(runs: dict[str, list[History]], url: str, target: Path) -> View:
     heads = ["run", "return", "env", "algorithm", "engine", "env steps", "newest", "best"]
     text = table([*heads, "steps/s", "state"], rows) if rows else "<p>no runs yet</p>"
     content = f'<div id="runs" class="nowrap">{text}</div>'
-    return View({"runs": text}, {}, lambda url: document(f"{target} · qfleet", content, url))
+    return View({"runs": text}, {}, lambda url: document(f"{folder} · qfleet", content, url))
 
 
 def sparkline(history: History) -> str:
@@ -228,10 +229,8 @@ class LiveApp:
             except (KeyError, OSError):
                 view = sent  # the run was removed, or is about to be made again
             event: dict[str, Any] = {
-                name: {
-                    k: v for k, v in getattr(view, name).items() if v != getattr(sent, name).get(k)
-                }
-                for name in ("html", "sources")
+                "html": _changed(view.html, sent.html),
+                "sources": _changed(view.sources, sent.sources),
             }
             if view is not sent and view.shape != request.query_params.get("shape"):
                 event = {"reload": True}
@@ -244,24 +243,20 @@ class LiveApp:
             await asyncio.sleep(POLL_S)
 
 
+def _changed(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in new.items() if value != old.get(key)}
+
+
 class LiveServer(uvicorn.Server):
     """uvicorn's server, which ends the events of open pages when it stops."""
 
     def __init__(self, app: LiveApp) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="error",
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                limit_concurrency=MOST_CONNECTIONS,
-                timeout_graceful_shutdown=END_S,
-            )
-        )
+        config = uvicorn.Config(
+            app, ws="none", lifespan="off", log_config=None, log_level="error", access_log=False,
+            proxy_headers=False, server_header=False, limit_concurrency=MOST_CONNECTIONS,
+            timeout_graceful_shutdown=END_S,
+        )  # fmt: skip
+        super().__init__(config)
         self._live = app
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
