@@ -41,7 +41,8 @@ def run(argv: list[str]) -> int:
     from qfleet.report.files import find_folders, require_packages, write_report
 
     require_packages("bokeh")
-    folders = [folder for run in options.runs for folder in find_folders(run)]
-    size_bytes = write_report(list(dict.fromkeys(folders)), options.out)
-    print(f"{options.out} ({size_bytes / 1e6:.1f} MB, {len(set(folders))} runs)")
+    found = [folder for run in options.runs for folder in find_folders(run)]
+    folders = list(dict.fromkeys(found))
+    size_bytes = write_report(folders, options.out)
+    print(f"{options.out} ({size_bytes / 1e6:.1f} MB, {len(folders)} run{'s'[: len(folders) - 1]})")
     return 0

@@ -89,5 +89,5 @@ class Tab:
         tooltip = self.page.locator(".bk-Tooltip:visible")
         tooltip.wait_for()
         # Bokeh puts the text into a shadow root, which inner_text leaves out.
-        script = "e => [...e.shadowRoot.children].map(c => c.innerText ?? '').join(' ')"
+        script = "e => e.shadowRoot.querySelector('.bk-tooltip-content').innerText"
         return str(tooltip.evaluate(script))
