@@ -162,21 +162,21 @@ class UsageMeter:
         return counters
 
 
-def hardware() -> dict[str, Any]:
-    """Return the system, cores and accelerator of this machine."""
-    import torch  # the verbs that only read results do not wait for it
+def hardware(device: torch.device) -> dict[str, Any]:
+    """Return the system and cores of this machine, and the accelerator if ``device`` is one.
 
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = "none (CPU only)"
-    if accelerator is not None:
-        device = accelerator.type
-        if accelerator.type == "cuda":
-            properties = torch.cuda.get_device_properties(0)
-            device = f"cuda: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    No other accelerator is asked for its name: that would take memory on it.
+    """
+    accelerator = "none (CPU only)" if device.type == "cpu" else device.type
+    if device.type == "cuda":
+        import torch  # the verbs that only read results do not wait for it
+
+        properties = torch.cuda.get_device_properties(device)
+        accelerator = f"cuda: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
-        "accelerator": device,
+        "accelerator": accelerator,
     }
 
 

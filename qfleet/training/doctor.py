@@ -40,10 +40,11 @@ LIBRARIES = [
 
 
 def machine() -> dict[str, Any]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return {
         "qfleet": importlib.metadata.version("qfleet"),
         "python": platform.python_version(),
-        **hardware(),
+        **hardware(accelerator or torch.device("cpu")),
         "libraries": {name: _installed(name) for name in LIBRARIES},
         "compiled_files": describe_compiled_files(torch),
     }

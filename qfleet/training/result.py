@@ -68,7 +68,7 @@ class Result:
     eval_returns: list[float] = field(default_factory=list)
     """Return of each episode of the last evaluation, agent-major; empty in older versions."""
     hardware: dict[str, Any] | None = None
-    """System, cores and accelerator of the machine; null in results of older versions."""
+    """System, cores and the accelerator that was used; null in results of older versions."""
 
 
 def peak_rss_bytes() -> int:
@@ -130,7 +130,7 @@ def make_result(
         agents=agents,
         **asdict(usage),
         eval_returns=list(evaluation.returns) if evaluation else [],
-        hardware=hardware(),
+        hardware=hardware(parts.device),
         cost=cost(usage, config.price_per_cpu_hour, config.price_per_gpu_hour),
         **own,
     )
