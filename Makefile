@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all browser test-newer-ray coverage lint bench curves build lock clean
+.PHONY: train test test-all browser test-newer-ray coverage lint docs bench curves build lock clean
 
 train: $(STAMP)
 	$(BIN)/qfleet train CartPole-v1
@@ -50,6 +50,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The documentation as a web site in site/; a link to nowhere is an error.
+docs: $(STAMP)
+	$(BIN)/mkdocs build --quiet
 
 # Side by side with Stable-Baselines3, in one process; prints ratios.
 bench: $(STAMP)

@@ -16,7 +16,7 @@ from qfleet.core.errors import QfleetError, UnknownNameError, check_platform, on
 
 VERBS = (
     "train", "resume", "scale", "evaluate", "plot", "report", "watch", "video", "runs", "export",
-    "push", "pull", "serve", "data", "profile", "doctor", "lab", "completion",
+    "push", "pull", "serve", "data", "profile", "doctor", "lab", "docs", "completion",
 )  # fmt: skip
 
 EXAMPLES = """\

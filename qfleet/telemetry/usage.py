@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qfleet.core.cores import usable_cores
+
 if TYPE_CHECKING:
     import torch
 
@@ -175,7 +177,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
         accelerator = f"cuda: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     return {
         "system": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "accelerator": accelerator,
     }
 
