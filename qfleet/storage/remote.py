@@ -132,10 +132,16 @@ class Store:
         """
         whole = self._whole(prefix) if prefix else self._root
         # Without it, fsspec's own walk returns no names when the store does not answer.
-        how: dict[str, Any] = {"on_error": "raise"} if self._scheme in _RENAMING else {}
-        how |= {} if is_deep else {"maxdepth": 1}
+        how = {"on_error": "raise"} if self._scheme in _RENAMING else {}
+
+        def find() -> list[str]:
+            if is_deep:
+                return list(self._system.find(whole, **how))
+            entries = self._system.ls(whole, detail=True)
+            return [entry["name"] for entry in entries if entry["type"] == "file"]
+
         try:
-            found = self._retried("list", prefix, lambda: self._system.find(whole, **how), True)
+            found = self._retried("list", prefix, find, True)
         except StorageMissing:
             return []
         below = [name.removeprefix(self._root).lstrip("/") for name in found]

@@ -71,6 +71,8 @@ def test_objects_are_written_read_listed_and_removed(url: str, tmp_path: Path) -
     assert store.names() == ["a/b", "a/large", "c"]
     assert store.names("a") == ["a/b", "a/large"]
     assert store.names("nosuch") == []
+    assert store.names(is_deep=False) == ["c"]
+    assert store.names("nosuch", is_deep=False) == []
     assert store.exists("a/b")
     store.remove("a")
     store.remove("nosuch")
