@@ -180,18 +180,17 @@ def _details(detail: Mapping[str, Any]) -> str:
         "staleness": _joined({name: staleness.get(name) for name in ("mean", "p95", "max")}),
         "straggler": number(straggler.get("ratio"), "{:.2f} × the median's time per step".format),
     }
-    # Of one run, both are one table.
-    tables = [_facts("all seeds", sums), _facts("first seed", facts)]
-    tables = tables if of_first else [_facts("", sums | facts)]
+    tables = ["<h3>All seeds</h3>", _facts(sums), "<h3>First seed</h3>", _facts(facts)]
+    tables = tables if of_first else [_facts(sums | facts)]
     parts = ['<div class="columns"><div>', *tables, "</div><div>"]
     parts += [_bars(f"Time per thread{of_first}", detail["resources"], COLOURS)]
     parts += [_bars(f"Workers{of_first}", detail["workers"], KIND_COLOURS), "</div></div>"]
     return "".join(parts) + _recipe(detail)
 
 
-def _facts(title: str, facts: Mapping[str, object]) -> str:
+def _facts(facts: Mapping[str, object]) -> str:
     shown = {name: text for name, text in facts.items() if text not in ("–", "", None)}
-    return table([title, ""], ([name, escape(str(text))] for name, text in shown.items()))
+    return table(["", ""], ([name, escape(str(text))] for name, text in shown.items()))
 
 
 def _recipe(detail: Mapping[str, Any]) -> str:
