@@ -50,7 +50,8 @@ def find_folder(target: str) -> Path:
         raise ConfigError(
             f"'{public_url(target)}' is a URL; watch reads local folders, report also URLs"
         )
-    if Path(target).is_dir() or Path(target) == RUNS:  # the default may not exist before a run
+    is_absent_default = Path(target) == RUNS and not RUNS.exists()  # before the first run
+    if Path(target).is_dir() or is_absent_default:
         return Path(target)
     return find_run(target, RUNS, "summary")
 
