@@ -18,11 +18,15 @@ test: $(STAMP) browser
 test-all: $(STAMP) browser
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
-# A browser for the tests of web pages, which skip without one.
+# A browser for the tests of web pages, which skip without one. Without a network it gives up soon.
+APT := timeout 300 env DEBIAN_FRONTEND=noninteractive \
+    apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20
 browser:
 	@command -v chromium-headless-shell > /dev/null || command -v chromium > /dev/null || \
-	    { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq && \
-	    apt-get install -y -qq --no-install-recommends chromium-headless-shell > /dev/null; } || \
+	    command -v google-chrome > /dev/null || \
+	    { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && $(APT) update -qq < /dev/null && \
+	    $(APT) install -y -qq --no-install-recommends chromium-headless-shell \
+	    < /dev/null > /dev/null; } || \
 	    echo "no browser can be installed here: tests of web pages are skipped"
 
 # Smoke tests of the Ray engines with a Ray that is newer than the pinned one, in at most 3 minutes.

@@ -10,6 +10,7 @@ import tyro
 
 from qfleet.cli.parsing import parse
 from qfleet.core.errors import ConfigError
+from qfleet.core.urls import public_value
 
 HELP = "write a web page of one or more runs: curves, scores, configuration"
 
@@ -43,6 +44,10 @@ def run(argv: list[str]) -> int:
     require_packages("bokeh")
     found = [folder for run in options.runs for folder in find_folders(run)]
     folders = list(dict.fromkeys(found))
+    if not folders:
+        raise ConfigError(
+            f"no run in '{' '.join(public_value(options.runs))}' can be read; name other runs"
+        )
     size_bytes = write_report(folders, options.out)
     print(f"{options.out} ({size_bytes / 1e6:.1f} MB, {len(folders)} run{'s'[: len(folders) - 1]})")
     return 0

@@ -16,7 +16,7 @@ from qfleet.config.trust import needs_trust
 from qfleet.core.cores import usable_cores
 from qfleet.core.errors import UserError
 from qfleet.core.files import short
-from qfleet.storage.remote import public_url
+from qfleet.core.urls import public_url
 
 if TYPE_CHECKING:
     from qfleet.training.run_state import RunOptions

@@ -25,8 +25,9 @@ from qfleet.config.config import OPTIONS, Config, check_fields
 from qfleet.core.errors import DataError, QfleetError, StorageMissing, one_line
 from qfleet.core.files import MOST_JSON_BYTES
 from qfleet.core.types import EnvSpec
+from qfleet.core.urls import is_url
 from qfleet.storage.published import CachedFiles, Record, local_folder, record_of
-from qfleet.storage.remote import Store, is_url
+from qfleet.storage.remote import Store
 from qfleet.storage.spec_json import spec_from_json, spec_to_json
 
 FORMAT = "qfleet-data-1"

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qfleet.report.data import AXES, CHARTS
 from qfleet.report.histories import FloatArray
@@ -31,6 +32,7 @@ TIMELINE = "timeline of "
 """Begin of the names of timelines. No run is named in a title, where $$…$$ would be TeX."""
 
 Columns = dict[str, list[Any]]
+NO_POINTS = np.empty(0)
 
 
 def colour_of(group: int) -> str:
@@ -59,10 +61,8 @@ def _columns(
         "colour": [colour_of(k) for k in range(len(labels))],
         "dash": [DASHES[k // len(GROUP_COLOURS) % len(DASHES)] for k in range(len(labels))],
     }
-    empty = np.empty(0, np.float32)
     for name in (*axes, "value"):
-        # Half the bytes of doubles; 24 bits are more than a screen shows.
-        curve = [empty if own is None else own[name].astype(np.float32) for own in curves]
+        curve = [_compact(NO_POINTS if own is None else own[name], name) for own in curves]
         ends = [own[-1] if own.size else np.nan for own in curve]
         columns |= {name: curve, f"end_{name}": [None if np.isnan(x) else float(x) for x in ends]}
         if any(own is not None and "low" in own for own in curves):
@@ -70,12 +70,21 @@ def _columns(
     return columns
 
 
-def _outline(curve: Mapping[str, FloatArray] | None, name: str) -> FloatArray:
+def _compact(column: FloatArray, name: str) -> NDArray[Any]:
+    """Return a column in single precision: half the bytes, and more than a screen shows.
+
+    Env steps stay doubles, because hovering shows them exactly.
+    """
+    limit = np.finfo(np.float32).max
+    return column if name == "env_steps" else np.clip(column, -limit, limit).astype(np.float32)
+
+
+def _outline(curve: Mapping[str, FloatArray] | None, name: str) -> NDArray[Any]:
     """Return one coordinate of the outline of a curve's band: along the bottom, back on the top."""
     if curve is None or "low" not in curve:
-        return np.empty(0, np.float32)
+        return _compact(NO_POINTS, name)
     there, back = ("low", "high") if name == "value" else (name, name)
-    return np.concatenate([curve[there], curve[back][::-1]]).astype(np.float32)
+    return _compact(np.concatenate([curve[there], curve[back][::-1]]), name)
 
 
 def make_figures(data: Mapping[str, Any], columns: Mapping[str, Columns]) -> dict[str, Any]:

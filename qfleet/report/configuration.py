@@ -15,7 +15,7 @@ from qfleet.config.config import Config, check_fields
 from qfleet.config.presets import preset_for, resolve
 from qfleet.config.recipes import PRESETS
 from qfleet.core.errors import UserError
-from qfleet.storage.remote import is_url, public_url
+from qfleet.core.urls import public_value
 
 
 class Recipe(NamedTuple):
@@ -38,7 +38,9 @@ def describe(fields: Mapping[str, Any]) -> Recipe | None:
     names = dict.fromkeys(("none",) if config.data else (suiting, *PRESETS, "none"))
     options = {name: _differences(config, name) for name in names}
     preset = min(names, key=lambda name: len(options[name]))
-    words = ["qfleet", "train", config.env, "--preset", preset, "--steps", str(config.steps)]
+    words = ["qfleet", "train", config.env, "--preset", preset]
+    if "steps" not in options[preset]:
+        words += ["--steps", str(config.steps)]
     if resolve(preset=preset)[0].algo != config.algo:
         words += ["--algo", config.algo]
     for name, (value, _) in options[preset].items():
@@ -55,8 +57,7 @@ def _differences(config: Config, preset: str) -> dict[str, tuple[Any, Any]]:
 def _words(name: str, value: Any) -> list[str]:
     """Return the words of the command line that set a field."""
     option = name.replace("_", "-")
-    if isinstance(value, str) and is_url(value):
-        value = public_url(value)
+    value = public_value(value)
     if isinstance(value, bool):
         return [f"--{option}" if value else f"--no-{option}"]
     if isinstance(value, tuple):

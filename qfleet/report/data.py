@@ -7,20 +7,37 @@ the only place that decides what a page shows; ``charts.py`` and ``page.py`` dra
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
+import math
+import os
 import re
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qfleet.core.files import open_regular
 from qfleet.report import configuration
 from qfleet.report.histories import ELAPSED_S, RATE, UPDATES, FloatArray, History
-from qfleet.telemetry.aggregate import aggregate_curves, bootstrap_ci, compare_scores, iqm
+from qfleet.telemetry.aggregate import (
+    aggregate_curves,
+    bootstrap_ci,
+    compare_scores,
+    iqm,
+    iqm_curve,
+)
 from qfleet.telemetry.formatting import finite
-from qfleet.telemetry.runs import EVAL_RETURN, ROLLOUT_RETURN, computed_fields, group_runs
+from qfleet.telemetry.runs import (
+    EVAL_RETURN,
+    FINISHED,
+    ROLLOUT_RETURN,
+    computed_fields,
+    group_runs,
+)
 from qfleet.telemetry.timeline import WAITS, join_kinds, last_spans
 from qfleet.telemetry.timers import KINDS, STAGES
 from qfleet.telemetry.trace import read_chrome_trace
@@ -86,7 +103,7 @@ def page_data(histories: Sequence[History], by_seed: bool = False) -> dict[str, 
         kind.metric: [_curve(group, kind.metric, buckets) for group in groups] for kind in CHARTS
     }
     whole = [group for group in groups if not group.prefix]
-    data: dict[str, Any] = {
+    return {
         "groups": [group.label for group in groups],
         "experiments": [group.label for group in whole],
         "curves": {metric: found for metric, found in curves.items() if any(found)},
@@ -97,14 +114,20 @@ def page_data(histories: Sequence[History], by_seed: bool = False) -> dict[str, 
         "details": [_details(group) for group in whole[:MOST_DETAILED]],
         "left_out": max(0, len(whole) - MOST_DETAILED),
     }
-    traced = ((group.label, _timeline(group.members[0])) for group in whole)
-    found = ((label, spans) for label, spans in traced if spans)
-    data["timelines"] = dict(itertools.islice(found, MOST_TIMELINES))
-    left_bytes = MOST_VIDEO_BYTES
-    for group, detail in zip(whole, data["details"], strict=False):
-        detail["video"] = _video([member.run.path for member in group.members], left_bytes)
-        left_bytes -= len(detail["video"] or "") * 3 // 4
-    return data
+
+
+def read_media(details: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return timelines by label, and a video or None per detail: what only a whole page shows.
+
+    Live pages do not follow them, because reading traces and videos takes long.
+    """
+    named = ((f"{detail['label']}{detail['of_first']}", _timeline(detail)) for detail in details)
+    timelines = itertools.islice(((name, spans) for name, spans in named if spans), MOST_TIMELINES)
+    videos, left_bytes = list[str | None](), MOST_VIDEO_BYTES
+    for detail in details:
+        videos.append(_video(detail["paths"], left_bytes))
+        left_bytes -= len(videos[-1] or "") * 3 // 4
+    return {"timelines": dict(timelines), "videos": videos}
 
 
 def downsample(x: FloatArray, y: FloatArray, buckets: int) -> NDArray[np.int64]:
@@ -138,9 +161,9 @@ def _group(histories: Sequence[History], by_seed: bool) -> list[Group]:
         while label in groups:
             label += "′"
         groups[label] = Group(label, members)
-        rows = _result(members[0]).get("agents") or []
+        rows = _result(members[0])["agents"]
         for agent in members[0].agents if len(members) == 1 else []:
-            values = _object(_object(rows[agent]).get("values")) if agent < len(rows) else {}
+            values = rows[agent] if agent < len(rows) else {}
             own = "".join(f" {name}={value:.4g}" for name, value in values.items())
             name = f"{label} · agent {agent}{own}"
             groups[name] = Group(name, members, f"agent_{agent}/")
@@ -157,9 +180,12 @@ def _curve(group: Group, metric: str, buckets: int) -> dict[str, FloatArray] | N
     _, steps, values = found[0]
     columns = {}
     if len(found) > 1:
-        steps, values, low, high = aggregate_curves([(steps, values) for _, steps, values in found])
+        curves = [(steps, values) for _, steps, values in found]
         if metric in (EVAL_RETURN, ROLLOUT_RETURN):
+            steps, values, low, high = aggregate_curves(curves)
             columns = {"low": low, "high": high}
+        else:
+            steps, values = iqm_curve(curves)
     kept = downsample(steps, values, buckets)
     env_steps = steps[kept]
     return {
@@ -176,12 +202,12 @@ def _returns(group: Group) -> FloatArray:
     found = []
     for member in group.members:
         result = _result(member)
-        returns = [finite(value) for value in result.get("eval_returns") or []]
+        returns = result["eval_returns"]
         if group.prefix:  # agent-major: every agent has played as many
-            agents = len(result.get("agents") or [0])
+            agents = max(len(result["agents"]), 1)
             each, agent = len(returns) // agents, int(group.prefix[len("agent_") : -1])
             returns = returns[agent * each : (agent + 1) * each]
-        found += [value for value in returns if value is not None]
+        found += returns
     return np.array(found, dtype=np.float64)
 
 
@@ -200,9 +226,9 @@ def _staleness(group: Group) -> dict[str, FloatArray] | None:
     """Return the share of gradients or blocks, in %, by the age of their weights in updates."""
     counts: dict[int, float] = {}
     for member in group.members:
-        staleness = _object(_object(_result(member).get("fleet")).get("staleness"))
+        staleness = _result(member)["fleet"]["staleness"]
         for age, count in _object(staleness.get("counts")).items():
-            if age.isdecimal():
+            if age.isdecimal() and len(age) < 16:
                 counts[int(age)] = counts.get(int(age), 0) + (finite(count) or 0)
     if not counts or group.prefix:
         return None
@@ -212,23 +238,34 @@ def _staleness(group: Group) -> dict[str, FloatArray] | None:
 
 
 def _scores(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return a row per group: IQM of final returns, its interval, and the first group beside it."""
+    """Return a row per group: IQM of final returns, its interval, and the first group beside it.
+
+    Groups are compared if all their runs have finished, in the same environment.
+    """
     rows: list[dict[str, Any]] = []
-    reference: list[float] = []
+    reference: tuple[Any, list[float]] = (None, [])
     for group in groups:
         summaries = [_summary(group, member) for member in group.members]
         scores = [s["eval_return_mean"] for s in summaries if s["eval_return_mean"] is not None]
         best = [s["best_eval_return"] for s in summaries if s["best_eval_return"] is not None]
-        reference = reference if rows else scores
+        has_finished = all(s["state"] in FINISHED for s in summaries)
+        env = summaries[0]["env"] if has_finished else None
+        if not rows:
+            reference = (env, scores)
+        can_compare = bool(rows) and env is not None and env == reference[0]
         rows.append(
             {
                 **summaries[0],
+                **{
+                    name: _combined(statistics.median, [s[name] for s in summaries])
+                    for name in ("env_steps", "env_steps_per_s", "wall_s")
+                },
                 "label": group.label,
                 "runs": len(summaries),
                 "score": iqm(scores) if scores else None,
                 "interval": bootstrap_ci(scores) if len(scores) > 1 else None,
                 "best": max(best, default=None),
-                "verdict": compare_scores(scores, reference) if rows else None,
+                "verdict": compare_scores(scores, reference[1]) if can_compare else None,
                 "state": " · ".join(dict.fromkeys(str(s["state"]) for s in summaries)),
             }
         )
@@ -253,19 +290,21 @@ def _differing_fields(groups: Sequence[Group]) -> dict[str, list[Any]]:
 
 
 def _details(group: Group) -> dict[str, Any]:
-    """Return what is shown of one group's first run."""
-    first, result = group.members[0], _result(group.members[0])
+    """Return what is shown of one group: sums over its runs, and the rest of its first run."""
+    first, results = group.members[0], [_result(member) for member in group.members]
     shares: dict[str, dict[str, float]] = {}
     for name, value in first.last.items():
         if match := _SHARE.fullmatch(name):
             shares.setdefault(match[1].replace("_", " "), {})[match[2]] = value
-    threads = _object(result.get("resources")) or {
+    threads = _object(results[0].get("resources")) or {
         "all threads": {stage: first.last.get(f"time/share_{stage}") for stage in STAGES}
     }
     return {
         "label": group.label,
+        "has_ended": any(member.run.result for member in group.members),
+        "of_first": ", first seed" if len(results) > 1 else "",
         "paths": [str(member.run.path) for member in group.members],
-        "result": result,
+        "result": results[0] | _sums(results),
         "resources": {name: _numbers(shares, STAGES) for name, shares in threads.items()},
         "workers": {name: _numbers(shares[name], KINDS) for name in sorted(shares, key=_place)},
         "recipe": configuration.describe(first.run.config),
@@ -283,11 +322,60 @@ def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _finite_values(value: Any) -> dict[str, float]:
+    """Return the entries of an object that are numbers; none if it is no object."""
+    found = {name: finite(own) for name, own in _object(value).items()}
+    return {name: own for name, own in found.items() if own is not None}
+
+
 def _result(member: History) -> dict[str, Any]:
-    """Return the result of a run; none while it trains."""
+    """Return the result of a run, with the types that the page relies on; empty while it trains.
+
+    ``agents`` are the values of each agent.
+    """
     result = member.run.result or {}
-    nested = ("fleet", "hardware", "faults", "communication", "cost")
-    return result | {name: _object(result.get(name)) for name in nested if name in result}
+    fleet, cost = _object(result.get("fleet")), _finite_values(result.get("cost"))
+    returns = (finite(value) for value in _list(result.get("eval_returns")))
+    prices = {name: cost.get(name) for name in ("total", "per_cpu_hour", "per_gpu_hour")}
+    return result | {
+        "fleet": fleet | {name: _object(fleet.get(name)) for name in ("staleness", "straggler")},
+        "hardware": _object(result.get("hardware")),
+        "communication": _object(result.get("communication")),
+        "faults": _finite_values(result.get("faults")),
+        "cost": prices if "total" in cost else None,
+        **{name: finite(result.get(name)) for name in ("processor_s", "device_s", "joules")},
+        "eval_returns": [value for value in returns if value is not None],
+        "agents": [
+            _finite_values(_object(agent).get("values")) for agent in _list(result.get("agents"))
+        ],
+    }
+
+
+def _sums(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the entries of results that add up over seeds: faults, time, energy and cost."""
+    names = dict.fromkeys(name for result in results for name in result["faults"])
+    costs = [result["cost"] for result in results if result["cost"]]
+    total = _combined(sum, [cost["total"] for cost in costs])
+    return {
+        "faults": {name: sum(own["faults"].get(name, 0) for own in results) for name in names},
+        "cost": costs[0] | {"total": total} if costs else None,
+        **{
+            name: _combined(sum, [result[name] for result in results])
+            for name in ("processor_s", "device_s", "joules")
+        },
+    }
+
+
+def _combined(
+    combine: Callable[[list[float]], float], values: Sequence[float | None]
+) -> float | None:
+    """Return the sum, median … of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return combine(known) if known else None
 
 
 def _numbers(shares: Any, names: Sequence[str]) -> dict[str, float]:
@@ -295,10 +383,11 @@ def _numbers(shares: Any, names: Sequence[str]) -> dict[str, float]:
     return {name: share for name, share in found.items() if share}
 
 
-def _timeline(history: History) -> list[tuple[str, str, float, float]]:
-    """Return lane, stage, start and end in ms of the end of a run's trace, if it has one."""
-    lanes = read_chrome_trace(history.run.path / "trace.json")
-    are_workers = any(_SHARE.fullmatch(name) for name in history.last)
+def _timeline(detail: dict[str, Any]) -> list[tuple[str, str, float, float]]:
+    """Return lane, stage, start and end in ms of the end of the first run's trace, if any."""
+    lanes = read_chrome_trace(Path(detail["paths"][0]) / "trace.json")
+    # The trace of all-reduce has the threads of rank 0, not a lane per rank.
+    are_workers = any(not name.startswith("rank") for name in detail["workers"])
     if are_workers:
         lanes = {name: join_kinds(spans) for name, spans in lanes.items()}
     if not any(stage not in WAITS for spans in lanes.values() for stage, _, _ in spans):
@@ -307,13 +396,17 @@ def _timeline(history: History) -> list[tuple[str, str, float, float]]:
     return [(name, s, a * 1e3, b * 1e3) for name, spans in rows.items() for s, a, b in spans]
 
 
-def _video(folders: Sequence[Path], most_bytes: int) -> str | None:
+def _video(folders: Sequence[str], most_bytes: int) -> str | None:
     """Return the newest video of the first run that has one, as a data URL, if it is small."""
     for folder in folders:
-        files = [path for path in folder.glob("videos/*") if path.suffix in VIDEO_TYPES]
-        files = [path for path in files if path.stat().st_size <= most_bytes]
-        if files:
-            newest = max(files, key=lambda path: path.stat().st_mtime)
-            text = base64.b64encode(newest.read_bytes()).decode()
-            return f"data:{VIDEO_TYPES[newest.suffix]};base64,{text}"
+        newest_s, video = -math.inf, None
+        for path in Path(folder).glob("videos/*"):
+            # Other things than readable files of these types are left out.
+            with contextlib.suppress(OSError, KeyError), open_regular(path) as file:
+                status, kind = os.fstat(file.fileno()), VIDEO_TYPES[path.suffix]
+                if status.st_size <= most_bytes and status.st_mtime > newest_s:
+                    text = base64.b64encode(file.read(most_bytes)).decode()
+                    newest_s, video = status.st_mtime, f"data:{kind};base64,{text}"
+        if video is not None:
+            return video
     return None

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from qfleet.core.errors import ConfigError
 from qfleet.core.files import atomic_file
+from qfleet.core.urls import is_url, public_url
 from qfleet.report.data import page_data
 from qfleet.report.histories import read_histories
 from qfleet.report.page import render
-from qfleet.storage.remote import is_url
-from qfleet.telemetry.runs import find_runs, seed_folders
+from qfleet.telemetry.runs import find_runs, read_object, seed_folders
 from qfleet.training.run_folders import find_run
 
 RUNS = Path("runs")
@@ -29,17 +30,28 @@ def require_packages(*names: str) -> None:
 
 
 def find_folders(run: str) -> list[Path]:
-    """Return the run folders of a run's seeds, or of all runs in a folder."""
+    """Return the run folders of a run's seeds, or of all runs in a folder that can be read."""
     if not is_url(run) and not seed_folders(Path(run)) and (runs := find_runs(Path(run))):
-        return runs
+        return [folder for folder in runs if _is_readable(folder)]
     return seed_folders(find_run(run, RUNS, "summary"))
 
 
+def _is_readable(folder: Path) -> bool:
+    """Return whether a run has a configuration; if not, say that it is left out."""
+    if read_object(folder / "config.json"):
+        return True
+    print(f"qfleet: left out '{folder}': it has no readable config.json", file=sys.stderr)
+    return False
+
+
 def find_folder(target: str) -> Path:
-    """Return the folder of a run, or an existing folder, in which runs may appear later."""
+    """Return the folder of a run, or a folder in which runs may appear later."""
     if is_url(target):
-        raise ConfigError(f"'{target}' is a URL; watch reads local folders, report also URLs")
-    if Path(target).is_dir():
+        raise ConfigError(
+            f"'{public_url(target)}' is a URL; watch reads local folders, report also URLs"
+        )
+    is_absent_default = Path(target) == RUNS and not RUNS.exists()  # before the first run
+    if Path(target).is_dir() or is_absent_default:
         return Path(target)
     return find_run(target, RUNS, "summary")
 

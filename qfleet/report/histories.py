@@ -6,7 +6,7 @@ In: run folders, whose files may be written at the same time. Out: numpy arrays 
 from __future__ import annotations
 
 import os
-import stat
+import re
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.core.errors import ConfigError
+from qfleet.core.files import open_regular
 from qfleet.telemetry.formatting import finite
 from qfleet.telemetry.runs import (
     EVAL_RETURN,
@@ -34,6 +35,7 @@ KEPT = (
     RATE, UPDATES, ELAPSED_S,
 )  # fmt: skip
 """Metrics whose history is kept; of the others only the newest value."""
+_OF_AGENT = re.compile(r"agent_(0|[1-9]\d{0,5})/(.+)")
 READ_BYTES = 2**24
 """Bytes of metrics that are parsed at a time: rows take many times the memory of their columns."""
 
@@ -77,13 +79,8 @@ class History:
     def _read_metrics(self) -> bool:
         try:
             path = self.run.path / "metrics.jsonl"
-            # Without O_NONBLOCK, opening a pipe that nobody writes to would block.
-            with open(
-                path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)
-            ) as file:
+            with open_regular(path) as file:
                 status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode):
-                    return False
                 # A resumed run replaces its file by one without the rows that it writes again.
                 if status.st_ino != self._inode or status.st_size < self._read_bytes:
                     self._inode, self._read_bytes = status.st_ino, 0
@@ -92,6 +89,8 @@ class History:
                 file.seek(began)
                 while chunk := file.read(READ_BYTES):
                     complete = chunk[: chunk.rfind(b"\n") + 1]
+                    if len(chunk) == READ_BYTES and not complete:
+                        complete = chunk  # no row is this long: it is not read again
                     if not complete:
                         break
                     self._read_bytes += len(complete)
@@ -109,7 +108,8 @@ class History:
                 if number is None:
                     continue
                 self.last[name] = number
-                if name in KEPT or name.startswith("agent_"):
+                agent = _OF_AGENT.fullmatch(name)
+                if (agent[2] if agent else name) in KEPT:
                     steps, values = self._columns.setdefault(name, (array("d"), array("d")))
                     steps.append(env_steps)
                     values.append(number)
@@ -117,8 +117,8 @@ class History:
     @property
     def agents(self) -> list[int]:
         """Numbers of the agents of a population that have been logged."""
-        found = {name.partition("/")[0].removeprefix("agent_") for name in self._columns}
-        return sorted(int(number) for number in found if number.isdecimal())
+        found = (_OF_AGENT.fullmatch(name) for name in self._columns)
+        return sorted({int(agent[1]) for agent in found if agent})
 
     def series(self, metric: str) -> tuple[FloatArray, FloatArray]:
         """Return env steps and values of a metric in ``KEPT`` or of an agent of a population."""

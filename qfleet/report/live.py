@@ -12,6 +12,7 @@ import hashlib
 import json
 import secrets
 import socket
+import sys
 import threading
 import time
 import webbrowser
@@ -30,7 +31,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import ConfigError, one_line
 from qfleet.core.signals import signals_request_stop
 from qfleet.report.charts import chart_columns
 from qfleet.report.data import downsample, page_data
@@ -81,16 +82,25 @@ class Watched:
     """Runs below a folder, or one run, with their histories as far as they were read."""
 
     def __init__(self, target: Path) -> None:
-        self.target, self.is_run = target.absolute(), bool(seed_folders(target))
+        self.target = target.absolute()
         self._histories: dict[Path, History] = {}
         self._versions: dict[Path, int] = {}
         self._views: dict[str | None, tuple[Any, View]] = {}
+        self._rows: dict[Path, tuple[int, list[str]]] = {}
+        """Folder → version of its history, and its row in the list of runs."""
         self._lock = threading.Lock()  # pages are made in threads
 
+    @property
+    def is_run(self) -> bool:
+        """Whether the folder is a run now; it may become one later."""
+        return bool(seed_folders(self.target))
+
     def folders(self) -> dict[str, list[Path]]:
-        """Return name of a run → folders of its seeds."""
-        if self.is_run:
-            return {self.target.name: seed_folders(self.target)}
+        """Return name of a run → folders of its seeds; none while the folder does not exist."""
+        if seeds := seed_folders(self.target):
+            return {self.target.name: seeds}
+        if not self.target.is_dir():
+            return {}
         # Names that cannot be printed cannot be sent either; qfleet makes none.
         names = sorted(child for child in self.target.iterdir() if child.name.isprintable())
         children = [child for child in names if child.is_dir()]
@@ -106,10 +116,18 @@ class Watched:
             seen = [(h.run.path, self._versions[h.run.path]) for run in runs.values() for h in run]
             if self._views.get(name, NOT_SEEN)[0] != seen:
                 if name is None:
-                    self._views[name] = (seen, _list_view(self.target.name, runs, url))
+                    rows = [self._row(run, h, url) for run, own in runs.items() for h in own]
+                    self._views[name] = (seen, _list_view(self.target.name, rows))
                 else:
                     self._views[name] = (seen, _run_view(name, runs[name]))
             return self._views[name][1]
+
+    def _row(self, name: str, history: History, url: str) -> list[str]:
+        """Return a run's row in the list, made again only if its history has changed."""
+        folder, version = history.run.path, self._versions[history.run.path]
+        if self._rows.get(folder, (-1, []))[0] != version:
+            self._rows[folder] = (version, _list_row(name, history, url))
+        return self._rows[folder][1]
 
     def _refresh(self, folders: Sequence[Path]) -> list[History]:
         found = []
@@ -137,29 +155,30 @@ def _run_view(name: str, histories: Sequence[History]) -> View:
 def _encode(values: list[Any]) -> Any:
     if not values or not isinstance(values[0], np.ndarray):
         return values
-    return {"arrays": [base64.b64encode(own.astype("<f4").tobytes()).decode() for own in values]}
+    size = values[0].itemsize
+    arrays = [base64.b64encode(own.astype(f"<f{size}").tobytes()).decode() for own in values]
+    return {"bits": 8 * size, "arrays": arrays}
 
 
-def _list_view(folder: str, runs: dict[str, list[History]], url: str) -> View:
-    rows = []
-    for name, histories in runs.items():
-        for history in histories:
-            row = history.summary()
-            total, steps = row["total_env_steps"], number(row["env_steps"], "{:,}".format)
-            share = f" ({row['env_steps'] / total:.0%})" if total and row["env_steps"] else ""
-            link = f"{url}&{urlencode({'run': name})}"
-            rows.append(
-                [
-                    f'<a href="{escape(link)}">{escape(row["name"])}</a>',
-                    sparkline(history),
-                    *(escape(str(row[key])) for key in ("env", "algo", "engine")),
-                    f"{steps}{share}",
-                    f"<b>{number(row['eval_return_mean'])}</b>",
-                    number(row["best_eval_return"]),
-                    number(row["env_steps_per_s"], format_rate),
-                    escape(row["state"]),
-                ]
-            )
+def _list_row(name: str, history: History, url: str) -> list[str]:
+    """Return the cells of a run, or of one of its seeds, as HTML."""
+    row = history.summary()
+    total, steps = row["total_env_steps"], number(row["env_steps"], "{:,}".format)
+    share = f" ({row['env_steps'] / total:.0%})" if total and row["env_steps"] else ""
+    link = f"{url}&{urlencode({'run': name})}"
+    return [
+        f'<a href="{escape(link)}">{escape(row["name"])}</a>',
+        sparkline(history),
+        *(escape(str(row[key])) for key in ("env", "algo", "engine")),
+        f"{steps}{share}",
+        f"<b>{number(row['eval_return_mean'])}</b>",
+        number(row["best_eval_return"]),
+        number(row["env_steps_per_s"], format_rate),
+        escape(row["state"]),
+    ]
+
+
+def _list_view(folder: str, rows: Sequence[Sequence[str]]) -> View:
     heads = ["run", "return", "env", "algorithm", "engine", "env steps", "newest", "best"]
     text = table([*heads, "steps/s", "state"], rows) if rows else "<p>no runs yet</p>"
     content = f'<div id="runs" class="nowrap">{text}</div>'
@@ -222,12 +241,17 @@ class LiveApp:
         return StreamingResponse(self._stream(request), 200, headers, "text/event-stream")
 
     async def _stream(self, request: Request) -> AsyncIterator[str]:
-        sent, sent_s = NOTHING, time.monotonic()
+        sent, sent_s, problem = NOTHING, time.monotonic(), ""
         while not self.is_stopping and not await request.is_disconnected():
             try:
                 view = await self._view(request)
-            except (KeyError, OSError):
-                view = sent  # the run was removed, or is about to be made again
+            except Exception as error:
+                # A run that was removed, is about to be made again, or cannot be shown: an error
+                # here would make the browser ask again and again.
+                view = sent
+                if not isinstance(error, (KeyError, OSError)) and one_line(error) != problem:
+                    problem = one_line(error)
+                    print(f"qfleet: a page cannot be updated: {problem}", file=sys.stderr)
             event: dict[str, Any] = {
                 "html": _changed(view.html, sent.html),
                 "sources": _changed(view.sources, sent.sources),
@@ -248,16 +272,25 @@ def _changed(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LiveServer(uvicorn.Server):
-    """uvicorn's server, which ends the events of open pages when it stops."""
+    """uvicorn's server, which ends the events of open pages when it stops.
 
-    def __init__(self, app: LiveApp) -> None:
+    ``opened_url``: opened in the browser once the server answers; empty: none.
+    """
+
+    def __init__(self, app: LiveApp, opened_url: str = "") -> None:
         config = uvicorn.Config(
             app, ws="none", lifespan="off", log_config=None, log_level="error", access_log=False,
             proxy_headers=False, server_header=False, limit_concurrency=MOST_CONNECTIONS,
             timeout_graceful_shutdown=END_S,
         )  # fmt: skip
         super().__init__(config)
-        self._live = app
+        self._live, self._opened_url = app, opened_url
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._opened_url:
+            # In a thread, because webbrowser waits for some browsers until they end.
+            threading.Thread(target=webbrowser.open, args=(self._opened_url,), daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._live.is_stopping = True
@@ -272,11 +305,9 @@ def watch(target: Path, port: int, opens_browser: bool) -> int:
     except OSError as error:
         raise ConfigError(f"cannot listen on {LOOPBACK}:{port}: {error.strerror}") from None
     with listener:
-        server = LiveServer(LiveApp(Watched(target), token))
         url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/?token={token}"
         print(f"qfleet: watching '{target}' at {url} (Ctrl-C ends)", flush=True)
-        if opens_browser:
-            webbrowser.open(url)
+        server = LiveServer(LiveApp(Watched(target), token), url if opens_browser else "")
 
         def stop(signal_number: int) -> None:
             received.append(signal_number)

@@ -69,12 +69,12 @@ const qfleet = {
     }
   },
 
-  // Arrays arrive as little-endian 32-bit floats in base64.
+  // Arrays arrive as little-endian floats of 32 or 64 bits in base64.
   decode(column) {
     if (Array.isArray(column)) return column;
     return column.arrays.map((text) => {
       const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
-      return new Float32Array(bytes.buffer);
+      return column.bits === 64 ? new Float64Array(bytes.buffer) : new Float32Array(bytes.buffer);
     });
   },
 

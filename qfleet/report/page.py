@@ -11,8 +11,9 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from qfleet.core.urls import public_value
 from qfleet.report.charts import TIMELINE, chart_columns, colour_of, make_figures
-from qfleet.report.data import AXES
+from qfleet.report.data import AXES, read_media
 from qfleet.telemetry.formatting import finite, format_duration, format_rate, format_score
 from qfleet.telemetry.timeline import COLOURS, KIND_COLOURS, OTHER_COLOUR
 from qfleet.telemetry.usage import cost_line
@@ -31,6 +32,7 @@ def render(data: Mapping[str, Any], title: str, events_url: str = "") -> str:
     from bokeh.resources import Resources
 
     parts, charts = fragments(data), ""
+    data = {**data, **read_media(data["details"])}
     for name, figure in make_figures(data, chart_columns(data)).items():
         item, (_, is_timeline, label) = _script_json(json_item(figure)), name.partition(TIMELINE)
         wide, caption = (" wide", f"<h3>{escape(label)}</h3>") if is_timeline else ("", "")
@@ -44,7 +46,7 @@ def render(data: Mapping[str, Any], title: str, events_url: str = "") -> str:
     content += ["</div>", _element("fields", parts)]
     for number, detail in enumerate(data["details"]):
         label, is_open = escape(detail["label"]), "" if number else " open"
-        inner = _element(f"details-{number}", parts) + _video(detail["video"])
+        inner = _element(f"details-{number}", parts) + _video(data["videos"][number])
         content.append(f"<details{is_open}><summary>{label}</summary>{inner}</details>")
     if data["left_out"]:
         content.append(f"<p>The details of {data['left_out']} more runs are left out.</p>")
@@ -131,7 +133,7 @@ def _scores(rows: Sequence[Mapping[str, Any]]) -> str:
                 interval or "–",
                 f'<span class="{verdict}">{_VERDICTS[row["verdict"]]}</span>',
                 number(row["best"]),
-                number(row["env_steps"], "{:,}".format),
+                number(row["env_steps"], "{:,.0f}".format),
                 number(row["env_steps_per_s"], format_rate),
                 number(row["wall_s"], format_duration),
                 escape(row["state"]),
@@ -154,51 +156,55 @@ def _fields(data: Mapping[str, Any]) -> str:
 
 
 def _details(detail: Mapping[str, Any]) -> str:
-    result, fleet = detail["result"], detail["result"].get("fleet") or {}
-    facts = {
+    result, fleet, of_first = detail["result"], detail["result"]["fleet"], detail["of_first"]
+    staleness, straggler = fleet["staleness"], fleet["straggler"]
+    sums = {
         "folder": ", ".join(detail["paths"]),
+        "processor time": number(result["processor_s"], format_duration),
+        "energy": number(result["joules"], "{:,.0f} J".format),
+        "cost": cost_line(result),
+        "faults": _joined(result["faults"]) or ("none" if detail["has_ended"] else ""),
+    }
+    facts = {
         "stopped by": result.get("stopped_by"),
         "updates": number(result.get("updates"), "{:,}".format),
         "replay ratio": number(result.get("replay_ratio"), "{:.4g}".format),
         "updates/s": number(result.get("updates_per_s"), format_rate),
-        "hardware": _joined(result.get("hardware")),
+        "hardware": _joined(result["hardware"]),
         "peak memory": _mebibytes(result, "peak_rss_bytes"),
         "peak device memory": _mebibytes(result, "peak_device_bytes"),
-        "processor time": number(result.get("processor_s"), format_duration),
-        "energy": number(result.get("joules"), "{:,.0f} J".format),
-        "cost": cost_line(result),
-        "faults": _joined(result.get("faults")) or ("none" if result else ""),
-        "traffic": _joined(result.get("communication")),
-    }
-    staleness, straggler = (fleet.get(name) or {} for name in ("staleness", "straggler"))
-    facts |= {
+        "traffic": _joined(result["communication"]),
         "update": fleet.get("update"),
         "speed-up": number(fleet.get("speed_up"), "{:.2f}×".format),
         "efficiency": number(fleet.get("efficiency"), "{:.0%}".format),
         "staleness": _joined({name: staleness.get(name) for name in ("mean", "p95", "max")}),
         "straggler": number(straggler.get("ratio"), "{:.2f} × the median's time per step".format),
     }
-    shown = [
-        [name, escape(str(text))] for name, text in facts.items() if text not in ("–", "", None)
-    ]
-    parts = ['<div class="columns"><div>', table(["", ""], shown), "</div><div>"]
-    parts += [_bars("Time per thread", detail["resources"], COLOURS)]
-    parts += [_bars("Workers", detail["workers"], KIND_COLOURS), "</div></div>"]
+    tables = ["<h3>All seeds</h3>", _facts(sums), "<h3>First seed</h3>", _facts(facts)]
+    tables = tables if of_first else [_facts(sums | facts)]
+    parts = ['<div class="columns"><div>', *tables, "</div><div>"]
+    parts += [_bars(f"Time per thread{of_first}", detail["resources"], COLOURS)]
+    parts += [_bars(f"Workers{of_first}", detail["workers"], KIND_COLOURS), "</div></div>"]
     return "".join(parts) + _recipe(detail)
 
 
+def _facts(facts: Mapping[str, object]) -> str:
+    shown = {name: text for name, text in facts.items() if text not in ("–", "", None)}
+    return table(["", ""], ([name, escape(str(text))] for name, text in shown.items()))
+
+
 def _recipe(detail: Mapping[str, Any]) -> str:
-    recipe = detail["recipe"]
+    recipe, title = detail["recipe"], f"<h3>Reproduce{detail['of_first']}</h3>"
     if recipe is None:
         text = f"qfleet train --config {detail['config_path']}"
-        return f"<h3>Reproduce</h3><pre>{escape(text)}</pre>"
+        return f"{title}<pre>{escape(text)}</pre>"
     rows = [
         [name, escape(_value(own)), escape(_value(preset))]
         for name, (own, preset) in recipe.differences.items()
     ]
     differences = table(["field", "this run", f"preset {recipe.preset}"], rows) if rows else ""
     return (
-        f"<h3>Reproduce</h3><pre>{escape(recipe.command)}</pre>"
+        f"{title}<pre>{escape(recipe.command)}</pre>"
         f"<h3>Differences from preset {escape(recipe.preset)}</h3>{differences or '<p>none</p>'}"
     )
 
@@ -231,8 +237,8 @@ def _video(url: str | None) -> str:
     return f"<h3>An episode</h3>{tag}"
 
 
-def _joined(values: Mapping[str, Any] | None) -> str:
-    found = {name: value for name, value in (values or {}).items() if value not in (None, 0, "")}
+def _joined(values: Mapping[str, Any]) -> str:
+    found = {name: value for name, value in values.items() if value not in (None, 0, "")}
     return ", ".join(f"{name.replace('_', ' ')} {_value(value)}" for name, value in found.items())
 
 
@@ -244,5 +250,5 @@ def _value(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return " ".join(map(_value, value)) or "none"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
+        return str(public_value(value))
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"

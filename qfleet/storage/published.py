@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 from qfleet.core.errors import ConfigError, StorageError, StorageMissing, UnknownNameError, one_line
 from qfleet.core.files import MOST_JSON_BYTES
-from qfleet.storage.remote import TEMPORARY, TRANSFER_S, Store, public_url
+from qfleet.core.urls import public_url
+from qfleet.storage.remote import TEMPORARY, TRANSFER_S, Store
 
 INDEX, OBJECTS = "index.json", "objects"
 CACHE_DIR, CACHE_BYTES = "QFLEET_CACHE_DIR", "QFLEET_CACHE_BYTES"

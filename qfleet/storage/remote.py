@@ -11,7 +11,6 @@ import errno
 import functools
 import importlib
 import os
-import re
 import secrets
 import threading
 import time
@@ -20,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from qfleet.core.errors import ConfigError, StorageError, StorageMissing, StorageOutage, one_line
+from qfleet.core.urls import is_url, public_url
 
 T = TypeVar("T")
 
@@ -43,16 +43,6 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _PASSING_STATUS = {408, 409, 425, 429}
 _PASSING_NAMES = {"HTTPClientError", "ConnectionError", "ResponseParserError", "ClientPayloadError"}
 """Errors of botocore and aiohttp, which may not be installed, that are no OSError."""
-
-
-def is_url(text: str) -> bool:
-    """Return whether ``text`` is ``scheme://…``, not a path."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text) is not None
-
-
-def public_url(url: str) -> str:
-    """Return a URL without user, password and query, which may be secret."""
-    return re.sub("(?<=://)[^/]*@", "", url.partition("?")[0])
 
 
 class Store:

@@ -66,6 +66,12 @@ def compare_scores(ours: ArrayLike, theirs: ArrayLike) -> Verdict:
     return "better" if observed > 0 else "worse"
 
 
+def iqm_curve(curves: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[FloatArray, FloatArray]:
+    """Return step grid and IQM, as ``aggregate_curves``, without the work of its bounds."""
+    grid, columns = _on_one_grid(curves)
+    return grid, _iqm_last_axis(columns)
+
+
 def aggregate_curves(
     curves: Sequence[tuple[ArrayLike, ArrayLike]],
 ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
@@ -73,23 +79,31 @@ def aggregate_curves(
 
     The grid covers the steps where all curves have data; it is empty when they share no range.
     """
+    grid, columns = _on_one_grid(curves)
+    if not grid.size:
+        return grid, grid, grid, grid
+    # One set of resampled seeds for the whole curve, so that the band resamples whole runs.
+    chosen = _resample(len(curves))
+    low, high = np.empty(grid.size), np.empty(grid.size)
+    for point, column in enumerate(columns):
+        low[point], high[point] = np.quantile(_iqm_last_axis(column[chosen]), TAILS)
+    return grid, _iqm_last_axis(columns), low, high
+
+
+def _on_one_grid(
+    curves: Sequence[tuple[ArrayLike, ArrayLike]],
+) -> tuple[FloatArray, FloatArray]:
+    """Return the steps where all curves have data, and their values there ``[step, curve]``."""
     cleaned = [_increasing(steps, values) for steps, values in curves]
-    empty = np.empty(0)
     if not cleaned or any(steps.size == 0 for steps, _ in cleaned):
-        return empty, empty, empty, empty
+        return np.empty(0), np.empty((0, 1))
     first = max(steps[0] for steps, _ in cleaned)
     last = min(steps[-1] for steps, _ in cleaned)
     grid = np.unique(np.concatenate([steps for steps, _ in cleaned]))
     grid = grid[(grid >= first) & (grid <= last)]
     if grid.size > MAX_GRID_POINTS:
         grid = np.linspace(first, last, MAX_GRID_POINTS)
-    columns = np.array([np.interp(grid, steps, values) for steps, values in cleaned]).T
-    # One set of resampled seeds for the whole curve, so that the band resamples whole runs.
-    chosen = _resample(len(cleaned))
-    low, high = np.empty(grid.size), np.empty(grid.size)
-    for point, column in enumerate(columns):
-        low[point], high[point] = np.quantile(_iqm_last_axis(column[chosen]), TAILS)
-    return grid, _iqm_last_axis(columns), low, high
+    return grid, np.array([np.interp(grid, steps, values) for steps, values in cleaned]).T
 
 
 def _iqm_last_axis(array: FloatArray) -> FloatArray:

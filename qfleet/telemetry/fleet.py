@@ -9,7 +9,6 @@ shards of a replay memory, and a separate learner holds the weights.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +27,8 @@ STRAGGLES = 1.5
 """A worker is reported as straggler if its time per step exceeds the median by this factor."""
 TRAFFIC = ("bytes_sent", "bytes_received", "messages")
 """Figures of a worker that make up ``communication`` of a run."""
+LEARNER = "learner"
+"""Name of the learner's row."""
 MOST_LOGGED = 32
 """Processes whose shares are logged; of hundreds, every row of the log would be long."""
 LEAST_CALLS = 3
@@ -239,7 +240,7 @@ class FleetAccount:
     def rows(self) -> list[ShareRow]:
         """Name, env steps per second and shares of each worker, and of the learner if any."""
         rows = [worker.row(self.member) for worker in self.workers]
-        return rows if self.learner is None else [*rows, ("learner", None, self.learner)]
+        return rows if self.learner is None else [*rows, (LEARNER, None, self.learner)]
 
     def total(self, name: str) -> int:
         """Return the sum over workers of one figure: env_steps, bytes_sent, messages …"""
@@ -365,10 +366,16 @@ def shares_of(seconds: Mapping[str, float], wall_s: float) -> dict[str, float]:
 
 
 def share_scalars(rows: Iterable[ShareRow]) -> dict[str, float]:
-    """Return the scalars ``worker_0/time/share_waiting`` … of the first ``MOST_LOGGED`` rows."""
+    """Return the scalars ``worker_0/time/share_waiting`` … of the first ``MOST_LOGGED`` workers.
+
+    Those of the learner are always among them.
+    """
+    known = list(rows)
+    workers = [row for row in known if row[0] != LEARNER]
+    learner = [row for row in known if row[0] == LEARNER]
     return {
         f"{name.replace(' ', '_')}/time/share_{kind}": shares[kind]
-        for name, _, shares in itertools.islice(rows, MOST_LOGGED)
+        for name, _, shares in (*workers[:MOST_LOGGED], *learner)
         for kind in KINDS
     }
 

@@ -14,12 +14,15 @@ from typing import Any
 
 from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.core.files import read_text
+from qfleet.core.urls import public_value
 from qfleet.telemetry.formatting import finite
 
 ROLLOUT_RETURN = "rollout/ep_rew_mean"
 EVAL_RETURN = "eval/mean_reward"
 UNFINISHED = "running or interrupted"
 """State of a run without a result of its newest steps."""
+FINISHED = ("finished", "target_return", "patience")
+"""States of runs that have ended by their own rules, not by a signal, a limit or an error."""
 
 _NOT_COMPUTED = frozenset(
     ("seed", "device", "threads", "replay_dir", "env_timeout_s", "tensorboard", "track")
@@ -149,7 +152,7 @@ def _differences(run: RunData, rivals: list[RunData]) -> list[str]:
         for name in own
         if any(computed_fields(rival).get(name) != own[name] for rival in rivals)
     ]
-    return [f"{name}={own[name]}" for name in differing[:3]]
+    return [f"{name}={public_value(own[name])}" for name in differing[:3]]
 
 
 def _is_seed(path: Path) -> bool:
@@ -192,7 +195,8 @@ def parse_metrics(text: str) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue  # cut off by a crash, or being written right now
-        if isinstance(row, dict) and isinstance(row.get("env_steps"), int):
+        env_steps = row.get("env_steps") if isinstance(row, dict) else None
+        if isinstance(env_steps, int) and finite(env_steps) is not None:
             yield row
 
 

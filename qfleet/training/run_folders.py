@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from qfleet.core.errors import ConfigError, StorageError, UnknownNameError
+from qfleet.core.urls import is_url
 from qfleet.storage.published import INDEX, fetch_to_read, require_index
-from qfleet.storage.remote import Store, is_url
+from qfleet.storage.remote import Store
 from qfleet.telemetry.runs import find_runs, resolve_run, run_name, seed_folders
 
 Needs = Literal["summary", "best", "last"]

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from qfleet.core.errors import ConfigError, StorageError, StorageOutage
+from qfleet.core.urls import is_url, public_url
 from qfleet.storage import remote
-from qfleet.storage.remote import Store, is_url, public_url
+from qfleet.storage.remote import Store
 from support.messages import says
 from support.s3 import BUCKET, FaultyS3, s3_server
 from support.webhdfs import NameNode, name_node

@@ -10,6 +10,7 @@ from qfleet.telemetry.aggregate import (
     bootstrap_ci,
     compare_scores,
     iqm,
+    iqm_curve,
 )
 
 
@@ -65,6 +66,19 @@ def test_curves_meet_on_their_common_range() -> None:
     assert middle.tolist() == [15.0, 30.0, 37.5]  # the second curve is 40 at 200
     assert low.tolist() == [10.0, 20.0, 25.0]
     assert high.tolist() == [20.0, 40.0, 50.0]
+
+
+def test_a_curve_without_bounds_is_that_of_the_one_with_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    curves = [([0, 10, 20], [0.0, 1.0, 2.0]), ([5, 20], [4.0, 8.0])]
+    with_bounds = aggregate_curves(curves)
+    monkeypatch.setattr(aggregate, "_resample", None)  # a bootstrap would fail
+    without = iqm_curve(curves)
+    for ours, theirs in zip(without, with_bounds[:2], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert not np.array_equal(without[1], with_bounds[2])
+    assert iqm_curve([])[1].size == aggregate_curves([])[1].size == 0
 
 
 def test_a_repeated_step_counts_once_with_its_last_value() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from qfleet.telemetry.fleet import (
+    LEARNER,
     MOST_LOGGED,
     TRAFFIC,
     FleetAccount,
@@ -66,6 +67,9 @@ def test_shares_of_each_worker_are_scalars_for_the_log() -> None:
     assert scalars["worker_1/time/share_waiting"] == pytest.approx(0.5)
     many = fleet(workers=[worker(k, 1, SLOW) for k in range(3 * MOST_LOGGED)])
     assert len(share_scalars(many.rows)) == len(KINDS) * MOST_LOGGED
+    learning = [*many.rows, (LEARNER, None, fleet().shares)]
+    assert "learner/time/share_waiting" in share_scalars(learning)
+    assert len(share_scalars(learning)) == len(KINDS) * (MOST_LOGGED + 1)
 
 
 def test_a_worker_that_never_worked_does_not_count_in_the_mean() -> None:
