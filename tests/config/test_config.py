@@ -524,7 +524,9 @@ def test_a_shorter_run_scales_what_its_preset_counts_in_steps() -> None:
     whole, short = (resolve("ALE/Pong-v5", fields=f)[0] for f in ({}, {"steps": 20_000}))
     assert whole.steps == 10_000_000
     assert validate(short).learning_starts == whole.learning_starts // 500
-    assert short.target_update_interval == whole.target_update_interval // 500
+    assert short.target_update_interval == whole.target_update_interval == 1000
+    shortest = resolve("ALE/Pong-v5", fields={"steps": 5000})[0]
+    assert shortest.target_update_interval == 250  # 20 updates of the target network
     assert short.eval_freq == whole.eval_freq // 500
     assert short.exploration_fraction == whole.exploration_fraction
 
