@@ -178,6 +178,12 @@ class Config:
     """Actor-critic: weight of the squared error of the state's value."""
     entropy_weight: float = field(0.01, "algorithm", low=0)
     """Actor-critic: weight of the policy's entropy, which prevents premature convergence."""
+    cql_alpha: float = field(0.0, "algorithm", low=0)
+    """Offline: weight of discrete CQL's penalty on the values of actions that the data does not
+    contain; 0: none."""
+    bcq_threshold: float = field(0.0, "algorithm", low=0, below=1)
+    """Offline: discrete BCQ takes only actions whose probability, by a model of the data's policy,
+    is above this share of the most likely action's; 0: all actions, and no model."""
     separate_networks: bool = field(False, "algorithm")
     """Actor-critic: a network for the policy and one for the value, which share no layers."""
     n_atoms: int = field(51, "algorithm", low=2)

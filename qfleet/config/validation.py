@@ -107,6 +107,13 @@ def _rules(c: Config) -> Rules:
         yield c.head == "q", "head", f"{no}; use q"
         for name in ("double", "munchausen"):
             yield not getattr(c, name), name, f"{no}; switch it off"
+    for name, heads in {"cql_alpha": ("q", "qr"), "bcq_threshold": ("q",)}.items():
+        if getattr(c, name):
+            yield bool(c.data), name, "is for training from a dataset; set --data or use 0"
+            yield c.head in heads, "head", f"must be {' or '.join(heads)} with {name}"
+            yield not c.munchausen, "munchausen", f"does not go with {name}; switch it off"
+            yield c.loss != "cross-entropy", "loss", (
+                f"does not go with {name}, which corrects TD errors; use huber or mse")
     if c.data:
         yield c.replay, "replay", (
             "does not go with --data, because rollouts must be of the newest policy; choose an "

@@ -1,0 +1,101 @@
+"""Offline training on CartPole-v1: what CQL learns, how policies are ranked, work by speed.
+
+    python benchmarks/offline.py cql [--algo cql] [--seeds 5] [--epochs 20] [--image PATH]
+    python benchmarks/offline.py fqe
+    python benchmarks/offline.py speed
+
+``cql`` records 50,000 steps of a half-trained policy that takes a random action with probability
+0.3, and trains from them. ``fqe`` estimates the returns of ten checkpoints from such a recording
+and correlates them with the returns that they get when they play. ``speed`` trains with two workers
+of a parameter server, the second of which computes half as fast, and compares the time of an epoch
+with that of one and a half workers. Every result is one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import qfleet
+from qfleet.data.manifest import Dataset
+from qfleet.data.operations import read_episodes
+from qfleet.training.record_data import record
+
+STEPS, EPSILON, HALF_TRAINED = 50_000, 0.3, 150.0
+ONLINE = {"tensorboard": False, "checkpoint_freq": 10**9, "n_eval_episodes": 20}
+OFFLINE = {
+    "batch_size": 128, "learning_rate": 5e-4, "target_update_interval": 10_000, "net_arch": (256, 256),
+    "n_eval_episodes": 20, "tensorboard": False, "checkpoint_freq": 10**9, "lr_schedule": "linear",
+}  # fmt: skip
+
+
+def half_trained(folder: Path) -> qfleet.Policy:
+    """Train until an evaluation reaches ``HALF_TRAINED``; return that policy."""
+    trained = qfleet.train(
+        "CartPole-v1", run_dir=folder, target_return=HALF_TRAINED, eval_freq=1000, **ONLINE
+    )
+    return qfleet.load(trained.folder)
+
+
+def recorded(folder: Path) -> Dataset:
+    policy = half_trained(folder / "behaviour")
+    return record(policy, str(folder / "data"), steps=STEPS, epsilon=EPSILON)
+
+
+def mean_return(dataset: Dataset) -> float:
+    return float(np.mean([episode.reward for episode in read_episodes(dataset).values()]))
+
+
+def measure_cql(
+    folder: Path, algo: str, seeds: int, epochs: int, image: str, fields: dict[str, Any]
+) -> None:
+    dataset = recorded(folder)
+    behaviour = mean_return(dataset)
+    print(json.dumps({"behaviour_return": behaviour, "episodes": dataset.manifest.episodes}))
+    found = list[float]()
+    for seed in range(seeds):
+        trained = qfleet.train(
+            data=dataset.url, algo=algo, seed=seed, epochs=epochs, eval_freq=2 * STEPS,
+            run_dir=folder / f"{algo}-{seed}", **{**OFFLINE, **fields},
+        )  # fmt: skip
+        assert isinstance(trained, qfleet.Trained)
+        played = trained.result
+        found.append(float(played.eval_return_mean or 0.0))
+        print(json.dumps({
+            "algo": algo, "seed": seed, "final": played.eval_return_mean,
+            "best": played.best_eval_return, "wall_s": played.wall_s,
+        }), flush=True)  # fmt: skip
+    reached = sum(one >= 475 or one >= behaviour + 100 for one in found)
+    print(json.dumps({"algo": algo, "reached": reached, "seeds": seeds, "returns": found}))
+    if image:
+        from qfleet.telemetry.plots import learning_curve
+        from qfleet.telemetry.runs import read_run
+
+        runs = [read_run(folder / f"{algo}-{seed}") for seed in range(seeds)]
+        learning_curve({algo: runs}, "eval/mean_reward", Path(image))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["cql", "fqe", "speed"])
+    parser.add_argument("--algo", default="cql")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--image", default="", help="draw the learning curve to this file")
+    parser.add_argument("--fields", default="{}", help="configuration fields as JSON")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.what == "cql":
+            fields = json.loads(options.fields)
+            measure_cql(
+                Path(folder), options.algo, options.seeds, options.epochs, options.image, fields
+            )
+
+
+if __name__ == "__main__":
+    main()
