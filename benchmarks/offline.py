@@ -16,6 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,17 @@ import numpy as np
 import qfleet
 from qfleet.data.manifest import Dataset
 from qfleet.data.operations import read_episodes
+from qfleet.storage.checkpoint import load_checkpoint
+from qfleet.storage.spec_json import spec_from_json
+from qfleet.training.off_policy import compare
 from qfleet.training.record_data import record
 
 STEPS, EPSILON, HALF_TRAINED = 50_000, 0.3, 150.0
 ONLINE = {"tensorboard": False, "checkpoint_freq": 10**9, "n_eval_episodes": 20}
 OFFLINE = {
-    "batch_size": 128, "learning_rate": 5e-4, "target_update_interval": 10_000, "net_arch": (256, 256),
-    "n_eval_episodes": 20, "tensorboard": False, "checkpoint_freq": 10**9, "lr_schedule": "linear",
+    "batch_size": 128, "learning_rate": 5e-4, "lr_schedule": "linear", "n_steps": 5,
+    "target_update_interval": 10_000, "net_arch": (256, 256), "n_eval_episodes": 20,
+    "tensorboard": False, "checkpoint_freq": 10**9,
 }  # fmt: skip
 
 
@@ -80,6 +86,36 @@ def measure_cql(
         learning_curve({algo: runs}, "eval/mean_reward", Path(image))
 
 
+def measure_fqe(folder: Path, updates: int) -> None:
+    dataset = recorded(folder)
+    trained = qfleet.train(
+        "CartPole-v1", run_dir=folder / "ten", steps=30_000, eval_freq=0, seed=7, tensorboard=False,
+        checkpoint_freq=3000, keep_checkpoints=10,
+    )  # fmt: skip
+    assert isinstance(trained, qfleet.Trained)
+    policies = dict[str, qfleet.Policy]()
+    for steps in range(3000, 30_001, 3000):
+        stored = load_checkpoint(trained.folder / "checkpoints", steps)
+        spec = spec_from_json(stored.meta["spec"])
+        policies[str(steps)] = qfleet.Policy(trained.config, spec, stored.parts["learner"])
+    true = {name: policy.evaluate(50, seed=5).mean for name, policy in policies.items()}
+    began_s = time.monotonic()
+    estimates = compare(policies, dataset, updates=updates)
+    for one in estimates:
+        print(json.dumps({"true_return": true[one.policy], **asdict(one)}))
+    played = [true[one.policy] for one in estimates]
+    for method in ("fqe", "wdr"):
+        estimated = [getattr(one, method) for one in estimates]
+        print(json.dumps({"method": method, "spearman": spearman(played, estimated)}))
+    print(json.dumps({"wall_s": time.monotonic() - began_s}))
+
+
+def spearman(one: list[float], other: list[float]) -> float:
+    """Return the correlation of ranks; equal values have the mean of their ranks."""
+    ranks = [[np.mean(np.flatnonzero(np.sort(v) == x)) for x in v] for v in (one, other)]
+    return float(np.corrcoef(ranks)[0, 1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["cql", "fqe", "speed"])
@@ -87,7 +123,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--image", default="", help="draw the learning curve to this file")
-    parser.add_argument("--fields", default="{}", help="configuration fields as JSON")
+    parser.add_argument(
+        "--fields", default='{"cql_alpha": 0.5}', help="configuration fields as JSON"
+    )
+    parser.add_argument("--updates", type=int, default=5000, help="gradient steps of FQE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.what == "cql":
@@ -95,6 +134,8 @@ def main() -> None:
             measure_cql(
                 Path(folder), options.algo, options.seeds, options.epochs, options.image, fields
             )
+        elif options.what == "fqe":
+            measure_fqe(Path(folder), options.updates)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
@@ -25,6 +25,7 @@ ACTIONS = {
     "stats": "compute statistics of a dataset and store them in it",
     "split": "split episodes into train, validation and test",
     "shard": "split episodes into shards of equal size or in proportion to speeds",
+    "compare": "rank the policies of runs by estimates from a dataset",
     "merge": "finish the manifest of a recording that was killed",
     "import": "copy a Minari dataset into a dataset",
     "export": "copy a dataset into a Minari dataset",
@@ -35,6 +36,7 @@ EXAMPLES = """Examples:
   qfleet data record runs/NAME data/expert --steps 50000 --epsilon 0.1
   qfleet data split data/expert data/split --stratify
   qfleet train --data data/split/train --algo behaviour-cloning --epochs 10
+  qfleet data compare runs/A runs/B --data data/split/test
   qfleet data import NAME data/imported"""
 
 
@@ -85,6 +87,26 @@ class ShardOptions:
 
 
 @dataclass(frozen=True)
+class CompareOptions:
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Names, folders or URLs of runs, or files that policy.save wrote."""
+    data: str
+    """Folder or URL of the dataset that the estimates are made from."""
+    which: Literal["best", "last"] | None = None
+    """The best evaluated policy, or the newest checkpoint's; default: best, if there is one."""
+    gamma: float = 0.99
+    """Discount per env step of the estimated returns."""
+    updates: int = 5000
+    """Gradient steps of each fitted function."""
+    seed: int = 0
+    """Seed of fitted functions and bootstrap samples."""
+    trust: bool = False
+    """Import the code (module:Class, --import) that the runs' configurations name."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+
+@dataclass(frozen=True)
 class CopyOptions:
     source: tyro.conf.Positional[str]
     """import: name of a Minari dataset; export: folder or URL of the dataset."""
@@ -110,6 +132,7 @@ def run(argv: list[str]) -> int:
         "merge": (DataOptions, _merge),
         "split": (SplitOptions, _split),
         "shard": (ShardOptions, _shard),
+        "compare": (CompareOptions, _compare),
         "import": (CopyOptions, _import),
         "export": (CopyOptions, _export),
     }
@@ -138,7 +161,7 @@ def _lines(name: str, value: Any) -> Iterator[str]:
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_text(inner)}" for key, inner in value.items())
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return ", ".join(map(_text, value))
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "–"}[value]
@@ -234,6 +257,33 @@ def _size(dataset: Dataset) -> dict[str, int]:
         "transitions": dataset.manifest.transitions,
         "episodes": dataset.manifest.episodes,
     }
+
+
+def _compare(options: CompareOptions) -> dict[str, Any]:
+    import sys
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from qfleet.training import api
+    from qfleet.training.off_policy import compare
+
+    policies = {run: api.load(run, options.which, options.trust, "cpu") for run in options.runs}
+    with Console(stderr=True, quiet=options.json).status("reading the dataset") as status:
+        estimates = compare(
+            policies,
+            _open(options.data),
+            gamma=options.gamma,
+            updates=options.updates,
+            seed=options.seed,
+            on_policy=lambda name: status.update(f"estimating {name}"),
+        )
+    warnings = [one.warning for one in estimates if one.warning is not None]
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    found = [asdict(one) for one in estimates]
+    named = {one.pop("policy"): {"rank": rank, **one} for rank, one in enumerate(found, 1)}
+    return {**named, **({"warnings": warnings} if options.json else {})}
 
 
 def _import(options: CopyOptions) -> dict[str, Any]:

@@ -266,6 +266,12 @@ class DatasetMemory:
             return pieces[0]
         return Batch(*(torch.cat([getattr(one, name) for one in pieces]) for name in BATCH_FIELDS))
 
+    def in_file_order(self, rows: Tensor) -> Batch:
+        """Return transitions by their places in the files; the dataset must fit into memory."""
+        window = self._advance()
+        assert len(self._plan) == 1, "the dataset is read in windows"
+        return window.ring.gather(window.usable[rows], self._env)
+
     def update_priorities(self, index: Tensor, priority: Tensor) -> None:
         """Do nothing: every transition is drawn once per epoch."""
 
