@@ -40,6 +40,7 @@ EXCHANGING: tuple[Engine, ...] = (*SERVERS, *RANKS)
 ON_RAY: tuple[Engine, ...] = ("parameter-server", "actors")
 PROCESSES: tuple[Engine, ...] = (*ON_RAY, "all-reduce")
 OFFLINE: tuple[Engine, ...] = ("auto", "offline")
+DATA: tuple[Engine, ...] = (*OFFLINE, *EXCHANGING)
 HOST_EVALUATED: tuple[Engine, ...] = ("serial", "pipeline", *OFFLINE, *PROCESSES)
 # easgd has no admission policy and no compression.
 ALL_BUT_EASGD: tuple[Update, ...] = ("sync", "async", "ssp", "hybrid", "local-sgd", "admm")
@@ -288,17 +289,17 @@ class Config:
     """Device of the replay memory: cpu, cuda …; auto: the learner's device if it fits there."""
     replay_compression: Literal["none", "lz4"] = field("none", "replay")
     """Lossless compression of frames in a replay memory in RAM."""
-    data: str = field("", "replay", engines=OFFLINE)
+    data: str = field("", "replay", engines=DATA)
     """Train from this dataset (folder or URL, docs/data.md) without playing; env steps then count
     transitions read, and every batch is one update."""
-    data_memory_mb: int = field(1024, "replay", low=1, engines=OFFLINE)
+    data_memory_mb: int = field(1024, "replay", low=1, engines=DATA)
     """Offline: most RAM, or memory of a GPU, for rows of the dataset, in MiB."""
-    data_readers: int = field(2, "replay", low=1, high=4, engines=OFFLINE)
+    data_readers: int = field(2, "replay", low=1, high=4, engines=DATA)
     """Offline: threads that read the dataset; they do not change the order."""
 
     steps: int = field(100_000, "optimisation", common=True, low=1)
     """Env steps of the whole run; every schedule refers to it."""
-    epochs: int = field(0, "optimisation", low=0, engines=OFFLINE)
+    epochs: int = field(0, "optimisation", low=0, engines=DATA)
     """Offline: passes over the dataset, which set steps; 0: steps is given."""
     eval_freq: int = field(10_000, "evaluation", common=True, low=0)
     """Env steps between evaluations; 0: only at the end."""
@@ -436,7 +437,8 @@ class Config:
     worker_timeout_s: float = field(60.0, "cluster", above=0, high=1e6, engines=PROCESSES)
     """Seconds without a report after which a worker is replaced (all-reduce: ends the run)."""
     step_latency_s: float = field(0.0, "cluster", low=0, high=1e6)
-    """Seconds added to every step of the environments, for measurements and teaching."""
+    """Seconds added to every step of the environments, or to every transition of a dataset, for
+    measurements and teaching."""
     straggler: float = field(1.0, "cluster", low=1, engines=PROCESSES)
     """Parameter server, actors, all-reduce: factor on step_latency_s of worker 0."""
     batch_per_rank: int = field(0, "cluster", low=0, engines=RANKS)

@@ -39,7 +39,7 @@ HOST = torch.device("cpu")
 BATCH, CHUNK = 256, 4096
 """Transitions per update, and per pass without a gradient."""
 LEARNING_RATE, TAU = 1e-3, 0.05
-NETWORK = {"net_arch": (128, 128), "algo": "dqn"}
+NETWORK: dict[str, Any] = {"net_arch": (128, 128), "algo": "dqn"}
 BOOTSTRAP_SAMPLES = 1000
 RARE, MOST_RARE = 0.05, 0.1
 """An action with a smaller probability in the data is rare; warn if this share of the actions
@@ -65,7 +65,7 @@ class Recording(NamedTuple):
     def map(self, function: Callable[[Batch], Tensor]) -> Tensor:
         """Return what a function without a gradient returns for every transition."""
         with torch.no_grad():
-            chunks = torch.arange(len(self.step)).split(CHUNK)
+            chunks = torch.split(torch.arange(len(self.step)), CHUNK)
             return torch.cat([function(self.batch(rows)) for rows in chunks])
 
 
@@ -247,7 +247,7 @@ def _log_ratio(probability: Tensor, log_model: Tensor, agrees: Tensor) -> NDArra
 
 
 def _resample(episodes: int, seed: int) -> NDArray[np.float64]:
-    """Return how often each sample holds each episode; the first sample holds every episode once."""
+    """Return how often each sample holds each episode; the first one holds every episode once."""
     random = np.random.default_rng([seed, 2])
     drawn = random.multinomial(episodes, np.full(episodes, 1 / episodes), BOOTSTRAP_SAMPLES)
     return np.concatenate((np.ones((1, episodes)), drawn))

@@ -35,7 +35,7 @@ def test_weighted_doubly_robust_by_hand() -> None:
 
 
 def test_weighted_doubly_robust_discounts_and_ends_with_the_value() -> None:
-    """No weight is left at step 1, so its values count with the weights of step 0: γ·(¾·8 + ¼·4)."""
+    """No weight is left at step 1: its values count with the weights of step 0, γ·(¾·8 + ¼·4)."""
     found = weighted_doubly_robust(
         steps([[0, 9], [0, 9]], [[0, 7], [0, 7]], [[0, 8], [0, 4]], [[1, 0], [1 / 3, 0]]), 0.5, ONCE
     )

@@ -29,7 +29,8 @@ from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.seeding import Seeds, mix_seeds
 from qfleet.core.types import EnvSpec, Memory, StateDict
-from qfleet.engines import pipeline
+from qfleet.data.dataset_memory import BatchShare
+from qfleet.engines import offline, pipeline
 from qfleet.engines.all_reduce.compression import make_exchange
 from qfleet.engines.all_reduce.group import TUNED_S, Group, Order
 from qfleet.engines.all_reduce.replay import SharedReplay, deal, in_order
@@ -98,7 +99,7 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
             return place
         # What the host computes or adds up cannot be recorded.
         on_device = config.gradient_compression not in ("top-k", "powersgd")
-        is_recorded = place.capturable and group.has_nccl and on_device
+        is_recorded = place.capturable and group.has_nccl and on_device and not config.data
         if group.has_nccl:
             _check_alike(group, whole, f"replay on {place.replay.type}")
         why = ", because ranks share a GPU" if group.shares_gpus else ""
@@ -120,13 +121,30 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
 
     updaters: list[AllReduceUpdater] = []
 
-    def updater(weights: FlatWeights, timers: Timers, capturable: bool) -> AllReduceUpdater:
+    def updater(weights: FlatWeights, timers: Timers, capturable: bool = False) -> AllReduceUpdater:
         local, exchange = make_updater(config, weights, capturable), make_exchange(config, weights)
         share = own.batch_size / whole.batch_size
         waits = weights.data.device.type != "cpu" and not group.has_nccl
         updaters.append(AllReduceUpdater(weights, local, group, exchange, share, timers, waits))
         return updaters[0]
 
+    if config.data:
+        # Every rank reads the same order and takes its own part of each batch.
+        first = sum(rank_config(config, other).batch_size for other in range(rank))
+        together = whole.replace(train_freq=whole.batch_size)
+        offline_parts = offline.build(
+            setup._replace(config=own),
+            offline.Variant(
+                place=place,
+                updater=updater,
+                parts=functools.partial(RankParts, group=group, whole=whole, together=together),
+                order_seed=config.seed,
+                share=BatchShare(first, own.batch_size, whole.batch_size),
+            ),
+        )
+        assert isinstance(offline_parts, RankParts)
+        offline_parts.updater = updaters[0]
+        return offline_parts
     parts = pipeline.build(
         setup._replace(config=own),
         pipeline.Variant(
@@ -194,7 +212,7 @@ class RankParts(LoopParts):
 
     def load_own_state(self, state: StateDict) -> bool:
         """Restore; return False if the environments had to start new episodes."""
-        if self.config.replay:
+        if self.config.replay and not self.config.data:  # a dataset is checked where it is read
             check_transitions(state["memory"], self.spec)
         self.memory.load_state_dict(state["memory"])
         exchange = self.updater.exchange
@@ -228,6 +246,8 @@ class RankParts(LoopParts):
         if not stored:
             raise CheckpointError("there is no state of any rank")
         self.channel.restart(self.clock.updates)
+        if self.config.data and len(stored) != size:  # all ranks are at the same row
+            stored = [stored[0] | {"unsent": self.updater.exchange.state_dict()}] * size
         if len(stored) == size:
             self._others = stored[1:]
             return self.load_own_state(stored[0])
