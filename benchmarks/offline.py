@@ -32,6 +32,8 @@ from qfleet.training.off_policy import compare
 from qfleet.training.record_data import record
 
 STEPS, EPSILON, HALF_TRAINED = 50_000, 0.3, 150.0
+LATENCY_S = 1e-3
+"""Time that the faster worker needs for a row: more than computing takes, so that it decides."""
 ONLINE = {"tensorboard": False, "checkpoint_freq": 10**9, "n_eval_episodes": 20}
 OFFLINE = {
     "batch_size": 128, "learning_rate": 5e-4, "lr_schedule": "linear", "n_steps": 5,
@@ -110,6 +112,25 @@ def measure_fqe(folder: Path, updates: int) -> None:
     print(json.dumps({"wall_s": time.monotonic() - began_s}))
 
 
+def measure_speed(folder: Path) -> None:
+    """Compare one worker with two of them, of which worker 0 needs twice as long for a row."""
+    policy = half_trained(folder / "behaviour")
+    dataset = record(policy, str(folder / "data"), steps=10_000, epsilon=EPSILON)
+    rates = dict[int, float]()
+    for workers in (1, 2):
+        trained = qfleet.train(
+            data=dataset.url, algo="cql", epochs=2, engine="parameter-server", workers=workers,
+            batch_size=64, step_latency_s=LATENCY_S, straggler=float(workers), eval_freq=0,
+            tensorboard=False, run_dir=folder / f"workers-{workers}",
+        )  # fmt: skip
+        assert isinstance(trained, qfleet.Trained)
+        assert trained.result.fleet is not None
+        rates[workers] = trained.result.fleet["env_steps_per_s"]
+        rows = [worker["env_steps"] for worker in trained.result.fleet["workers"]]
+        print(json.dumps({"workers": workers, "rows_per_s": rates[workers], "rows": rows}))
+    print(json.dumps({"epoch_over_ideal": 1.5 * rates[1] / rates[2]}))
+
+
 def spearman(one: list[float], other: list[float]) -> float:
     """Return the correlation of ranks; equal values have the mean of their ranks."""
     ranks = [[np.mean(np.flatnonzero(np.sort(v) == x)) for x in v] for v in (one, other)]
@@ -136,6 +157,8 @@ def main() -> None:
             )
         elif options.what == "fqe":
             measure_fqe(Path(folder), options.updates)
+        else:
+            measure_speed(Path(folder))
 
 
 if __name__ == "__main__":

@@ -169,6 +169,7 @@ def test_rows_that_are_not_read_are_in_the_state() -> None:
 class TestWithRay:
     pytestmark = RAY_MARKS
 
+    @pytest.mark.slow
     def test_workers_share_an_epoch_by_their_speeds(self, data: str, tmp_path: Path) -> None:
         """Worker 0 needs twice as long for a row; both are slow enough for this to be all."""
         trained = train(

@@ -40,8 +40,8 @@ class RowShares:
         share = self._shares.setdefault(worker, [])
         if not share and not self._find_rows(worker, speeds):
             return None
-        batches = int(speeds[worker] * slice_s / self._batch_size) if speeds[worker] else 0
-        size = self._batch_size * max(1, batches or FIRST_BATCHES)
+        batches = int(speeds[worker] * slice_s / self._batch_size) or 1
+        size = self._batch_size * (batches if speeds[worker] else FIRST_BATCHES)
         piece, rest = share[0][:size], share[0][size:]
         share[:1] = [rest] if rest else []
         self._pieces[worker] = piece
