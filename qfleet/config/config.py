@@ -246,6 +246,11 @@ class Config:
     """Lower the learning rate after this many evaluations without a new best; 0: never."""
     lr_plateau_factor: float = field(0.5, "optimisation", above=0, high=1)
     """Factor applied to the learning rate on a plateau."""
+    batch_plateau_factor: float = field(
+        1.0, "optimisation", low=1, high=1024, engines=("serial", *OFFLINE)
+    )
+    """Factor applied to batch_size on a plateau of lr_plateau_patience evaluations, up to 8192
+    transitions."""
     optimizer: Literal["adam", "adamw", "radam", "rmsprop", "sgd"] = field("adam", "optimisation")
     """Optimiser."""
     optimizer_eps: float = field(1e-8, "optimisation", low=0)
@@ -319,6 +324,14 @@ class Config:
     """Stop when an evaluation's mean return reaches this."""
     patience: int = field(0, "evaluation", common=True, low=0)
     """Stop after this many evaluations without a new best; 0: never."""
+    validation_data: str = field("", "evaluation", engines=DATA)
+    """Offline: dataset (folder or URL) on which TD loss, agreement with its actions and Q-values
+    are measured after every epoch (docs/offline.md)."""
+    plateau_metric: Literal["return", "td_loss", "agreement"] = field(
+        "return", "evaluation", engines=DATA
+    )
+    """Offline: what patience and lr_plateau_patience count: evaluations by their mean return, or
+    epochs by the TD loss or agreement on validation_data."""
 
     engine: Engine = field("auto", "engine", common=True)
     """How collecting and learning are divided among threads, processes and devices; auto measures

@@ -192,8 +192,19 @@ def _rules(c: Config) -> Rules:
     yield c.env_groups <= c.envs or c.envs == 0, "env_groups", f"must be ≤ envs ({c.envs})"
     yield c.learning_starts < c.steps, "learning_starts", (
         f"must be < steps ({c.steps}); lower it or raise steps")
+    by_return = c.plateau_metric == "return"
     for name in ("patience", "lr_plateau_patience"):
-        yield getattr(c, name) == 0 or c.eval_freq > 0, name, "needs evaluations; set eval_freq"
+        yield getattr(c, name) == 0 or c.eval_freq > 0 or not by_return, name, (
+            "needs evaluations; set eval_freq")
+    yield by_return or bool(c.validation_data), "plateau_metric", (
+        "is measured on a dataset; set validation_data or use return")
+    yield bool(c.data) or not c.validation_data, "validation_data", (
+        "is for training from a dataset; set --data or leave it out")
+    if c.batch_plateau_factor > 1:
+        yield c.lr_plateau_patience > 0, "batch_plateau_factor", (
+            "needs a number of evaluations; set lr_plateau_patience")
+        yield c.replay, "batch_plateau_factor", (
+            "needs replay, because a rollout is always used as a whole; use 1")
     yield not c.exploration_ladder or 0 < c.exploration_final_eps < 1, "exploration_final_eps", (
         "must be > 0 and < 1 with exploration_ladder; Ape-X uses 0.4")
     yield not (c.exploration_ladder and c.noisy), "exploration_ladder", (

@@ -40,13 +40,16 @@ class RateLimiter:
         env_steps, made = self._since
         self._since = (env_steps, made - updates)
 
-    def set_train_freq(self, train_freq: int) -> None:
-        """Change the number of env steps between bursts; updates owed so far stay owed."""
+    def set_train_freq(self, train_freq: int, since: tuple[int, int] | None = None) -> None:
+        """Change the number of env steps between bursts; updates owed so far stay owed.
+
+        ``since``: env steps and updates at which this was done before a resume.
+        """
         if train_freq == self._config.train_freq:
             return
         if self._clock.env_steps > self._config.learning_starts:
             owed = self.updates_owed()
-            self._since = (self._clock.env_steps, self._clock.updates - owed)
+            self._since = since or (self._clock.env_steps, self._clock.updates - owed)
         self._config = self._config.replace(train_freq=train_freq)
 
     def may_collect(self) -> bool:

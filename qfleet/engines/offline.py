@@ -69,7 +69,8 @@ def with_dataset(config: Config) -> Config:
         learning_starts=0,
         train_freq=batch_size,
         gradient_steps=1,
-        block_rows=max(1, BLOCK_SAMPLES // batch_size) * batch_size,
+        # At most an epoch, because runs look at their metrics between blocks.
+        block_rows=max(1, min(BLOCK_SAMPLES, manifest.transitions) // batch_size) * batch_size,
     )
 
 

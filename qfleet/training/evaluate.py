@@ -20,15 +20,18 @@ from qfleet.storage.state_checks import check_like
 from qfleet.training.best_policy import save_best
 from qfleet.training.callbacks import Hook
 from qfleet.training.early_stopping import EarlyStopping
+from qfleet.training.plateau import Plateau
 from qfleet.training.run_state import RunState
 
 
 class Evaluate(Hook):
     """Plays the greedy policy every ``eval_freq`` env steps, keeps the best, and stops early."""
 
-    def __init__(self, config: Config, save: Hook) -> None:
+    def __init__(self, config: Config, save: Hook, plateau: Plateau) -> None:
         """``save`` writes a checkpoint before a failing environment ends the run."""
-        self._early_stopping, self._save = EarlyStopping(config), save
+        if config.plateau_metric != "return":  # epochs count instead (``validate_data.py``)
+            config = config.replace(patience=0, lr_plateau_patience=0)
+        self._early_stopping, self._save, self._plateau = EarlyStopping(config), save, plateau
         self._begun_at: int | None = None
         """Env steps of the evaluation under way in the background."""
 
@@ -133,8 +136,7 @@ class Evaluate(Hook):
             run.stop(stop)
         self._save_best(run, better, weights)
         if lower_rate:
-            parts.model.lr_scale *= config.lr_plateau_factor
-            run.progress.message(f"plateau: learning rate scaled to {parts.model.lr_scale:g}")
+            self._plateau.reached(run)
         run.call("on_evaluation", evaluation)
 
     def _save_best(self, run: RunState, better: Iterable[int], weights: FlatWeights) -> None:

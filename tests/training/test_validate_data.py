@@ -1,0 +1,153 @@
+"""Metrics of a dataset after every epoch, and what a run does when they are on a plateau."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qfleet
+from qfleet.config.config import Config
+from qfleet.core.types import FIRST, EnvSpec
+from qfleet.data.manifest import Dataset
+from qfleet.engines.offline import make_dataset_memory
+from qfleet.networks.factory import make_network
+from qfleet.storage.checkpoint import load_checkpoint
+from qfleet.training.validate_data import agreement, measure
+from support.configs import tiny_fields
+from support.datasets import record_block, scripted_block
+
+CARTPOLE = EnvSpec("CartPole-v1", (4,), "float32", 2)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An episode's first action is 0, the others are 1; the first observation tells which."""
+    folder = tmp_path_factory.mktemp("data")
+    block = scripted_block(CARTPOLE, 200, 2)
+    first = block.flags & FIRST != 0
+    block.action = torch.where(first, 0, 1)
+    block.obs = torch.randn(block.obs.shape, generator=torch.Generator().manual_seed(0))
+    block.obs[..., 0] = torch.where(first, -1.0, 1.0)
+    record_block(folder, block, CARTPOLE)
+    return str(folder)
+
+
+def train(data: str, run_dir: Path, **fields: Any) -> qfleet.Trained:
+    fields = tiny_fields(**{"validation_data": data, "learning_rate": 1e-2, **fields})
+    fields.pop("preset")
+    trained = qfleet.train(data=data, run_dir=run_dir, **fields)
+    assert isinstance(trained, qfleet.Trained)
+    return trained
+
+
+def validations(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    return [line for line in lines if "data/agreement" in line]
+
+
+def test_precision_and_recall_by_hand() -> None:
+    """Of 10 actions 0, 6 are chosen as 0; of 5 actions 1, 4 as 1; action 2 never occurs."""
+    found = agreement(torch.tensor([[6, 4, 0], [1, 4, 0], [0, 0, 0]]))
+    assert found == pytest.approx({
+        "data/agreement": 10 / 15,
+        "data/precision_0": 6 / 7, "data/precision_1": 4 / 8,
+        "data/recall_0": 6 / 10, "data/recall_1": 4 / 5,
+    })  # fmt: skip
+
+
+def test_the_metrics_of_a_known_network(data: str) -> None:
+    """Q = (3, 1) everywhere, γ 0: the loss is that of the rewards, and action 0 is chosen."""
+    config = Config(data=data, net_arch=(), gamma=0.0, loss="mse")
+    network = make_network(config, CARTPOLE, torch.device("cpu"), 0)
+    for parameter in network.parameters():
+        parameter.data.zero_()
+    dict(network.named_parameters())["head.advantage.bias_0"].data.copy_(torch.tensor([3.0, 1.0]))
+    memory = make_dataset_memory(config, Dataset(data), 0, torch.device("cpu"))
+    found = measure(config, network, memory)
+    batch = memory.sample(memory.transitions, 0.0)
+    error = batch.reward - torch.where(batch.action == 0, 3.0, 1.0)
+    assert found["data/td_loss"] == pytest.approx(float(error.square().mean() / 2), rel=1e-5)
+    assert found["data/q_spread"] == pytest.approx(2.0)
+    assert found["data/agreement"] == pytest.approx(float((batch.action == 0).double().mean()))
+    assert found["data/recall_0"] == 1
+    assert found["data/recall_1"] == 0
+    assert "data/precision_1" not in found
+    assert measure(config, network, memory) == found  # also when the memory was read from
+    memory.close()
+
+
+def test_an_epoch_ends_with_a_validation(data: str, tmp_path: Path) -> None:
+    train(data, tmp_path / "run", algo="bc", epochs=5)
+    lines = validations(tmp_path / "run")
+    assert len(lines) == 5
+    assert lines[-1]["data/agreement"] > 0.95
+    assert lines[-1]["data/td_loss"] < lines[0]["data/td_loss"]
+
+
+def test_a_run_stops_when_the_agreement_is_on_a_plateau(data: str, tmp_path: Path) -> None:
+    trained = train(
+        data, tmp_path / "run", algo="bc", epochs=100, plateau_metric="agreement", patience=3
+    )
+    assert trained.result.stopped_by == "patience"
+    values = [line["data/agreement"] for line in validations(tmp_path / "run")]
+    assert 3 < len(values) < 100
+    assert max(values[:-3]) >= max(values[-3:])
+
+
+def test_batches_grow_on_a_plateau_and_a_resumed_run_goes_on_alike(
+    data: str, tmp_path: Path
+) -> None:
+    fields = {
+        "algo": "bc", "epochs": 12, "plateau_metric": "agreement", "lr_plateau_patience": 2,
+        "lr_plateau_factor": 1.0, "batch_plateau_factor": 2.0,
+    }  # fmt: skip
+    whole = train(data, tmp_path / "whole", **fields)
+    state = load_checkpoint(whole.folder / "checkpoints").parts
+    assert state["run"]["batch"][0] >= 32
+    assert whole.result.updates < whole.result.env_steps // 16
+    options = qfleet.RunOptions(stop_after=whole.result.env_steps * 3 // 4)
+    train(data, tmp_path / "cut", options=options, **fields)
+    cut = load_checkpoint(tmp_path / "cut" / "checkpoints").parts
+    assert cut["run"]["batch"][0]  # it had grown before the run was stopped
+    qfleet.resume(tmp_path / "cut")
+    resumed = load_checkpoint(tmp_path / "cut" / "checkpoints").parts
+    assert torch.equal(resumed["learner"]["weights"], state["learner"]["weights"])
+    assert resumed["run"]["updates"] == state["run"]["updates"]
+
+
+def test_online_batches_grow_too(tmp_path: Path) -> None:
+    """A learning rate of almost 0 finds no better policy."""
+    fields = tiny_fields(
+        steps=300, engine="serial", eval_freq=100, lr_plateau_patience=1, learning_rate=1e-9,
+        batch_plateau_factor=4.0,
+    )  # fmt: skip
+    trained = qfleet.train("CartPole-v1", run_dir=tmp_path / "run", **fields)
+    state = load_checkpoint(trained.folder / "checkpoints").parts
+    assert state["run"]["batch"][0] in (64, 256)
+    assert trained.result.updates == 50
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"plateau_metric": "td_loss", "validation_data": ""}, "plateau_metric"),
+        ({"batch_plateau_factor": 2.0}, "lr_plateau_patience"),
+        ({"batch_plateau_factor": 2.0, "engine": "all-reduce"}, "batch_plateau_factor"),
+        ({"cql_alpha": 1.0, "head": "c51"}, "head must be q or qr"),
+        ({"bcq_threshold": 0.3, "algo": "bc"}, "loss"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    fields: dict[str, Any], words: str, data: str, tmp_path: Path
+) -> None:
+    with pytest.raises(qfleet.ConfigError, match=words):
+        train(data, tmp_path / "run", **fields)
+
+
+def test_cql_needs_a_dataset(tmp_path: Path) -> None:
+    with pytest.raises(qfleet.ConfigError, match="--data"):
+        qfleet.train("CartPole-v1", algo="cql", run_dir=tmp_path / "run")
