@@ -224,6 +224,9 @@ class Config:
     """Activation of the hidden layers of an MLP; only relu has fused kernels."""
     layer_norm: bool = field(False, "algorithm")
     """Layer normalisation after every hidden layer of mlp, nature and minatar."""
+    dropout: float = field(0.0, "algorithm", low=0, below=1)
+    """Share of features set to 0 after every dense hidden layer, in gradients only: not in acting,
+    targets and evaluations."""
     init_from: str = field("", "algorithm")
     """Start with the weights of this run's best policy, or of a file that policy.save wrote;
     optimiser, replay and schedules start anew."""

@@ -175,6 +175,7 @@ def _rules(c: Config) -> Rules:
         yield not c.replay_dir, "replay_dir", f"{no}, which has a memory per agent; leave it out"
         yield c.lr_plateau_patience == 0, "lr_plateau_patience", (
             f"{no}, whose agents do not reach a plateau together; use 0")
+        yield c.dropout == 0, "dropout", f"{no}; use 0"
         yield not c.exploration_ladder, "exploration_ladder", (
             f"{no}; switch it off and vary exploration_final_eps instead")
         yield not (c.pbt_interval and c.halving_interval), "halving_interval", (
