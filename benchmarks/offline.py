@@ -5,10 +5,11 @@
     python benchmarks/offline.py speed
 
 ``cql`` records 50,000 steps of a half-trained policy that takes a random action with probability
-0.3, and trains from them. ``fqe`` estimates the returns of ten checkpoints from such a recording
-and correlates them with the returns that they get when they play. ``speed`` trains with two workers
-of a parameter server, the second of which computes half as fast, and compares the time of an epoch
-with that of one and a half workers. Every result is one line of JSON.
+0.3, and trains from them. ``fqe`` records 50,000 steps of training, estimates the returns of ten
+checkpoints of another run from them, and correlates these with the returns that they get when they
+play. ``speed`` trains with two workers of a parameter server, one of which needs twice as long for
+a row, and compares the time of an epoch with that of one and a half workers. Every result is one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -89,14 +90,17 @@ def measure_cql(
 
 
 def measure_fqe(folder: Path, updates: int) -> None:
-    dataset = recorded(folder)
+    recording = {"record": str(folder / "data"), "checkpoint_freq": 10**9}
+    plain = {"eval_freq": 0, "tensorboard": False}
+    qfleet.train("CartPole-v1", run_dir=folder / "recorded", steps=STEPS, **recording, **plain)
+    dataset = Dataset(str(folder / "data"))
     trained = qfleet.train(
-        "CartPole-v1", run_dir=folder / "ten", steps=30_000, eval_freq=0, seed=7, tensorboard=False,
-        checkpoint_freq=3000, keep_checkpoints=10,
+        "CartPole-v1", run_dir=folder / "ten", steps=10_000, seed=7, checkpoint_freq=1000,
+        keep_checkpoints=10, **plain,
     )  # fmt: skip
     assert isinstance(trained, qfleet.Trained)
     policies = dict[str, qfleet.Policy]()
-    for steps in range(3000, 30_001, 3000):
+    for steps in range(1000, 10_001, 1000):
         stored = load_checkpoint(trained.folder / "checkpoints", steps)
         spec = spec_from_json(stored.meta["spec"])
         policies[str(steps)] = qfleet.Policy(trained.config, spec, stored.parts["learner"])
