@@ -182,3 +182,14 @@ class TestWithRay:
         slow, fast = (worker["env_steps"] for worker in trained.result.fleet["workers"])
         assert slow + fast == 3200
         assert slow < 0.8 * fast
+
+    @pytest.mark.slow
+    def test_a_resumed_run_reads_the_rest(self, data: str, tmp_path: Path) -> None:
+        fields = {"engine": "parameter-server", "workers": 2, "step_latency_s": 1e-3}
+        options = qfleet.RunOptions(stop_after=1000)
+        cut = train(data, tmp_path / "run", steps=3200, options=options, **fields)
+        assert 1000 <= cut.result.env_steps < 3200
+        resumed = qfleet.resume(tmp_path / "run")
+        assert isinstance(resumed, qfleet.Trained)
+        assert resumed.result.env_steps == 3200
+        assert resumed.result.updates == 200

@@ -81,7 +81,8 @@ def test_the_metrics_of_a_known_network(data: str) -> None:
 
 
 def test_an_epoch_ends_with_a_validation(data: str, tmp_path: Path) -> None:
-    train(data, tmp_path / "run", algo="bc", epochs=5)
+    trained = train(data, tmp_path / "run", algo="bc", epochs=5, engine="serial")
+    assert trained.result.engine == "offline"  # which is serial without environments
     lines = validations(tmp_path / "run")
     assert len(lines) == 5
     assert lines[-1]["data/agreement"] > 0.95
