@@ -5,9 +5,8 @@
     python benchmarks/offline.py speed
 
 ``cql`` records 50,000 steps of a half-trained policy that takes a random action with probability
-0.3, and trains from them. ``fqe`` records 50,000 steps of training, estimates the returns of ten
-checkpoints of another run from them, and correlates these with the returns that they get when they
-play. ``speed`` trains with two workers of a parameter server, one of which needs twice as long for
+0.3, and trains from them. ``fqe`` estimates the returns of ten checkpoints of another run from the
+same recording, and correlates these with the returns that they get when they play. ``speed`` trains with two workers of a parameter server, one of which needs twice as long for
 a row, and compares the time of an epoch with that of one and a half workers. Every result is one
 line of JSON.
 """
@@ -90,10 +89,8 @@ def measure_cql(
 
 
 def measure_fqe(folder: Path, updates: int) -> None:
-    recording = {"record": str(folder / "data"), "checkpoint_freq": 10**9}
+    dataset = recorded(folder)
     plain = {"eval_freq": 0, "tensorboard": False}
-    qfleet.train("CartPole-v1", run_dir=folder / "recorded", steps=STEPS, **recording, **plain)
-    dataset = Dataset(str(folder / "data"))
     trained = qfleet.train(
         "CartPole-v1", run_dir=folder / "ten", steps=10_000, seed=7, checkpoint_freq=1000,
         keep_checkpoints=10, **plain,

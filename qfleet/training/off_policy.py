@@ -31,6 +31,7 @@ from qfleet.core.seeding import mix_seeds
 from qfleet.core.types import Batch
 from qfleet.data.dataset_memory import DatasetMemory
 from qfleet.data.manifest import Dataset
+from qfleet.data.operations import fit_statistics
 from qfleet.data.rows import PartFile
 from qfleet.networks.factory import make_network
 from qfleet.networks.qnetwork import QNetwork
@@ -58,6 +59,8 @@ class Recording(NamedTuple):
     """Steps of the episode before each transition."""
     probability: Tensor
     """Of each action under the policy that acted; NaN: unknown."""
+    statistics: dict[str, Any]
+    """Of the observations, by which fitted networks normalise them."""
 
     def batch(self, rows: Tensor) -> Batch:
         return self.memory.in_file_order(rows)
@@ -153,6 +156,7 @@ def _read(dataset: Dataset, gamma: float, seed: int) -> Recording:
         torch.from_numpy(place),
         torch.from_numpy(step.astype(np.int64)),
         torch.from_numpy(probability.astype(np.float64)),
+        fit_statistics(dataset),
     )
 
 
@@ -164,8 +168,13 @@ def _fit(
     loss: Callable[[QNetwork, QNetwork, Tensor, Batch], Tensor],
 ) -> QNetwork:
     """Return a network fitted with ``loss(online, target, rows, batch)``; the target follows."""
-    config = Config(**{**NETWORK, "env": dataset.spec.env_id})
+    statistics = recording.statistics
+    config = Config(**NETWORK, normalize_observations="obs_mean" in statistics)
     online, target = (make_network(config, dataset.spec, HOST, seed) for _ in range(2))
+    if config.normalize_observations:
+        mean, variance = (torch.tensor(statistics[f"obs_{name}"]) for name in ("mean", "variance"))
+        for network in (online, target):
+            network.set_statistics(mean, variance, statistics["obs_count"])
     weights, old_weights = FlatWeights(online), FlatWeights(target)
     adam = make_optimiser("adam", weights.data, 1e-8, 0.0, None)
     updater = LocalUpdater(weights, adam, max_grad_norm=10.0)
