@@ -6,9 +6,9 @@
 
 ``cql`` records 50,000 steps of a half-trained policy that takes a random action with probability
 0.3, and trains from them. ``fqe`` estimates the returns of ten checkpoints of another run from the
-same recording, and correlates these with the returns that they get when they play. ``speed`` trains with two workers of a parameter server, one of which needs twice as long for
-a row, and compares the time of an epoch with that of one and a half workers. Every result is one
-line of JSON.
+same recording, and correlates these with the returns that they get when they play. ``speed`` trains
+with two workers of a parameter server, one of which needs twice as long for a row, and compares the
+time of an epoch with that of one and a half workers. Every result is one line of JSON.
 """
 
 from __future__ import annotations
