@@ -5,10 +5,11 @@
     python benchmarks/offline.py speed
 
 ``cql`` records 50,000 steps of a half-trained policy that takes a random action with probability
-0.3, and trains from them. ``fqe`` estimates the returns of ten checkpoints of another run from the
-same recording, and correlates these with the returns that they get when they play. ``speed`` trains
-with two workers of a parameter server, one of which needs twice as long for a row, and compares the
-time of an epoch with that of one and a half workers. Every result is one line of JSON.
+0.3, and trains from them. ``fqe`` records a run of 10,000 steps, estimates the returns of its
+ten checkpoints from the recording, and correlates these with the returns that they get when they
+play. ``speed`` trains with two workers of a parameter server, one of which needs twice as long for
+a row, and compares the time of an epoch with that of one and a half workers. Every result is one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -89,12 +90,11 @@ def measure_cql(
 
 
 def measure_fqe(folder: Path, updates: int) -> None:
-    dataset = recorded(folder)
-    plain = {"eval_freq": 0, "tensorboard": False}
     trained = qfleet.train(
-        "CartPole-v1", run_dir=folder / "ten", steps=10_000, seed=7, checkpoint_freq=1000,
-        keep_checkpoints=10, **plain,
+        "CartPole-v1", run_dir=folder / "run", steps=10_000, seed=7, checkpoint_freq=1000,
+        keep_checkpoints=10, eval_freq=0, tensorboard=False, record=str(folder / "data"),
     )  # fmt: skip
+    dataset = Dataset(str(folder / "data"))
     assert isinstance(trained, qfleet.Trained)
     policies = dict[str, qfleet.Policy]()
     for steps in range(1000, 10_001, 1000):
