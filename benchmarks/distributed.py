@@ -4,14 +4,20 @@
     python benchmarks/distributed.py --tasks pong --workers 1,2,4 --seconds 20
     python benchmarks/distributed.py --rows solve             seconds to 475 on CartPole
     python benchmarks/distributed.py --rows pong18            seconds to 18 on Pong (a GPU)
-    python benchmarks/distributed.py --rows draw --out FOLDER the figure, of FOLDER/rates.json
+    python benchmarks/distributed.py --rows apex              two Atari games, beside pipeline
+    python benchmarks/distributed.py --rows draw --out FOLDER the figures, of FOLDER
 
 rates: Pong with one update of 32 per 256 env steps, and highway-env's `highway-fast-v0` (42 ms per
 env step) with the settings of its preset. Every worker, actor and serial run has one thread, and
-nothing is delayed artificially. ``independent`` are as many serial programs as there are workers,
+nothing is delayed artificially. The exploration rate is constant, because what an agent has learnt
+changes what a step costs. ``independent`` are as many serial programs as there are workers,
 started together: the steps that these cores can make at most. A rate is that of the second half
-of a run, when all workers have begun. With ``--together`` small numbers of workers run at the same
-time, where the cores suffice.
+of a run, or that of ``fleet`` in its result: from when all workers have begun. ``overlap``:
+workers that send a gradient while they compute
+the next one. With ``--together`` small numbers of workers run at the same time, where the cores
+suffice.
+apex: Ape-X (priorities, double, dueling, a ladder of exploration rates) on ``actors`` beside the
+preset `pong` on ``pipeline``; all four runs at the same time, each on a quarter of the cores.
 """
 
 from __future__ import annotations
@@ -30,16 +36,17 @@ TASKS = {
     "pong": (
         "train ALE/Pong-v5 --algo dqn --preset none --steps 100000000 --envs 8 "
         "--clip-rewards --buffer-size 40000 --learning-starts 2000 --train-freq 256 "
-        "--batch-size 32 --exploration-fraction 0.0001 --log-interval 1000"
+        "--batch-size 32 --exploration-initial-eps 0.05 --log-interval 1000"
     ),
     "highway": (
         "train highway-fast-v0 --import highway_env --algo dqn --preset highway --steps 100000000 "
         "--envs 1 --vectorize sync --buffer-size 15000 --learning-starts 50 "
-        "--exploration-fraction 0.0001 --log-interval 20"
+        "--exploration-initial-eps 1 --exploration-final-eps 1 --log-interval 20"
     ),
 }
 ENGINES = {
     "workers": "--engine parameter-server --update async --device cpu",
+    "overlap": "--engine parameter-server --update async --device cpu --overlap",
     "actors": "--engine actors",
     "independent": "--engine serial --threads 1 --device cpu",
 }
@@ -56,10 +63,22 @@ PONG_PLAYERS = {
     "actors": "--engine actors --workers 16 --envs 8 --servers 2",
     "workers": "--engine parameter-server --workers 16 --envs 8 --update async --device cpu",
 }
+RESULT_KEYS = ("wall_s", "env_steps", "stopped_by", "best_eval_return", "joules", "device_s")
+GAMES = ["Pong", "Breakout"]
+GAME = "train ALE/{game}-v5 --preset pong --target-return 1000 --eval-freq 100000 --no-tensorboard"
+APEX = {
+    "pipeline": "--engine pipeline --envs 32 --threads 4",
+    "actors": (
+        "--engine actors --workers 3 --envs 16 --double --dueling --prioritized-replay "
+        "--exploration-ladder --exploration-final-eps 0.4"
+    ),
+}
 
 
-def run(command: str, folder: Path, limit_s: float) -> dict[str, Any]:
-    """Run a command; return its result, the rates of its log and the wall time it took."""
+def run(
+    command: str, folder: Path, limit_s: float, cores: set[int] | None = None
+) -> dict[str, Any]:
+    """Run a command, on these cores if given; return what its result says and its rate."""
     words = [*command.split(), "--run-dir", str(folder)]
     environ = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     log = folder.with_suffix(".log")
@@ -68,27 +87,28 @@ def run(command: str, folder: Path, limit_s: float) -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, "-m", "qfleet.cli.main", *words],
             stdout=out, stderr=out, env=environ, check=False, timeout=limit_s,
+            preexec_fn=None if cores is None else lambda: os.sched_setaffinity(0, cores),
         )  # fmt: skip
     if done.returncode != 0:
         raise SystemExit(f"qfleet {' '.join(words)} failed:\n{log.read_text()[-2000:]}")
     result = json.loads((folder / "result.json").read_text())
     fleet = result["fleet"] or {}
     return {
-        "steps_per_s": second_half_rate(folder / "metrics.jsonl") or 0.0,
-        **{key: result[key] for key in ("wall_s", "env_steps", "stopped_by", "best_eval_return")},
+        "steps_per_s": fleet.get("env_steps_per_s") or second_half_rate(folder / "metrics.jsonl"),
+        **{key: result[key] for key in RESULT_KEYS},
         "staleness": (fleet.get("staleness") or {}).get("mean"),
     }
 
 
-def second_half_rate(metrics: Path) -> float | None:
-    """Return the env steps per second in the second half of a run: all its workers have begun."""
+def second_half_rate(metrics: Path) -> float:
+    """Return the env steps per second in the second half of a run, or 0 if it is too short."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     points = [
         (row["time/time_elapsed"], row["env_steps"]) for row in rows if row.get("time/time_elapsed")
     ]
     late = [point for point in points if point[0] >= points[-1][0] / 2]
     (began_s, first), (ended_s, last) = (late[0], late[-1]) if late else ((0.0, 0), (0.0, 0))
-    return (last - first) / (ended_s - began_s) if ended_s > began_s else None
+    return (last - first) / (ended_s - began_s) if ended_s > began_s else 0.0
 
 
 def rate(task: str, engine: str, workers: int, seconds: float, out: Path) -> dict[str, Any]:
@@ -128,22 +148,24 @@ def batches(workers: list[int], together: bool) -> list[list[int]]:
 
 
 def rates(
-    tasks: list[str], workers: list[int], seconds: float, out: Path, together: bool
-) -> dict[str, Any]:
+    tasks: list[str], engines: list[str], workers: list[int], seconds: float, out: Path,
+    together: bool,
+) -> dict[str, Any]:  # fmt: skip
     found: dict[str, Any] = {}
     most = max(workers)
     for task in tasks:
-        own = found[task] = {engine: {} for engine in ("workers", "actors")}
+        own = found[task] = {engine: {} for engine in ("workers", "overlap", "actors")}
         own["independent"] = {most: rate(task, "independent", most, seconds, out)}
-        own["alone"] = {}
-        for name in ("serial", "pipeline"):
-            own["alone"][name] = rate(task, name, 1, seconds, out)
-        for engine in ("workers", "actors"):
+        alone = [name for name in ("serial", "pipeline") if name in engines]
+        own["alone"] = {name: rate(task, name, 1, seconds, out) for name in alone}
+        if "overlap" in engines:
+            own["overlap"] = {most: rate(task, "overlap", most, seconds, out)}
+        for engine in [name for name in ("workers", "actors") if name in engines]:
             for batch in batches(workers, together):
                 with concurrent.futures.ThreadPoolExecutor(len(batch)) as pool:
                     measured = pool.map(lambda m: rate(task, engine, m, seconds, out), batch)  # noqa: B023
                     own[engine].update(zip(batch, measured, strict=True))
-                (out / "rates.json").write_text(json.dumps(found, indent=2))
+        (out / "rates.json").write_text(json.dumps(found, indent=2))
         show_rates(task, own)
     return found
 
@@ -154,11 +176,12 @@ def show_rates(task: str, own: dict[str, Any]) -> None:
     print(f"{task}: {most} independent serial programs {ceiling:,.1f} steps/s", flush=True)
     for name, one in own["alone"].items():
         print(f"  {name:<10}    {one['steps_per_s']:>10,.1f} steps/s", flush=True)
-    for engine in ("workers", "actors"):
+    for engine in ("workers", "overlap", "actors"):
         for count, one in sorted(own[engine].items(), key=lambda item: int(item[0])):
-            first = own[engine].get(1, own[engine].get("1", one))["steps_per_s"]
+            first = own[engine].get(1, own[engine].get("1"))
             line = f"  {engine:<10} {count:>2} {one['steps_per_s']:>10,.1f} steps/s"
-            line += f"   {one['steps_per_s'] / first:>5.2f} × one"
+            if first is not None:
+                line += f"   {one['steps_per_s'] / first['steps_per_s']:>5.2f} × one"
             if int(count) == int(most):
                 line += f"   {one['steps_per_s'] / ceiling:.2f} of independent"
             if one["staleness"] is not None:
@@ -202,6 +225,43 @@ def pong18(players: list[str], limit_s: float, out: Path) -> dict[str, Any]:
     return found
 
 
+def apex(limit_s: float, out: Path) -> None:
+    """Train both games with both engines at the same time."""
+    share = (os.cpu_count() or 4) // 4
+
+    def one(at: int) -> None:
+        game, name = GAMES[at // 2], list(APEX)[at % 2]
+        command = f"{GAME.format(game=game)} {APEX[name]} --max-wall {limit_s:g}s"
+        cores = set(range(at * share, (at + 1) * share))
+        result = run(command, out / f"apex-{game}-{name}", limit_s + 150, cores)
+        print(
+            f"{game} for {result['wall_s']:.0f} s, {name}: {result['env_steps']:,} steps, best "
+            f"evaluation {result['best_eval_return']}, {result['steps_per_s']:,.0f} steps/s",
+            flush=True,
+        )
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(one, range(4)))
+
+
+def draw_games(out: Path) -> Path:
+    """Draw the evaluations of the runs of ``apex`` over time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 3.4), layout="constrained")
+    for panel, game in zip(figure.subplots(1, 2), GAMES, strict=True):
+        for name in APEX:
+            lines = (out / f"apex-{game}-{name}" / "metrics.jsonl").read_text().splitlines()
+            rows = [row for row in map(json.loads, lines) if "eval/mean_reward" in row]
+            returns = [row["eval/mean_reward"] for row in rows]
+            panel.plot([row["time/time_elapsed"] for row in rows], returns, label=name)
+        panel.set(title=game, xlabel="seconds", ylabel="evaluation return")
+        panel.legend(fontsize=8)
+    path = out / "apex.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
 def draw(out: Path) -> Path:
     """Draw speed against the number of workers, of ``rates.json`` in the folder."""
     from matplotlib.figure import Figure
@@ -216,7 +276,8 @@ def draw(out: Path) -> Path:
         most, best = next(iter(own["independent"].items()))
         panel.plot([1, int(most)], [best["steps_per_s"] / int(most), best["steps_per_s"]],
                    color="grey", linestyle=":", label="independent programs")  # fmt: skip
-        for style, (name, one) in zip(("-", "--"), own["alone"].items(), strict=True):
+        for name, one in own["alone"].items():
+            style = "-" if name == "serial" else "--"
             panel.axhline(one["steps_per_s"], color="black", linestyle=style, lw=1, label=name)
         panel.set(title=task, xlabel="workers or actors", ylabel="env steps per second")
         panel.set_xscale("log", base=2)
@@ -232,13 +293,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rows", nargs="+", choices=["rates", "solve", "pong18", "draw"], default=["rates"]
+        "--rows", nargs="+", choices=["rates", "solve", "pong18", "apex", "draw"], default=["rates"]
     )
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    engines = ["serial", "pipeline", "workers", "overlap", "actors"]
+    parser.add_argument("--engines", nargs="+", choices=engines, default=engines)
     parser.add_argument("--workers", default="1,2,4,8,16")
     parser.add_argument("--players", nargs="+", choices=PONG_PLAYERS, default=list(PONG_PLAYERS))
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds for each run of pong18")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds of pong18, apex")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/distributed"))
@@ -246,15 +309,22 @@ def main() -> None:
     workers = [int(count) for count in options.workers.split(",")]
     options.out.mkdir(parents=True, exist_ok=True)
     if "rates" in options.rows:
-        rates(options.tasks, workers, options.seconds, options.out, options.together)
+        rates(
+            options.tasks, options.engines, workers, options.seconds, options.out, options.together
+        )
     if "solve" in options.rows:
         found = solve(workers, options.seeds, options.out)
         (options.out / "solve.json").write_text(json.dumps(found, indent=2))
     if "pong18" in options.rows:
         reached = pong18(options.players, options.limit, options.out)
         (options.out / "pong18.json").write_text(json.dumps(reached, indent=2))
+    if "apex" in options.rows:
+        apex(options.limit, options.out)
     if "draw" in options.rows:
-        print(draw(options.out))
+        if (options.out / "rates.json").exists():
+            print(draw(options.out))
+        if (options.out / "apex-Pong-actors").exists():
+            print(draw_games(options.out))
 
 
 if __name__ == "__main__":

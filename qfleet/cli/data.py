@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,19 +18,6 @@ if TYPE_CHECKING:
     from qfleet.data.manifest import Dataset
 
 HELP = "record, check, split, import and export datasets of transitions"
-
-ACTIONS = {
-    "record": "play with a run's policy and record what happens",
-    "info": "show what a dataset holds",
-    "validate": "check every checksum and every row",
-    "stats": "compute statistics of a dataset and store them in it",
-    "split": "split episodes into train, validation and test",
-    "shard": "split episodes into shards of equal size or in proportion to speeds",
-    "compare": "rank the policies of runs by estimates from a dataset",
-    "merge": "finish the manifest of a recording that was killed",
-    "import": "copy a Minari dataset into a dataset",
-    "export": "copy a dataset into a Minari dataset",
-}
 
 EXAMPLES = """Examples:
   qfleet train CartPole-v1 --record data/cartpole
@@ -61,27 +49,29 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
-class SplitOptions:
-    url: tyro.conf.Positional[str]
-    """Folder or URL of the dataset."""
-    to: tyro.conf.Positional[str]
+class SplitOptions(DataOptions):
+    to: tyro.conf.Positional[str] = tyro.MISSING
     """Folder or URL that gets the datasets train, validation and test."""
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
     """Shares of the episodes."""
     stratify: bool = False
     """Give every split the same shares of episodes with low and high returns."""
-    json: bool = False
-    """Print one JSON object and nothing else."""
 
 
 @dataclass(frozen=True)
-class ShardOptions:
-    url: tyro.conf.Positional[str]
-    """Folder or URL of the dataset."""
-    to: tyro.conf.Positional[str]
+class ShardOptions(DataOptions):
+    to: tyro.conf.Positional[str] = tyro.MISSING
     """Folder or URL that gets the datasets 0, 1, …"""
     speeds: tuple[float, ...] = (1.0, 1.0)
     """One number per shard: their sizes are in this proportion."""
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    name: tyro.conf.Positional[str]
+    """Name of a Minari dataset on this machine."""
+    url: tyro.conf.Positional[str]
+    """Folder or URL of the new dataset."""
     json: bool = False
     """Print one JSON object and nothing else."""
 
@@ -107,37 +97,22 @@ class CompareOptions:
 
 
 @dataclass(frozen=True)
-class CopyOptions:
-    source: tyro.conf.Positional[str]
-    """import: name of a Minari dataset; export: folder or URL of the dataset."""
-    target: tyro.conf.Positional[str]
-    """import: folder or URL of the new dataset; export: name of the new Minari dataset."""
-    json: bool = False
-    """Print one JSON object and nothing else."""
+class ExportOptions(DataOptions):
+    name: tyro.conf.Positional[str] = tyro.MISSING
+    """Name of the new Minari dataset."""
 
 
 def run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: qfleet data ACTION …   (qfleet data ACTION --help lists options)\n")
-        print("\n".join(f"  {name:<10} {what}" for name, what in ACTIONS.items()))
+        print("\n".join(f"  {name:<10} {what}" for name, (what, *_) in ACTIONS.items()))
         print(f"\n{EXAMPLES}")
         return 0
     action, *rest = argv
     if action not in ACTIONS:
         raise UnknownNameError("action", action, ACTIONS)
-    own: dict[str, tuple[Any, Callable[[Any], dict[str, Any]]]] = {
-        "record": (RecordOptions, _record),
-        "validate": (DataOptions, _validate),
-        "stats": (DataOptions, _stats),
-        "merge": (DataOptions, _merge),
-        "split": (SplitOptions, _split),
-        "shard": (ShardOptions, _shard),
-        "compare": (CompareOptions, _compare),
-        "import": (CopyOptions, _import),
-        "export": (CopyOptions, _export),
-    }
-    kind, act = own.get(action, (DataOptions, _info))
-    options = parse(kind, rest, f"data {action}", f"{ACTIONS[action]}\n\n{EXAMPLES}")
+    what, kind, act = ACTIONS[action]
+    options = parse(kind, rest, f"data {action}", f"{what}\n\n{EXAMPLES}")
     report = act(options)
     if options.json:
         print(json_module.dumps(report))
@@ -192,6 +167,12 @@ def _record(options: RecordOptions) -> dict[str, Any]:
 
 def _describe(dataset: Dataset) -> dict[str, Any]:
     manifest = dataset.manifest
+    if dataset.unlisted:
+        print(
+            f"qfleet: {dataset.unlisted} finished files of '{dataset.url}' are not in its "
+            f"manifest; take them in with: qfleet data merge {dataset.url}",
+            file=sys.stderr,
+        )
     return {
         "dataset": dataset.url,
         "env": manifest.origin.spec.env_id,
@@ -200,25 +181,26 @@ def _describe(dataset: Dataset) -> dict[str, Any]:
         "episodes": manifest.episodes,
         "rows": manifest.rows,
         "files": len(manifest.parts),
+        "unlisted_files": dataset.unlisted,
         "size_bytes": sum(part.size_bytes for part in manifest.parts),
         "statistics": manifest.statistics,
     }
 
 
-def _open(url: str) -> Dataset:
+def _open(options: DataOptions) -> Dataset:
     from qfleet.data.manifest import Dataset
 
-    return Dataset(url)
+    return Dataset(options.url)
 
 
 def _info(options: DataOptions) -> dict[str, Any]:
-    return _describe(_open(options.url))
+    return _describe(_open(options))
 
 
 def _validate(options: DataOptions) -> dict[str, Any]:
     from qfleet.data.operations import validate
 
-    dataset = _open(options.url)
+    dataset = _open(options)
     validate(dataset)
     return {**_describe(dataset), "valid": True}
 
@@ -226,7 +208,7 @@ def _validate(options: DataOptions) -> dict[str, Any]:
 def _stats(options: DataOptions) -> dict[str, Any]:
     from qfleet.data.operations import fit_statistics, store_statistics
 
-    dataset = _open(options.url)
+    dataset = _open(options)
     store_statistics(dataset, fit_statistics(dataset))
     return dict(dataset.manifest.statistics or {})
 
@@ -241,30 +223,28 @@ def _merge(options: DataOptions) -> dict[str, Any]:
 def _split(options: SplitOptions) -> dict[str, Any]:
     from qfleet.data.operations import split
 
-    parts = split(_open(options.url), options.to, options.fractions, options.stratify)
-    return {name: _size(dataset) for name, dataset in parts.items()}
+    return _sizes(split(_open(options), options.to, options.fractions, options.stratify))
 
 
 def _shard(options: ShardOptions) -> dict[str, Any]:
     from qfleet.data.operations import shard
 
-    shards = shard(_open(options.url), options.to, options.speeds)
-    return {str(number): _size(dataset) for number, dataset in enumerate(shards)}
+    return _sizes(shard(_open(options), options.to, options.speeds))
 
 
-def _size(dataset: Dataset) -> dict[str, int]:
+def _sizes(datasets: dict[str, Dataset]) -> dict[str, Any]:
     return {
-        "transitions": dataset.manifest.transitions,
-        "episodes": dataset.manifest.episodes,
+        name: {"transitions": one.manifest.transitions, "episodes": one.manifest.episodes}
+        for name, one in datasets.items()
     }
 
 
 def _compare(options: CompareOptions) -> dict[str, Any]:
-    import sys
     from dataclasses import asdict
 
     from rich.console import Console
 
+    from qfleet.data.manifest import Dataset
     from qfleet.training import api
     from qfleet.training.off_policy import compare
 
@@ -272,7 +252,7 @@ def _compare(options: CompareOptions) -> dict[str, Any]:
     with Console(stderr=True, quiet=options.json).status("reading the dataset") as status:
         estimates = compare(
             policies,
-            _open(options.data),
+            Dataset(options.data),
             gamma=options.gamma,
             updates=options.updates,
             seed=options.seed,
@@ -286,16 +266,28 @@ def _compare(options: CompareOptions) -> dict[str, Any]:
     return {**named, **({"warnings": warnings} if options.json else {})}
 
 
-def _import(options: CopyOptions) -> dict[str, Any]:
+def _import(options: ImportOptions) -> dict[str, Any]:
     from qfleet.data.minari import import_minari
 
-    return _describe(import_minari(options.source, options.target))
+    return _describe(import_minari(options.name, options.url))
 
 
-def _export(options: CopyOptions) -> dict[str, Any]:
+def _export(options: ExportOptions) -> dict[str, Any]:
     from qfleet.data.minari import export_minari
 
-    return {
-        "minari": options.target,
-        "episodes": export_minari(_open(options.source), options.target),
-    }
+    return {"minari": options.name, "episodes": export_minari(_open(options), options.name)}
+
+
+ACTIONS: dict[str, tuple[str, type[Any], Callable[[Any], dict[str, Any]]]] = {
+    "record": ("play with a run's policy and record what happens", RecordOptions, _record),
+    "info": ("show what a dataset holds", DataOptions, _info),
+    "validate": ("check every checksum and every row", DataOptions, _validate),
+    "stats": ("compute statistics of a dataset and store them in it", DataOptions, _stats),
+    "split": ("split episodes into train, validation and test", SplitOptions, _split),
+    "shard": ("split episodes into shards, in proportion to speeds", ShardOptions, _shard),
+    "compare": ("rank the policies of runs by estimates from a dataset", CompareOptions, _compare),
+    "merge": ("make the manifest of all finished files, e.g. after a kill", DataOptions, _merge),
+    "import": ("copy a Minari dataset into a dataset", ImportOptions, _import),
+    "export": ("copy a dataset into a Minari dataset", ExportOptions, _export),
+}
+"""What each action does, its options, and its function."""

@@ -46,6 +46,8 @@ class ResumeOptions:
     """Experiment tracker to report to, instead of the run's own."""
     record: str | None = None
     """Folder or URL of the dataset to record, instead of the run's own; '': none."""
+    data: str | None = None
+    """Where the dataset of an offline run is now."""
     trust: bool = False
     """Accept stored values that run code or reach outside the folder: imports, address …"""
 

@@ -14,9 +14,9 @@ import tyro
 
 from qfleet.cli.parsing import parse
 from qfleet.core.errors import ConfigError, UnknownNameError
-from qfleet.telemetry.formatting import finite, format_duration, format_rate, format_score
-from qfleet.telemetry.runs import EVAL_RETURN, RunData, read_run, run_name
-from qfleet.training.run_folders import list_runs
+from qfleet.telemetry.formatting import format_duration, format_rate, format_score
+from qfleet.telemetry.runs import EVAL_RETURN, RunData, read_run, summarise
+from qfleet.training.run_folders import ListedRun, list_runs
 
 HELP = "list the runs in a folder with their scores"
 
@@ -31,7 +31,6 @@ Examples:
   qfleet runs --json
 """
 
-UNFINISHED = "running or interrupted"
 TITLES = {
     "steps": "env_steps", "return": "eval_return_mean", "best": "best_eval_return",
     "steps/s": "env_steps_per_s", "wall": "wall_s",
@@ -61,9 +60,8 @@ def runs(
     """
     if csv_ and json_:
         raise ConfigError("--csv and --json exclude each other; give one of them")
-    paths = sorted(list_runs(root), key=lambda path: (-_changed_s(path), str(path)))
     columns = list(_describe(RunData(Path(root), "", {}, None, [])))
-    rows = [_row(path) for path in paths]
+    rows = [_row(run) for run in list_runs(root)]
     for text in filter_:
         key, equals, value = text.partition("=")
         if not equals:
@@ -91,11 +89,6 @@ def run(argv: list[str]) -> int:
     return parse(runs, argv, "runs", _DESCRIPTION)
 
 
-def _changed_s(path: Path) -> float:
-    files = (path / name for name in ("config.json", "metrics.jsonl", "result.json"))
-    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
-
-
 def _column(key: str, columns: list[str]) -> str:
     name = TITLES.get(key, key)
     if name not in columns:
@@ -117,47 +110,18 @@ def _order(value: Any) -> tuple[int, float, str]:
     return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
 
-def _row(path: Path) -> dict[str, Any]:
+def _row(run: ListedRun) -> dict[str, Any]:
+    own = {"name": run.name, "path": run.place}
     try:
-        data = read_run(path)
+        return _describe(read_run(run.folder)) | own
     except ConfigError:  # one damaged folder must not hide the others
-        data = RunData(path, run_name(path), {}, None, [])
-        return _describe(data) | {"state": "unreadable config.json"}
-    return _describe(data)
+        state = {"state": "unreadable config.json"}
+        return _describe(RunData(run.folder, run.name, {}, None, [])) | own | state
 
 
 def _describe(data: RunData) -> dict[str, Any]:
-    last_metric = max((row["env_steps"] for row in data.metrics), default=None)
-    result = data.result or {}
-    # A run that was resumed and is past its last result.json: that result is out of date.
-    if last_metric is not None and last_metric > (finite(result.get("env_steps")) or 0):
-        result = {}
-    _, evaluations = data.series(EVAL_RETURN)
-    _, rates = data.series("time/fps")
-
-    def known(key: str, otherwise: float | None) -> float | None:
-        return finite(result.get(key)) if result else otherwise
-
-    return {
-        "name": data.name,
-        "path": str(data.path),
-        **{name: data.config.get(name) for name in ("env", "algo", "engine")},
-        "seed": finite(data.config.get("seed")),
-        "env_steps": known("env_steps", last_metric),
-        "total_env_steps": finite(data.config.get("steps")),
-        "eval_return_mean": known("eval_return_mean", evaluations[-1] if evaluations else None),
-        "best_eval_return": known("best_eval_return", max(evaluations, default=None)),
-        "env_steps_per_s": known("env_steps_per_s", rates[-1] if rates else None),
-        "wall_s": known("wall_s", None),
-        "state": _state(result),
-    }
-
-
-def _state(result: dict[str, Any]) -> str:
-    if not result:
-        return UNFINISHED
-    stopped_by = result.get("stopped_by")
-    return "finished" if stopped_by in (None, "steps") else str(stopped_by)
+    last = max((row["env_steps"] for row in data.metrics), default=None)
+    return summarise(data, last, data.series(EVAL_RETURN)[1], data.series("time/fps")[1])
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:

@@ -87,22 +87,14 @@ def run(argv: list[str]) -> int:
     from qfleet.deploy.serving import ServeOptions, serve
 
     devices = tuple(arguments.device.split(",")) if arguments.device else (None,)
-    options = ServeOptions(
-        _sources(arguments),
-        arguments.host,
-        arguments.port,
-        token,
-        devices,
-        arguments.workers or len(devices),
-        arguments.max_batch,
-        arguments.max_wait_ms / 1e3,
-        arguments.max_queue,
-        arguments.reload_s,
-        Limits(
-            int(arguments.max_body_mb * 1e6), arguments.request_timeout_s, arguments.max_connections
-        ),
-        arguments.trust,
+    limits = Limits(
+        int(arguments.max_body_mb * 1e6), arguments.request_timeout_s, arguments.max_connections
     )
+    options = ServeOptions(
+        _sources(arguments), arguments.host, arguments.port, token, devices,
+        arguments.workers or len(devices), arguments.max_batch, arguments.max_wait_ms / 1e3,
+        arguments.max_queue, arguments.reload_s, limits, arguments.trust,
+    )  # fmt: skip
     if arguments.on == "ray":
         from qfleet.deploy.on_ray import serve_on_ray
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from qfleet.data.rows import PartFile, Rows, row_bytes
 from qfleet.data.writer import GROUP_BYTES
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import UniformSampler
+
+T = TypeVar("T")
 
 READ_TIMEOUT_S = 600.0
 """Longest time that training waits for a window."""
@@ -149,10 +151,6 @@ class DatasetMemory:
             rows += group.rows
         return windows
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the first transition of an epoch."""
-        self._go_to(epoch, 0)
-
     def go_to_row(self, row: int) -> None:
         """Go to a row of the endless order of all epochs."""
         if row != self.epoch * self.transitions + self.position:
@@ -193,13 +191,22 @@ class DatasetMemory:
             self._current = self._shuffled(*self._current[:2], self.epoch, 0)
             return self._current
         loading = self._loading or self._load(self.epoch, self._window, self._plan[self._window])
-        self._current = loading.result(READ_TIMEOUT_S)
+        self._current = self._result(loading)
         if len(self._plan) > 1:
             last = self._window + 1 == len(self._plan)
             epoch, window = (self.epoch + 1, 0) if last else (self.epoch, self._window + 1)
             plan = self._plan_of(epoch) if last else self._plan
             self._loading = self._load(epoch, window, plan[window])
         return self._current
+
+    def _result(self, future: Future[T]) -> T:
+        try:
+            return future.result(READ_TIMEOUT_S)
+        except TimeoutError:
+            raise DataError(
+                f"dataset '{self._dataset.url}' gave no rows for {READ_TIMEOUT_S:g} s; check its "
+                "storage and resume the run"
+            ) from None
 
     def _make_ring(self, capacity: int) -> Ring:
         sampler = UniformSampler(torch.Generator(device=self.device))  # not drawn from
@@ -233,17 +240,11 @@ class DatasetMemory:
 
     def _read(self, groups: Sequence[GroupAt]) -> Iterator[Rows]:
         """Yield the rows of the groups in their order; each reader has one group in flight."""
-        waiting, later = list[Future[Rows]](), iter(groups)
-        for group in itertools.chain(
-            itertools.islice(later, self._in_flight), [None] * len(groups)
-        ):
-            if group is None:
-                if not waiting:
-                    return
-                yield waiting.pop(0).result(READ_TIMEOUT_S)
-                group = next(later, None)
-            if group is not None:
-                waiting.append(self._readers.submit(self._read_group, group))
+        submitted = (self._readers.submit(self._read_group, group) for group in groups)
+        waiting = list(itertools.islice(submitted, self._in_flight))
+        while waiting:
+            yield self._result(waiting.pop(0))
+            waiting += itertools.islice(submitted, 1)
 
     def _read_group(self, at: GroupAt) -> Rows:
         return PartFile(at.part, self._dataset.local(at.part), self._dataset.spec).read(at.group)
@@ -310,8 +311,9 @@ class DatasetMemory:
         """Do nothing: a dataset has no open episodes."""
 
     def close(self) -> None:
-        for pool in (self._loader, self._readers):
-            pool.shutdown(wait=True, cancel_futures=True)
+        """Stop reading, without waiting for a reader whose storage does not answer."""
+        for pool in (self._readers, self._loader):  # the loader then finds no readers
+            pool.shutdown(wait=False, cancel_futures=True)
         self._current = self._loading = None
 
     def state_dict(self) -> StateDict:
@@ -319,17 +321,16 @@ class DatasetMemory:
             "total_rows": self._total_rows,
             "epoch": self.epoch,
             "position": self.position,
-            "transitions": self.transitions,
+            "dataset": self._dataset.manifest.sha256,
             "window_rows": self._window_rows,
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        for name in ("transitions", "window_rows"):
-            ours = self.state_dict()[name]
-            if state[name] != ours:
+        for name, what in (("dataset", "other files"), ("window_rows", "windows of another size")):
+            if state[name] != self.state_dict()[name]:
                 raise DataError(
-                    f"{name} of '{self._dataset.url}' is {ours}, and was {state[name]} when the "
-                    "checkpoint was written; resume with the same data and data_memory_mb"
+                    f"'{self._dataset.url}' has {what} than when the checkpoint was written; "
+                    "resume with the same data and data_memory_mb"
                 )
         self._total_rows = state["total_rows"]
         self._go_to(state["epoch"], state["position"])

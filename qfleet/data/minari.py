@@ -21,9 +21,9 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, DataError, one_line
 from qfleet.core.types import FIRST, SKIP, TERMINATED, EnvSpec
 from qfleet.data.manifest import Dataset, Origin
-from qfleet.data.operations import check_empty, read_episodes, read_groups
+from qfleet.data.operations import by_episode, read_episodes, read_groups
 from qfleet.data.rows import Rows, concatenate
-from qfleet.data.writer import Writer
+from qfleet.data.writer import Writer, check_target
 from qfleet.envs.spaces import describe
 
 
@@ -39,7 +39,7 @@ def _minari(module: str = "minari") -> Any:
 
 def import_minari(name: str, url: str) -> Dataset:
     """Copy a Minari dataset of this machine (``minari download NAME``) to ``url``."""
-    check_empty(url)
+    check_target(url)
     try:
         source = _minari().load_dataset(name)
     except (OSError, ValueError, ImportError) as error:
@@ -86,19 +86,21 @@ def export_minari(dataset: Dataset, name: str) -> int:
             f"dataset '{dataset.url}' holds converted observations or actions, which Minari cannot "
             "take; export datasets of Box or Discrete spaces"
         )
-    bare, buffers = spec.unmasked, list[Any]()
-    high: float = 255 if bare.obs_dtype == "uint8" else np.inf
-    low = 0 if bare.obs_dtype == "uint8" else -np.inf
+    bare, count = spec.unmasked, 0
+    is_bytes = bare.obs_dtype == "uint8"
+    low, high = (0.0, 255.0) if is_bytes else (-np.inf, np.inf)
     space: Any = Box(low, high, bare.obs_shape, np.dtype(bare.obs_dtype).type)
     if spec.num_obs_values:
         space = Discrete(spec.num_obs_values, start=spec.first_obs_value)
-    for rows, last in _whole_episodes(dataset):
-        terminated = rows.flags & TERMINATED != 0
-        truncated = np.zeros(len(terminated), np.bool_)
-        truncated[-1] = not terminated[-1]
-        buffers.append(
-            collector.EpisodeBuffer(
-                id=len(buffers),
+
+    def episodes() -> Iterator[Any]:
+        nonlocal count
+        for count, (rows, last) in enumerate(_whole_episodes(dataset), 1):
+            terminated = rows.flags & TERMINATED != 0
+            truncated = np.zeros(len(terminated), np.bool_)
+            truncated[-1] = not terminated[-1]
+            yield collector.EpisodeBuffer(
+                id=count - 1,
                 observations=_observations(np.concatenate((rows.obs, last)), spec),
                 actions=rows.action + spec.first_action,
                 rewards=rows.reward,
@@ -106,14 +108,14 @@ def export_minari(dataset: Dataset, name: str) -> int:
                 truncations=truncated,
                 infos={},
             )
-        )
+
     env_id, kwargs = spec.env_id, json.loads(dataset.manifest.origin.env.get("env_kwargs", "{}"))
     known = gymnasium.spec(env_id) if env_id in gymnasium.registry and not kwargs else None
     try:
         with warnings.catch_warnings(action="ignore"):  # about authors, code and descriptions
             _minari().create_dataset_from_buffers(
                 name,
-                buffers,
+                episodes(),  # it says a list, and reads one episode at a time
                 env=known,
                 observation_space=space,
                 action_space=Discrete(spec.num_actions, start=spec.first_action),
@@ -122,7 +124,7 @@ def export_minari(dataset: Dataset, name: str) -> int:
             )
     except (OSError, ValueError, AssertionError, ImportError) as error:
         raise DataError(f"cannot write Minari dataset '{name}': {one_line(error)}") from None
-    return len(buffers)
+    return count
 
 
 def _whole_episodes(dataset: Dataset) -> Iterator[tuple[Rows, NDArray[Any]]]:
@@ -130,16 +132,14 @@ def _whole_episodes(dataset: Dataset) -> Iterator[tuple[Rows, NDArray[Any]]]:
     lengths = {number: one.length for number, one in read_episodes(dataset).items()}
     waiting: dict[int, list[Rows]] = {}
     for rows in read_groups(dataset):
-        cuts = np.flatnonzero(np.diff(rows.episode)) + 1
-        for start, stop in zip([0, *cuts], [*cuts, len(rows.episode)], strict=True):
-            piece, number = rows.take(slice(start, stop)), int(rows.episode[start])
+        for piece in by_episode(rows):
+            number = int(piece.episode[0])
             usable = piece.flags & SKIP == 0
             if not usable.any():
                 continue
             waiting.setdefault(number, []).append(piece.take(usable))
-            whole = concatenate(waiting[number])
-            if len(whole.action) == lengths[number]:
-                del waiting[number]
+            if sum(len(one.action) for one in waiting[number]) == lengths[number]:
+                whole = concatenate(waiting.pop(number))
                 after = piece.obs[piece.step == lengths[number]]
                 # After a termination the last observation may be missing; it is never used.
                 yield whole, after[:1] if len(after) else whole.obs[-1:]

@@ -12,14 +12,14 @@ import numpy as np
 
 from qfleet.core.errors import ConfigError, DataError
 from qfleet.core.types import SKIP
-from qfleet.data.manifest import MANIFEST, Dataset, check_file, open_store, part_names
+from qfleet.data.manifest import MANIFEST, Dataset, check_file
 from qfleet.data.rows import PartFile, Rows
-from qfleet.data.writer import Writer
+from qfleet.data.writer import Writer, check_target
 
 SPLITS = ("train", "validation", "test")
 STRATA = 10
-GOLDEN = (5**0.5 - 1) / 2
 """Equal parts of the episodes, by return, that are split alike when splits are stratified."""
+GOLDEN = (5**0.5 - 1) / 2
 
 
 class EpisodeInfo(NamedTuple):
@@ -89,12 +89,12 @@ def fit_statistics(dataset: Dataset) -> dict[str, Any]:
             spread = spread + within + distance**2 * len(obs) * (1 - share)
     episodes = list(read_episodes(dataset).values())
     statistics: dict[str, Any] = {
-        "reward": _describe(np.concatenate(rewards)) if rewards else None,
+        "reward": _describe(np.concatenate(rewards)),
         "actions": actions.tolist(),
         "return": _describe([episode.reward for episode in episodes]),
         "length": _describe([episode.length for episode in episodes]),
     }
-    if is_float and count:
+    if is_float:
         statistics |= {
             "obs_mean": mean.tolist(),
             "obs_variance": (spread / count).tolist(),
@@ -114,7 +114,8 @@ def _describe(values: Any) -> dict[str, float]:
 
 
 def store_statistics(dataset: Dataset, statistics: dict[str, Any]) -> None:
-    dataset.write_manifest(dataclasses.replace(dataset.manifest, statistics=statistics))
+    dataset.manifest = dataclasses.replace(dataset.manifest, statistics=statistics)
+    dataset.store.write(MANIFEST, dataset.manifest.to_json().encode())
 
 
 def split(
@@ -144,16 +145,15 @@ def split(
                 f"none of the {len(episodes)} episodes is in '{name}'; record more episodes, "
                 "or set its fraction to 0"
             )
-    made = _distribute(dataset, [f"{url}/{name}" for name in SPLITS], places)
-    statistics = fit_statistics(made[0]) if made[0] is not None else None
-    found = {name: one for name, one in zip(SPLITS, made, strict=True) if one is not None}
-    for one in found.values():
-        if statistics is not None:
+    made = _distribute(dataset, url, SPLITS, places)
+    if "train" in made:
+        statistics = fit_statistics(made["train"])
+        for one in made.values():
             store_statistics(one, statistics)
-    return found
+    return made
 
 
-def shard(dataset: Dataset, url: str, speeds: Sequence[float]) -> list[Dataset]:
+def shard(dataset: Dataset, url: str, speeds: Sequence[float]) -> dict[str, Dataset]:
     """Copy the episodes into ``url``/0, /1 …, with transitions in proportion to ``speeds``."""
     if len(speeds) < 1 or min(speeds) <= 0:
         raise ConfigError(f"speeds must be numbers > 0, one per shard, got {list(speeds)}")
@@ -163,8 +163,16 @@ def shard(dataset: Dataset, url: str, speeds: Sequence[float]) -> list[Dataset]:
     for number in sorted(episodes, key=lambda number: (-episodes[number].length, number)):
         places[number] = int(np.argmin((loads + episodes[number].length) / speeds))
         loads[places[number]] += episodes[number].length
-    made = _distribute(dataset, [f"{url}/{k}" for k in range(len(speeds))], places)
-    return [one for one in made if one is not None]
+    if empty := sorted(set(range(len(speeds))) - set(places.values())):
+        raise ConfigError(
+            f"shard {empty[0]} of {len(speeds)} would get none of the {len(episodes)} episodes; "
+            "give fewer or more similar speeds"
+        )
+    made = _distribute(dataset, url, [str(k) for k in range(len(speeds))], places)
+    if dataset.manifest.statistics is not None:
+        for one in made.values():
+            store_statistics(one, dataset.manifest.statistics)
+    return made
 
 
 def _draw(episode: int) -> float:
@@ -174,31 +182,33 @@ def _draw(episode: int) -> float:
 
 
 def _distribute(
-    dataset: Dataset, urls: Sequence[str], places: Mapping[int, int]
-) -> list[Dataset | None]:
-    """Copy each episode to the URL that ``places`` gives it; None for a URL that gets no rows."""
-    for url in urls:
-        check_empty(url)
-    origin = dataset.manifest.origin
-    writers = [Writer(url, origin, "0") for url in urls]
+    dataset: Dataset, url: str, names: Sequence[str], places: Mapping[int, int]
+) -> dict[str, Dataset]:
+    """Copy each episode to the dataset below ``url`` whose name's place ``places`` gives it.
+
+    Return the datasets that got rows, by name.
+    """
+    urls = [f"{url.rstrip('/')}/{name}" for name in names]
+    for one in urls:
+        check_target(one)
+    writers = [Writer(one, dataset.manifest.origin, "0") for one in urls]
     for rows in read_groups(dataset):
-        # A row of another episode begins where the number changes; SKIP copies belong to theirs.
-        cuts = np.flatnonzero(np.diff(rows.episode)) + 1
-        for start, stop in zip([0, *cuts], [*cuts, len(rows.episode)], strict=True):
-            place = places.get(int(rows.episode[start]))
+        for piece in by_episode(rows):
+            place = places.get(int(piece.episode[0]))
             if place is not None:  # None: an episode without transitions
-                writers[place].add(rows.take(slice(start, stop)))
+                writers[place].add(piece)
+    for writer in writers:  # before a store may fail: `qfleet data merge` then completes each
+        writer.finish_file()
     closed = [writer.close() for writer in writers]
-    return [
-        None if manifest is None else Dataset(url)
-        for url, manifest in zip(urls, closed, strict=True)
-    ]
+    return {
+        name: Dataset(one)
+        for name, one, manifest in zip(names, urls, closed, strict=True)
+        if manifest is not None
+    }
 
 
-def check_empty(url: str) -> None:
-    """Raise ConfigError if there is a dataset already."""
-    store = open_store(url)
-    if store.exists(MANIFEST) or part_names(store, ""):
-        raise ConfigError(
-            f"'{store.shown}' holds a dataset already; choose another folder or remove it"
-        )
+def by_episode(rows: Rows) -> Iterator[Rows]:
+    """Yield consecutive rows with the same episode number; SKIP copies have that of theirs."""
+    cuts = np.flatnonzero(np.diff(rows.episode)) + 1
+    for start, stop in zip([0, *cuts], [*cuts, len(rows.episode)], strict=True):
+        yield rows.take(slice(start, stop))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import queue
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import replace
 from secrets import token_hex
 from typing import NamedTuple
 
@@ -38,6 +38,9 @@ CHUNK_BYTES, LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS = 64 * 2**20, 32, 4096
 """Size of a chunk. Up to three of them are in memory: one is filled, one waits, one is written."""
 WRITE_TIMEOUT_S = 300.0
 """Longest time that a full chunk, or the end of a run, waits for the thread."""
+FINISH_S = 60.0
+"""Seconds after which a file is finished, full or not: the most that a kill loses."""
+COLUMNS = ("obs", "action", "reward", "flags", "probability")
 
 
 class _Open(NamedTuple):
@@ -49,7 +52,10 @@ class _Open(NamedTuple):
 
 
 class Recorder:
-    """Writes blocks to a dataset. A failure is reported once and ends the recording only."""
+    """Writes blocks to a dataset. A failure is reported once and ends the recording only.
+
+    A store that does not answer is no failure: files wait for it on this machine.
+    """
 
     def __init__(
         self, writer: Writer, spec: EnvSpec, num_envs: int, on_fault: Callable[[str, str], None]
@@ -61,8 +67,10 @@ class Recorder:
         self._chunk, self._filled = self._new_chunk(), 0
         self._open: _Open | None = None
         self._chunks: queue.Queue[Block | None] = queue.Queue(maxsize=1)
-        self._failure: str | None = None
-        self._reported = False
+        self.failure: str | None = None
+        """Why the recording has ended early."""
+        self._reported = self._is_away = False
+        self._handed_s = self._finished_s = time.monotonic()
         self._thread = threading.Thread(target=self._write_chunks, daemon=True, name="recorder")
         self._thread.start()
 
@@ -79,32 +87,38 @@ class Recorder:
     def add(self, block: Block) -> None:
         """Copy a block; wait for the thread if it is more than a chunk behind."""
         start = 0
-        while start < block.rows and self._failure is None:
+        while start < block.rows and self.failure is None:
             stop = min(block.rows, start + self._chunk_rows - self._filled)
             into = slice(self._filled, self._filled + stop - start)
-            for name in ("obs", "action", "reward", "flags", "probability"):
+            for name in COLUMNS:
                 column = getattr(block, name)
                 if column is not None:
                     getattr(self._chunk, name)[into].copy_(column[start:stop])
             self._filled, start = into.stop, stop
-            if self._filled == self._chunk_rows:
+            is_due = time.monotonic() - self._handed_s >= FINISH_S
+            if self._filled == self._chunk_rows or is_due:
                 self._hand_over()
         self._report()
 
     def _hand_over(self) -> None:
-        self._put(_first_rows(self._chunk, self._filled))
-        self._chunk, self._filled = self._new_chunk(), 0
+        columns = {name: getattr(self._chunk, name)[: self._filled] for name in COLUMNS}
+        self._put(Block(**columns))
+        self._chunk, self._filled, self._handed_s = self._new_chunk(), 0, time.monotonic()
 
     def _put(self, chunk: Block | None) -> None:
         try:
             self._chunks.put(chunk, timeout=WRITE_TIMEOUT_S)
         except queue.Full:
-            self._failure = f"the storage took no rows for {WRITE_TIMEOUT_S:g} s"
+            self.failure = f"the storage took no rows for {WRITE_TIMEOUT_S:g} s"
 
     def _report(self) -> None:
-        if self._failure is not None and not self._reported:
+        if self.failure is not None and not self._reported:
             self._reported = True
-            self._on_fault("record", f"recording ended, training goes on: {self._failure}")
+            self._on_fault("record", f"recording ended, training goes on: {self.failure}")
+        away = self._writer.upload_failure
+        if away and not self._is_away:
+            self._on_fault("record", f"recorded on this machine only, until it answers: {away}")
+        self._is_away = bool(away)
 
     def close(self) -> None:
         """Write what is left, and the manifest; later calls do nothing."""
@@ -114,6 +128,11 @@ class Recorder:
             self._hand_over()
         self._put(None)
         self._thread.join(WRITE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self.failure = (
+                f"the manifest was not complete after {WRITE_TIMEOUT_S:g} s; make it with: "
+                "qfleet data merge"
+            )
         self._report()
 
     # --- the thread ---------------------------------------------------------------------------
@@ -125,14 +144,19 @@ class Recorder:
 
     def _try(self, write: Callable[[], None]) -> None:
         """Write unless an earlier write failed; ``add`` then need not wait for the thread."""
-        if self._failure is None:
+        if self.failure is None:
             try:
                 write()
             except Exception as error:  # whatever it is, it must not end the training
-                self._failure = str(error) if isinstance(error, QfleetError) else one_line(error)
+                self.failure = str(error) if isinstance(error, QfleetError) else one_line(error)
 
     def _write_chunk(self, chunk: Block) -> None:
         self._write(self._continue(chunk), ends=False)
+        if (
+            time.monotonic() - self._finished_s >= FINISH_S / 2
+        ):  # chunks come at most FINISH_S apart
+            self._writer.finish_file()
+            self._finished_s = time.monotonic()
 
     def _finish(self) -> None:
         if self._open is not None:
@@ -209,13 +233,6 @@ def make_recorder(
     policy = {name: getattr(config, name) for name in names}
     origin = Origin.of(config, spec, {"training": True, **policy})
     return Recorder(Writer(config.record, origin, token_hex(4)), spec, num_envs, on_fault)
-
-
-def _first_rows(chunk: Block, rows: int) -> Block:
-    if rows == chunk.rows:
-        return chunk
-    names = ("obs", "action", "reward", "flags", "probability")
-    return replace(chunk, **{name: getattr(chunk, name)[:rows] for name in names})
 
 
 class RecordingCollector:

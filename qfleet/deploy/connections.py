@@ -11,6 +11,7 @@ import json
 from http import HTTPStatus
 from typing import Any
 
+from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -44,7 +45,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self._stop_write_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -53,13 +55,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_timer = self.loop.call_later(delay_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._stop_write_timer()
-        super().resume_writing()
-
-    def _stop_write_timer(self) -> None:
         if self._write_timer is not None:
             self._write_timer.cancel()
-            self._write_timer = None
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if self._header_bytes is not None:
@@ -121,11 +119,8 @@ class LimitedProtocol(HttpToolsProtocol):
         )
         self.transport.close()
 
-    async def _too_many(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+    async def _too_many(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._metrics.add_reply(503)
-        body = json.dumps({"error": "too many connections; try again later"}).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body))} | RETRY
-        pairs = [(key.encode(), value.encode()) for key, value in headers.items()]
-        start = {"status": 503, "headers": [*pairs, (b"connection", b"close")]}
-        await send({"type": "http.response.start", **start})
-        await send({"type": "http.response.body", "body": body})
+        error = {"error": "too many connections; try again later"}
+        reply = JSONResponse(error, 503, {**RETRY, "connection": "close"})
+        await reply(scope, receive, send)

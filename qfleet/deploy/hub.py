@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import importlib
 import json
 import os
@@ -28,6 +27,7 @@ from qfleet.deploy.export import FOLDER
 from qfleet.deploy.model_card import CARD, CONFIG, ONNX, VIDEOS, model_card, score_of
 from qfleet.deploy.models import open_model, version_of
 from qfleet.storage.checkpoint import PUBLISHED_POLICY as POLICY
+from qfleet.storage.published import record_of
 from qfleet.storage.remote import Store, is_url, public_url
 
 FILE_LIST = "files.json"
@@ -102,7 +102,7 @@ def push(
     with tempfile.TemporaryDirectory() as folder, _transfer_errors(target):
         store = _open(target, private)
         names = _collect(policy, run, which, public_url(target), Path(folder), report)
-        records = {name: _record(Path(folder) / name) for name in names}
+        records = {name: record_of(Path(folder) / name)._asdict() for name in names}
         text = json.dumps({"format": _FORMAT, "files": records}, indent=2)
         files.write_text(Path(folder) / FILE_LIST, text)
         store.put(Path(folder), [*names, FILE_LIST])
@@ -128,7 +128,7 @@ def pull(source: str, out: Path) -> None:
         fetched.mkdir()
         for name, record in records.items():
             store.get(name, fetched / name)
-            if _record(fetched / name) != record:
+            if record_of(fetched / name)._asdict() != record:
                 raise TransferError(
                     f"'{name}' of '{public_url(source)}' is not the file that {FILE_LIST} lists "
                     "(SHA-256); it is damaged or being replaced: pull again, or push it anew"
@@ -195,12 +195,6 @@ def _transfer_errors(url: str) -> Iterator[None]:
     except Exception as error:
         text = one_line(error).replace(url, public_url(url))
         raise TransferError(f"'{public_url(url)}': {text[:300]}") from error
-
-
-def _record(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"size_bytes": path.stat().st_size, "sha256": digest}
 
 
 def _read_list(text: str, source: str) -> dict[str, Any]:

@@ -29,9 +29,11 @@ def serve_on_ray(options: ServeOptions) -> int:
         options = replace(options, devices=("cuda",))  # a replica sees only the GPU that it has
 
     def build_app() -> Starlette:
-        # Models stay open as long as the replica's process lives.
-        app = contextlib.ExitStack().enter_context(open_server(options, Metrics([*options.models])))
-        return Starlette(routes=[Mount("", app)])  # Ray Serve adds handlers, to Starlette's only
+        opened = contextlib.ExitStack()
+        server = opened.enter_context(open_server(options, Metrics([*options.models])))
+        app = Starlette(routes=[Mount("", server)])  # Ray Serve adds handlers, to Starlette's only
+        app.state.opened = opened  # once it is garbage, the models' threads stop
+        return app
 
     def stop(number: int) -> None:
         received.append(number)

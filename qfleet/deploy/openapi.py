@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
+from qfleet.deploy.bodies import JSON, NPY, SAFETENSORS
 from qfleet.deploy.signature import Signature
 
-BINARY = ("application/x-npy", "application/safetensors")
 ERRORS = {
     "400": "The body is malformed", "401": "The token is wrong or missing",
     "404": "Unknown model or route", "408": "The body did not arrive in time",
@@ -35,35 +35,26 @@ def describe(models: Mapping[str, Signature], default: str) -> dict[str, Any]:
 
 
 def _operation(route: str, signature: Signature) -> dict[str, Any]:
-    one: dict[str, Any] = {"description": f"An observation of {signature.env}"}
+    one: dict[str, Any] = {}
     if not signature.raw_obs:
-        one |= _array(signature.obs_shape, signature.obs_dtype)
-    many = {"type": "array", "items": one, "minItems": 1}
-    masks = {"description": "1 for legal actions, for all or for each of the observations"}
-    properties = {"observation": one, "observations": many}
+        one = {"type": "number" if signature.obs_dtype == "float32" else "integer"}
+        for size in reversed(signature.obs_shape):
+            one = {"type": "array", "items": one, "minItems": size, "maxItems": size}
+    one["description"] = f"An observation of {signature.env}"
+    given = {"observation": one, "observations": {"type": "array", "items": one, "minItems": 1}}
     if signature.takes_masks:
-        properties["action_masks"] = masks
-    body = {"type": "object", "properties": properties, "minProperties": 1}
-    values: dict[str, Any] = {"action": {}, "actions": {}} if route == "act" else {"q_values": {}}
-    answer = {"type": "object", "properties": {**values, "version": _TEXT}}
+        given["action_masks"] = {"description": "1 for legal actions, for all observations or each"}
+    fields: tuple[str, ...] = ("action", "actions") if route == "act" else ("q_values",)
+    text = {"type": "string"}
     reply = {
         "description": "Greedy actions" if route == "act" else "Q-values of all actions",
-        "headers": {"X-Model-Version": {"schema": _TEXT}},
-        "content": _content(answer),
+        "headers": {"X-Model-Version": {"schema": text}},
+        "content": _content({**{field: {} for field in fields}, "version": text}),
     }
-    errors = {status: {"description": text} for status, text in ERRORS.items()}
-    return {"requestBody": {"content": _content(body)}, "responses": {"200": reply, **errors}}
+    errors = {status: {"description": meaning} for status, meaning in ERRORS.items()}
+    return {"requestBody": {"content": _content(given)}, "responses": {"200": reply, **errors}}
 
 
-_TEXT = {"type": "string"}
-
-
-def _content(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"application/json": {"schema": schema}} | {kind: {} for kind in BINARY}
-
-
-def _array(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "number" if dtype == "float32" else "integer"}
-    for size in reversed(shape):
-        schema = {"type": "array", "items": schema, "minItems": size, "maxItems": size}
-    return schema
+def _content(properties: dict[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "minProperties": 1}
+    return {JSON: {"schema": schema}, NPY: {}, SAFETENSORS: {}}

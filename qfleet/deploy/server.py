@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,42 +94,37 @@ class PolicyServer:
             await self._starlette(scope, receive, send)
             return
         began_s, path, body = time.perf_counter(), scope["path"], _Body(receive)
-        refused: HTTPException | None = None
-        is_counted = False
+        headers, send = dict(scope["headers"]), self._counted(send)
         try:
-            headers = dict(scope["headers"])
             self._check_token(path, headers)
-            if path in self._answers and scope["method"] == "POST":
+            if path == "/healthz":
+                await self._read(headers, body, min(MOST_PROBE_BYTES, self._limits.max_body_bytes))
+                await _send(send, 200, b'{"status": "ok"}')
+            elif path not in self._answers:
+                await self._starlette(scope, receive, send)
+            elif scope["method"] != "POST":
+                raise HTTPException(405, f"{path} takes POST", {"Allow": "POST"})
+            else:
                 name, field = self._answers[path]
                 media_type = _media_type(headers.get(b"content-type", b""))
                 data, version = await self._answer(name, field, media_type, headers, body)
                 extra = ((b"x-model-version", version.encode()),)
                 await _send(send, 200, data, media_type.encode(), extra)
                 self._metrics.add_time(name, time.perf_counter() - began_s)
-            elif path == "/healthz":
-                await self._read(headers, body, min(MOST_PROBE_BYTES, self._limits.max_body_bytes))
-                await _send(send, 200, b'{"status": "ok"}')
-            elif path in self._answers:
-                raise HTTPException(405, f"{path} takes POST", {"Allow": "POST"})
-            else:
-                is_counted = True
-                await self._starlette(scope, receive, self._counted(send))
-                return
         except _Disconnected:
-            return
+            pass
         except MemoryError:
-            refused = HTTPException(503, "the server has no memory for this request", RETRY)
+            self._release(body)
+            await _refuse(send, HTTPException(503, "no memory for this request", RETRY), body)
         except HTTPException as error:
-            refused = error
+            self._release(body)  # it waits for a client that still sends
+            await _refuse(send, error, body)
         except Exception:
-            if not is_counted:
-                self._metrics.add_reply(500)
+            if path in self._answers:  # Starlette has sent its own
+                await _refuse(send, HTTPException(500, "the server has failed"), body)
             raise
         finally:
             self._release(body)
-        if refused is not None:
-            await _refuse(send, refused, body)
-        self._metrics.add_reply(refused.status_code if refused else 200)
 
     def _counted(self, send: Send) -> Send:
         async def count(message: Any) -> None:
@@ -167,14 +162,15 @@ class PolicyServer:
         else:
             parsed = _parse(signature, media_type, data)
         self._release(body)
+        observations, masks, is_single = parsed
         try:
-            reply = await batcher.submit(parsed.observations, parsed.action_masks)
+            reply = await batcher.submit(observations, masks)
         except Overloaded as error:
             raise HTTPException(503, str(error), RETRY) from None
         except ConfigError as error:
             raise HTTPException(422, str(error)) from None
         values = getattr(reply.batch, field)[reply.rows]
-        given = (media_type, field, values, parsed.is_single, name, reply.version)
+        given = (media_type, field, values, is_single, name, reply.version)
         if media_type == JSON and values.size * JSON_BYTES_PER_NUMBER > SLOW_JSON_BYTES:
             return await asyncio.to_thread(encode, *given), reply.version
         return encode(*given), reply.version
@@ -231,14 +227,13 @@ def _media_type(header: bytes) -> str:
     return given
 
 
-class _Parsed(NamedTuple):
-    observations: NDArray[Any]
-    action_masks: NDArray[Any] | None
-    is_single: bool
+def _parse(
+    signature: Signature, media_type: str, body: bytes
+) -> tuple[NDArray[Any], NDArray[Any] | None, bool]:
+    """Return observations, masks, and whether it is one observation without a batch axis.
 
-
-def _parse(signature: Signature, media_type: str, body: bytes) -> _Parsed:
-    """Return valid arrays; raise 400 for a malformed body and 422 for values of another kind."""
+    Raise 400 for a malformed body and 422 for values of another kind.
+    """
     try:
         given = decode(media_type, body)
     except ConfigError as error:
@@ -256,7 +251,7 @@ def _parse(signature: Signature, media_type: str, body: bytes) -> _Parsed:
         is_single = given.is_single
     if is_single and len(observations) > 1:
         raise HTTPException(422, '"observation" holds several; call it "observations"')
-    return _Parsed(observations, masks, is_single)
+    return observations, masks, is_single
 
 
 class _Disconnected(Exception):

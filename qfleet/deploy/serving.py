@@ -12,9 +12,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,27 +135,15 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn's server with our limits, which calls ``on_ready`` once it accepts connections."""
-
-    def __init__(
-        self, app: PolicyServer, limits: Limits, metrics: Metrics, on_ready: Callable[[], None]
-    ) -> None:
-        protocol: Any = functools.partial(LimitedProtocol, limits, metrics)
-        config = uvicorn.Config(
-            app, http=protocol, loop="asyncio", ws="none", lifespan="off", log_config=None,
-            log_level="error", access_log=False, proxy_headers=False, server_header=False,
-            backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=DRAIN_S,
-        )  # fmt: skip
-        super().__init__(config)
-        self._on_ready = on_ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        # Models and libraries live as long as the server: no collection need visit them.
-        gc.collect()
-        gc.freeze()
-        self._on_ready()
+def http_server(app: PolicyServer, limits: Limits, metrics: Metrics) -> uvicorn.Server:
+    """Return uvicorn's server of an application, with our limits on connections."""
+    protocol: Any = functools.partial(LimitedProtocol, limits, metrics)
+    config = uvicorn.Config(
+        app, http=protocol, loop="asyncio", ws="none", lifespan="off", log_config=None,
+        log_level="error", access_log=False, proxy_headers=False, server_header=False,
+        backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=DRAIN_S,
+    )  # fmt: skip
+    return uvicorn.Server(config)
 
 
 def _serve_here(
@@ -165,40 +153,22 @@ def _serve_here(
     on_ready: Callable[[], None],
     worker: int = 0,
 ) -> int:
-    """Serve in this process."""
+    """Serve in this process. ``on_ready`` is called once the models are open."""
     received: list[int] = []
     with open_server(options, metrics, worker) as app:
-        server = HttpServer(app, options.limits, metrics, on_ready)
+        server = http_server(app, options.limits, metrics)
 
         def stop(number: int) -> None:
             received.append(number)
             server.should_exit = True
 
+        # Models and libraries live as long as the server: no collection need visit them.
+        gc.collect()
+        gc.freeze()
         with signals_request_stop(stop):
+            on_ready()
             server.run(sockets=[listener])
     return 128 + received[0] if received else 0
-
-
-class _Worker:
-    """A worker process, as its parent sees it."""
-
-    def __init__(
-        self, number: int, options: ServeOptions, metrics: Metrics, listener: socket.socket
-    ) -> None:
-        context = multiprocessing.get_context("spawn")  # threads and GPUs do not survive a fork
-        self._pipe, child_end = context.Pipe()
-        self.process = context.Process(
-            target=_work, args=(number, options, metrics, listener, child_end)
-        )
-        self.process.start()
-        child_end.close()
-        self.is_ready = False
-
-    def poll(self) -> bool:
-        """Return whether the process is alive, and note whether it serves."""
-        with contextlib.suppress(EOFError):
-            self.is_ready = self.is_ready or (self._pipe.poll() and self._pipe.recv())
-        return self.process.is_alive()
 
 
 def _work(
@@ -206,19 +176,21 @@ def _work(
     options: ServeOptions,
     metrics: Metrics,
     listener: socket.socket,
-    parent: Connection,
+    is_ready: MutableSequence[int],
 ) -> None:
     """Run worker ``number``, until a signal or the end of the parent process."""
 
-    def leave_with_parent() -> None:
-        with contextlib.suppress(OSError):
-            parent.poll(None)  # the parent sends nothing, so this is its end
+    def end_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, torch.get_num_threads() // options.workers))
+    on_ready = functools.partial(is_ready.__setitem__, number, 1)
     try:
-        sys.exit(_serve_here(options, metrics, listener, lambda: parent.send(True), number))
+        sys.exit(_serve_here(options, metrics, listener, on_ready, number))
     except QfleetError as error:
         log(str(error))
         sys.exit(error.exit_code)
@@ -226,38 +198,41 @@ def _work(
 
 def _supervise(options: ServeOptions, metrics: Metrics, listener: socket.socket, url: str) -> int:
     """Start workers, and again those that end, until a signal stops all of them."""
-    received, workers, is_serving = list[int](), list[_Worker](), False
+    context = multiprocessing.get_context("spawn")  # threads and GPUs do not survive a fork
+    is_ready: Any = context.RawArray("b", options.workers)
+
+    def start(number: int) -> Any:
+        worker = context.Process(target=_work, args=(number, options, metrics, listener, is_ready))
+        worker.start()
+        return worker
+
+    received, workers, is_serving = list[int](), list[Any](), False
+    until_s = time.monotonic() + START_S
     try:
         with signals_request_stop(received.append):
-            until_s = time.monotonic() + START_S
-            workers += [_Worker(i, options, metrics, listener) for i in range(options.workers)]
+            workers += map(start, range(options.workers))
             while not received:
-                wait([worker.process.sentinel for worker in workers], POLL_S)
-                alive = [worker.poll() for worker in workers]
-                if not is_serving and all(worker.is_ready for worker in workers):
+                wait([worker.sentinel for worker in workers], POLL_S)
+                if not is_serving and all(is_ready):
                     is_serving = True
                     log(f"serving at {url} with {options.workers} workers")
                 if not is_serving and time.monotonic() > until_s:
-                    late = [i for i, worker in enumerate(workers) if not worker.is_ready]
+                    late = [number for number in range(options.workers) if not is_ready[number]]
                     raise QfleetError(f"workers {late} were not ready within {START_S:g} s")
-                for number in [i for i, is_alive in enumerate(alive) if not is_alive]:
-                    code = workers[number].process.exitcode
-                    if received or not is_serving:  # it would fail again
-                        return 128 + received[0] if received else code or 1
-                    log(f"worker {number} ended with exit code {code}; starting another")
+                for number, worker in enumerate(workers):
+                    if received or worker.is_alive():
+                        continue
+                    if not is_serving:  # it would fail again
+                        return worker.exitcode or 1
+                    log(f"worker {number} ended with exit code {worker.exitcode}; starting another")
                     time.sleep(RESTART_S)
-                    workers[number] = _Worker(number, options, metrics, listener)
+                    workers[number] = start(number)
         return 128 + received[0]
     finally:
-        _end(workers, DRAIN_S + END_S if received else 0.0)
-
-
-def _end(workers: list[_Worker], seconds: float) -> None:
-    """Let workers finish their requests; kill those that take longer."""
-    for worker in workers:
-        worker.process.terminate()
-    until_s = time.monotonic() + seconds
-    for worker in workers:
-        worker.process.join(max(0.0, until_s - time.monotonic()))
-        worker.process.kill()
-        worker.process.join()
+        until_s = time.monotonic() + (DRAIN_S + END_S if received else 0.0)
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.join(max(0.0, until_s - time.monotonic()))
+            worker.kill()
+            worker.join()

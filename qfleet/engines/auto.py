@@ -8,7 +8,6 @@ a few seconds each, and the result is cached.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from qfleet.accelerator.streams import has_streams
 from qfleet.config.config import FIELDS, Config
 from qfleet.config.validation import validate
+from qfleet.core.cores import usable_cores
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.engines import registry
@@ -97,7 +97,7 @@ def _choose_engine(config: Config) -> tuple[str, str]:
     if accelerator.type != "cpu":
         name = torch.get_device_module(accelerator).get_device_name(accelerator)
         return "pipeline", f"the {name} learns while the cores step"
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     if not steps_in_background(config):
         return "serial", "these environments share the interpreter with the learner"
     if cores == 1:

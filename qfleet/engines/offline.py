@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qfleet.agent.evaluation import HostEvaluator
+from qfleet.agent.evaluation import HostEvaluator, evaluation_config
 from qfleet.config.config import Config
 from qfleet.config.trust import check_trust
 from qfleet.core.errors import ConfigError, UserError
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Block, Clock, EnvSpec, Episode, StateDict, Updater
 from qfleet.data.dataset_memory import BatchShare, DatasetMemory
-from qfleet.data.manifest import Dataset
+from qfleet.data.manifest import Dataset, env_fields
 from qfleet.engines import serial
 from qfleet.engines.factories import make_learner
 from qfleet.engines.loop import SameWeights
@@ -37,6 +37,8 @@ from qfleet.networks.qnetwork import QNetwork
 
 BLOCK_SAMPLES = 1024
 """Transitions per turn of the loop: enough to hide the cost of a turn."""
+MAY_DIFFER = {"clip_rewards", "reward_scale", "imports", "max_episode_steps"}
+"""Fields of a dataset that a run may set anew: they change neither observations nor actions."""
 
 
 def dataset_fields(url: str, trust: bool) -> dict[str, Any]:
@@ -51,12 +53,13 @@ def with_dataset(config: Config) -> Config:
     if not config.data:
         return config
     manifest = Dataset(config.data).manifest
-    recorded = Config(**manifest.origin.env).env
-    if config.env != recorded:
-        raise ConfigError(
-            f"env must be {recorded!r}, where dataset '{config.data}' was recorded, got "
-            f"{config.env!r}; leave it out, and use eval_env to evaluate elsewhere"
-        )
+    recorded, ours = manifest.origin.env, env_fields(config)
+    for name in recorded.keys() - MAY_DIFFER:
+        if recorded[name] != ours[name]:
+            raise ConfigError(
+                f"{name} must be {recorded[name]!r}, as dataset '{config.data}' was recorded, got "
+                f"{ours[name]!r}; leave it out, and use eval_env to evaluate elsewhere"
+            )
     if Config(**manifest.origin.env).clip_rewards and not config.clip_rewards:
         raise ConfigError(
             f"dataset '{config.data}' has clipped rewards, whose sizes are lost; set clip_rewards"
@@ -158,7 +161,7 @@ def make_evaluator_if_possible(
 ) -> HostEvaluator | None:
     """Return the evaluator, or None and a note if the environment cannot be made here."""
     try:
-        check_env(setup.config)
+        check_env(evaluation_config(setup.config).replace(eval_env=""))
         return setup.make_evaluator(network, device, made)
     except UserError as error:
         notes.append(f"no evaluations: {error}")

@@ -16,13 +16,17 @@ import os
 import re
 import shutil
 import sys
+import threading
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from qfleet.core.errors import ConfigError, StorageError, StorageMissing, UnknownNameError, one_line
-from qfleet.storage.remote import Store, public_url
+from qfleet.core.files import MOST_JSON_BYTES
+from qfleet.storage.remote import TEMPORARY, TRANSFER_S, Store, public_url
 
 INDEX, OBJECTS = "index.json", "objects"
 CACHE_DIR, CACHE_BYTES = "QFLEET_CACHE_DIR", "QFLEET_CACHE_BYTES"
@@ -33,6 +37,8 @@ _PATH = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*){0,4}", re.ASCII)
 """Paths that an index may list: neither absolute nor with '..', and no hidden files."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ATTEMPTS = 3
+_IN_USE = 16
+"""Files of one URL that were asked for last: the cache keeps them, because they may be in use."""
 
 
 class Record(NamedTuple):
@@ -49,9 +55,12 @@ class Index:
     files: dict[str, Record]
     lease: int
     """Number of the lease under which it was written."""
+    written_s: float = 0.0
+    """When it was written, in seconds since 1970; 0 if unknown."""
 
     def to_json(self) -> bytes:
-        body = {"format": _FORMAT, "lease": self.lease, "files": self.files}
+        written = {"lease": self.lease, "written_s": time.time()}
+        body = {"format": _FORMAT, **written, "files": self.files}
         return json.dumps(body, indent=1).encode()
 
     def has_progress(self) -> bool:
@@ -72,14 +81,16 @@ def object_name(sha256: str) -> str:
 def read_index(store: Store) -> Index | None:
     """Return the index, which may be anyone's data; None if there is no run."""
     try:
-        body = json.loads(store.read(INDEX))
+        body = json.loads(store.read(INDEX, MOST_JSON_BYTES))
         if body["format"] != _FORMAT:
             raise ValueError(f"its format is {str(body['format'])[:40]!r}, not {_FORMAT!r}")
         files = {path: _record(path, entry) for path, entry in body["files"].items()}
-        return Index(files, int(body["lease"]))
+        return Index(files, int(body["lease"]), float(body.get("written_s", 0.0)))
     except StorageMissing:
         return None
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (
+        ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError
+    ) as error:  # fmt: skip
         raise StorageError(
             f"'{store.shown}/{INDEX}' is malformed ({one_line(error)}); publish the run again"
         ) from None
@@ -115,14 +126,18 @@ def cache_dir() -> Path:
 
 def working_folder(url: str) -> Path:
     """Return the local folder in which a run that is published to this URL works."""
+    return local_folder("runs", url)
+
+
+def local_folder(kind: str, url: str) -> Path:
+    """Return the folder of a URL below ``kind``: runs, read (copies) or recordings (datasets)."""
     # Without what messages do not show: commands that they print must find the same folder.
-    return cache_dir() / "runs" / _name(public_url(url))
-
-
-def _name(url: str) -> str:
-    url = url.rstrip("/")
-    last = re.sub(r"[^A-Za-z0-9._]+", "-", url.rpartition("/")[2]).strip(".-")[-40:] or "run"
-    return f"{last}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+    url = public_url(url).rstrip("/")
+    above, _, last = url.rpartition("/")
+    if re.fullmatch(r"seed-\d+", last):  # beside the other seeds, as in a local folder
+        return local_folder(kind, above) / last
+    last = re.sub(r"[^A-Za-z0-9._]+", "-", last).strip(".-")[-40:] or "run"
+    return cache_dir() / kind / f"{last}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
 
 def fetch(
@@ -141,10 +156,7 @@ def fetch(
                 store, _select(index, needs), folder, before_file
             )
         except OSError as error:
-            raise ConfigError(
-                f"cannot write into '{folder}': {error.strerror or error}; free space there or set "
-                "--cache-dir"
-            ) from None
+            raise cannot_write(folder, error) from None
         if not damaged:
             break
         # The run may have published meanwhile and removed an old checkpoint.
@@ -162,11 +174,44 @@ def fetch(
 
 def fetch_to_read(store: Store, needs: str) -> Path:
     """Return a local copy of a run, in the cache, for reading."""
-    root = cache_dir() / "read"
-    folder = root / _name(store.url)
+    folder = local_folder("read", store.url)
     index = fetch(store, folder, needs)
-    _evict(root, keep={folder / path for path in _select(index, needs)})
+    _evict(keep={folder / path for path in _select(index, needs)})
     return folder
+
+
+class CachedFiles:
+    """Verified copies of files at a URL, in the cache for reading; threads may share it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._folder = store, local_folder("read", store.url)
+        self._verified, self._recent = set[str](), deque[Path](maxlen=_IN_USE)
+        self._lock = threading.Lock()
+        self._of_file = defaultdict[str, threading.Lock](threading.Lock)
+
+    def local(self, name: str, record: Record) -> Path:
+        """Return the path of a copy; it is downloaded unless the cache has it."""
+        path = self._folder / name
+        with self._lock:
+            self._recent.append(path)
+            of_file = self._of_file[name]
+        with of_file:
+            try:
+                if name in self._verified and path.is_file():
+                    os.utime(path)
+                    return path
+                was_there = _bring(self._store, name, path, record)
+            except OSError as error:
+                raise cannot_write(self._folder, error) from None
+            if was_there is None:
+                raise StorageError(
+                    f"'{self._store.shown}/{name}' is damaged: its SHA-256 differs; copy it again"
+                )
+            self._verified.add(name)
+        if not was_there:
+            with self._lock:
+                _evict(keep=self._recent)
+        return path
 
 
 def _select(index: Index, needs: str) -> dict[str, Record]:
@@ -190,27 +235,48 @@ def _fetch_files(
     for path, record in wanted.items():
         before_file()
         local = folder / path
-        if local.is_file() and record_of(local) == record:
-            os.utime(local)  # the cache removes what was used least recently
-            hits += 1
-        else:
-            local.parent.mkdir(parents=True, exist_ok=True)
-            local.unlink(missing_ok=True)
-            try:
-                if record.sha256 in places:
-                    shutil.copyfile(places[record.sha256], local)
-                else:
-                    store.download(object_name(record.sha256), local)
-                    downloaded.append(record.size_bytes)
-            except StorageMissing:
-                damaged[path] = "its object is missing"
-                continue
-            if record_of(local) != record:
-                local.unlink()
-                damaged[path] = "its object is damaged (SHA-256)"
-                continue
+        source = places.get(record.sha256)
+        try:
+            was_there = _bring(store, object_name(record.sha256), local, record, source)
+        except StorageMissing:
+            damaged[path] = "its object is missing"
+            continue
+        if was_there is None:
+            damaged[path] = "its object is damaged (SHA-256)"
+            continue
+        hits += was_there
+        downloaded += [] if was_there or source else [record.size_bytes]
         places[record.sha256] = local
     return hits, downloaded, damaged
+
+
+def _bring(
+    store: Store, name: str, local: Path, record: Record, source: Path | None = None
+) -> bool | None:
+    """Return whether ``local`` was right already, after having fetched it if not; None: damaged.
+
+    ``source``: a local file with the same contents.
+    """
+    if local.is_file() and record_of(local) == record:
+        os.utime(local)  # the cache removes what was used least recently
+        return True
+    local.parent.mkdir(parents=True, exist_ok=True)
+    if source is None:
+        store.download(name, local)
+    else:
+        local.unlink(missing_ok=True)
+        shutil.copyfile(source, local)
+    if record_of(local) != record:
+        local.unlink(missing_ok=True)
+        return None
+    return False
+
+
+def cannot_write(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot write into '{folder}': {error.strerror or error}; free space there or set "
+        "--cache-dir"
+    )
 
 
 def _drop_others(folder: Path, index: Index) -> None:
@@ -220,7 +286,7 @@ def _drop_others(folder: Path, index: Index) -> None:
             shutil.rmtree(snapshot, ignore_errors=True)
 
 
-def _evict(root: Path, keep: Collection[Path]) -> None:
+def _evict(keep: Collection[Path]) -> None:
     """Remove the least recently used files until the rest fits into the cache."""
     try:
         limit_bytes = int(os.environ.get(CACHE_BYTES, DEFAULT_CACHE_BYTES))
@@ -229,7 +295,7 @@ def _evict(root: Path, keep: Collection[Path]) -> None:
             f"{CACHE_BYTES} must be a number of bytes, got {os.environ[CACHE_BYTES]!r}"
         ) from None
     found = []
-    for path in root.rglob("*"):
+    for path in (cache_dir() / "read").rglob("*"):
         with contextlib.suppress(OSError):  # another process may have removed it
             if path.is_file():
                 found.append((path.stat(), path))
@@ -237,7 +303,8 @@ def _evict(root: Path, keep: Collection[Path]) -> None:
     for status, path in sorted(found, key=lambda pair: pair[0].st_mtime_ns):
         if total_bytes <= limit_bytes:
             break
-        if path not in keep:
+        is_arriving = path.name.startswith(TEMPORARY) and time.time() - status.st_mtime < TRANSFER_S
+        if path not in keep and not is_arriving:
             with contextlib.suppress(OSError):  # another process may have removed it
                 path.unlink()
             total_bytes -= status.st_size

@@ -13,6 +13,7 @@ import importlib
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -25,13 +26,20 @@ T = TypeVar("T")
 REQUEST_TIMEOUT_S = 15.0
 """Longest wait for the answer to one request."""
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
-_TMP = ".tmp-"
+TRANSFER_S = 600.0
+"""Longest time of one upload, download or listing, where the backend has no deadline of its own; it
+is 20 times the patience, if that is less."""
+_TIMED = {"file", "local", "memory", "s3", "s3a", "webhdfs"}
+"""Schemes whose calls end by themselves."""
+TEMPORARY = ".tmp-"
+"""Names that begin so are not listed."""
 _RENAMING = {"file", "local", "hdfs", "webhdfs"}
 """Schemes whose files appear while they are written; others show whole objects only."""
 _PERMANENT = {
     errno.ENOENT, errno.EACCES, errno.EPERM, errno.EEXIST, errno.EISDIR, errno.ENOTDIR,
     errno.EINVAL, errno.ENOSPC, errno.EDQUOT, errno.EROFS,
 }  # fmt: skip
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _PASSING_STATUS = {408, 409, 425, 429}
 _PASSING_NAMES = {"HTTPClientError", "ConnectionError", "ResponseParserError", "ClientPayloadError"}
 """Errors of botocore and aiohttp, which may not be installed, that are no OSError."""
@@ -69,10 +77,14 @@ class Store:
             raise StorageError(f"cannot open '{public_url(url)}': {self._words(error)}") from error
         self._root = self._root.rstrip("/")
 
-    def read(self, path: str) -> bytes:
-        """Return the contents of an object."""
+    def read(self, path: str, most_bytes: int | None = None) -> bytes:
+        """Return the contents of an object, which may have at most ``most_bytes``."""
         whole = self._whole(path)
-        return bytes(self._retried("read", path, lambda: self._system.cat_file(whole)))
+        part = {} if most_bytes is None else {"start": 0, "end": most_bytes + 1}
+        data = bytes(self._retried("read", path, lambda: self._system.cat_file(whole, **part)))
+        if most_bytes is not None and len(data) > most_bytes:
+            raise StorageError(f"'{self.shown}/{path}' has more than {most_bytes} bytes")
+        return data
 
     def write(self, path: str, data: bytes) -> None:
         """Write an object; readers see the old one or the new one, never a part."""
@@ -97,26 +109,37 @@ class Store:
         self._place(path, lambda target: self._system.put_file(str(local), target))
 
     def download(self, path: str, local: Path) -> None:
-        """Write a local file with the contents of an object, through a temporary name."""
-        whole, tmp = self._whole(path), local.with_name(f"{_TMP}{secrets.token_hex(4)}")
+        """Write a local file with the contents of an object, through a temporary name.
+
+        Raise OSError if the file cannot be written.
+        """
+        whole, tmp = self._whole(path), local.with_name(f"{TEMPORARY}{secrets.token_hex(4)}")
         local.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._retried("read", path, lambda: self._system.get_file(whole, str(tmp)))
+            self._retried("read", path, lambda: self._system.get_file(whole, str(tmp)), True)
             tmp.replace(local)
+        except StorageError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_ROOM:
+                raise error.__cause__ from None
+            raise
         finally:
             tmp.unlink(missing_ok=True)
 
-    def names(self, prefix: str = "") -> list[str]:
-        """Return the paths of all objects below the folder ``prefix``, sorted."""
+    def names(self, prefix: str = "", *, is_deep: bool = True) -> list[str]:
+        """Return the paths of all objects below the folder ``prefix``, sorted.
+
+        ``is_deep``: also of those in folders below it.
+        """
         whole = self._whole(prefix) if prefix else self._root
         # Without it, fsspec's own walk returns no names when the store does not answer.
-        how = {"on_error": "raise"} if self._scheme in _RENAMING else {}
+        how: dict[str, Any] = {"on_error": "raise"} if self._scheme in _RENAMING else {}
+        how |= {} if is_deep else {"maxdepth": 1}
         try:
-            found = self._retried("list", prefix, lambda: self._system.find(whole, **how))
+            found = self._retried("list", prefix, lambda: self._system.find(whole, **how), True)
         except StorageMissing:
             return []
         below = [name.removeprefix(self._root).lstrip("/") for name in found]
-        return sorted(name for name in below if not PurePosixPath(name).name.startswith(_TMP))
+        return sorted(name for name in below if not PurePosixPath(name).name.startswith(TEMPORARY))
 
     def exists(self, path: str) -> bool:
         """Return whether there is an object or a folder of this name."""
@@ -131,7 +154,7 @@ class Store:
         """Remove an object, or everything below a folder; what is not there is removed already."""
         whole = self._whole(path)
         with contextlib.suppress(StorageMissing):
-            self._retried("remove", path, lambda: self._system.rm(whole, recursive=True))
+            self._retried("remove", path, lambda: self._system.rm(whole, recursive=True), True)
 
     def _whole(self, path: str) -> str:
         parts = path.split("/")
@@ -161,7 +184,7 @@ class Store:
                     self._system.rm_file(tmp)
                 raise
 
-        self._retried("write", path, replace)
+        self._retried("write", path, replace, True)
 
     def _create(self, whole: str, data: bytes) -> None:
         """Write an object or raise FileExistsError."""
@@ -185,7 +208,7 @@ class Store:
         """Return a new name beside ``whole``, in a folder that exists."""
         folder = str(PurePosixPath(whole).parent)
         self._system.makedirs(folder, exist_ok=True)
-        return f"{folder}/{_TMP}{secrets.token_hex(8)}"
+        return f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
 
     def _rename(self, source: str, target: str, *, overwrite: bool) -> None:
         if self._scheme in ("file", "local"):
@@ -207,12 +230,18 @@ class Store:
                 self._system.rm_file(target)
             self._system.mv(source, target)
 
-    def _retried(self, what: str, path: str, call: Callable[[], T]) -> T:
-        """Return what ``call`` returns; every error of a backend becomes ours here."""
+    def _retried(self, what: str, path: str, call: Callable[[], T], is_long: bool = False) -> T:
+        """Return what ``call`` returns; every error of a backend becomes ours here.
+
+        ``is_long``: an attempt may consist of many requests.
+        """
         deadline, delay_s = time.monotonic() + self._patience_s, _FIRST_DELAY_S
+        most_s = min(TRANSFER_S, 20 * self._patience_s) if is_long else REQUEST_TIMEOUT_S
         while True:
             try:
-                return call()
+                if self._scheme in _TIMED:
+                    return call()
+                return _within(most_s, call)
             except Exception as error:
                 where = f"'{self.shown}/{path}'"
                 if not _may_pass(error):
@@ -247,6 +276,26 @@ def _open(url: str, scheme: str, patience_s: float) -> tuple[Any, str]:
     elif scheme == "webhdfs":  # its requests have no deadline otherwise
         system.session.request = functools.partial(system.session.request, timeout=timeout_s)
     return system, str(root)
+
+
+def _within(most_s: float, call: Callable[[], T]) -> T:
+    """Return what ``call`` returns; if that takes longer, leave its thread: TimeoutError."""
+    results, errors = list[T](), list[BaseException]()
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="storage")
+    thread.start()
+    thread.join(most_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer for {most_s:g} s")
+    return results[0]
 
 
 def _status(error: BaseException) -> int | None:

@@ -21,6 +21,7 @@ from qfleet.config.validation import validate
 from qfleet.config.words import rename
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.files import atomic_write_text, short
+from qfleet.data.writer import check_target
 from qfleet.engines.all_reduce.world import with_launched_workers
 from qfleet.engines.cluster.baseline import stored_rate
 from qfleet.engines.offline import dataset_fields, with_dataset
@@ -30,7 +31,8 @@ from qfleet.envs.registry import check_env
 from qfleet.envs.short_names import full_id
 from qfleet.storage.checkpoint import POLICY_SUFFIX, diff_meta, has_checkpoint, load_checkpoint
 from qfleet.storage.locks import RunLock, check_idle
-from qfleet.storage.remote import is_url, public_url
+from qfleet.storage.published import working_folder
+from qfleet.storage.remote import is_url
 from qfleet.storage.rundir import check_name, default_name, new_run_dir
 from qfleet.storage.state_checks import reading
 from qfleet.storage.vacancy import (
@@ -42,13 +44,13 @@ from qfleet.storage.vacancy import (
 )
 from qfleet.telemetry.progress import choose_mode
 from qfleet.training.callbacks import Callbacks, as_callbacks
-from qfleet.training.publisher import Publisher
+from qfleet.training.publisher import Publisher, publishing
 from qfleet.training.restarts import follow_if_told, stored_engine, was_lost
 from qfleet.training.result import Result
 from qfleet.training.run import Run
 from qfleet.training.run_folders import find_one_run
 from qfleet.training.run_state import RunOptions
-from qfleet.training.seeds import finished, resume_seeds
+from qfleet.training.seeds import finished, resume_seeds, vacant_urls
 from qfleet.training.trained import Trained, TrainedSeeds, aggregate_seeds, draw_learning_curve
 
 RUNS = Path("runs")
@@ -60,7 +62,7 @@ FREE_ON_RESUME = {
     "tensorboard", "track", "replay_dir", "max_fault_rate", "max_env_restarts", "env_timeout_s",
     "max_abs_q", "target_return", "patience", "eval_max_steps", "workers", "servers", "address",
     "snapshot_s", "worker_timeout_s", "baseline", "price_per_cpu_hour", "price_per_gpu_hour",
-    "record", "data_readers",
+    "record", "data", "data_readers",
 }  # fmt: skip
 
 
@@ -118,11 +120,14 @@ def train(
             )  # fmt: skip
         return replace(trained, url=str(run_dir))
     initial, place = _initial(config, trust), Path(run_dir or RUNS / (name or "-"))
-    if was_lost(place, config, FREE_ON_RESUME):
+    lost = was_lost(place, config, FREE_ON_RESUME)
+    if lost:
         if has_checkpoint(place / "checkpoints"):
             how: dict[str, Any] = {"options": options, "progress": progress, "callbacks": callbacks}
             return cast(Trained, resume(place, trust=True, **how))
         overwrite = True  # before the first checkpoint
+    adds = lost or (place.parent / EXPERIMENT).exists()  # other seeds record there too
+    check_target(config.record, config if adds else None)
     folder = _folder(config, run_dir, name, overwrite)
     with removed_if_refused(folder):
         run = Run(config, folder, _options(options, progress), callbacks, None, initial)
@@ -148,11 +153,6 @@ def train_seeds(
     """Train the same experiment with several seeds, one after another; return their aggregate."""
     config = _configure(env, algo, preset, config, fields, trust)
     follow_if_told(config.engine)
-    if is_url(str(run_dir)):
-        raise ConfigError(
-            f"several seeds cannot be published to '{public_url(str(run_dir))}'; train each with "
-            "its own seed and URL, e.g. s3://bucket/run/seed-0"
-        )
     if isinstance(seeds, int):
         seeds = range(config.seed, config.seed + seeds)
     if not seeds or len(set(seeds)) < len(seeds):
@@ -163,20 +163,23 @@ def train_seeds(
             "own; train it once"
         )
     initial = _initial(config, trust)
-    folder = _folder(config, run_dir, name, overwrite)
+    # Check all before the first run: the last must not be refused after the others are done.
+    check_target(config.record)
+    urls = vacant_urls(run_dir, seeds, overwrite)
+    folder = _folder(config, working_folder(str(run_dir)) if urls else run_dir, name, overwrite)
     options = _options(options, progress)
     for seed in seeds:
-        # Check all before the first run: the last must not be refused after the others are done.
         check_vacant(folder / f"seed-{seed}")
     runs: list[Trained] = []
     with RunLock(folder):
         stored = {"seeds": list(seeds), "config": json.loads(config.to_json())}
         atomic_write_text(folder / EXPERIMENT, json.dumps(stored, indent=2))
         for seed in seeds:
-            one = config.replace(seed=seed)
-            with removed_if_refused(folder):
-                run = Run(one, folder / f"seed-{seed}", options, callbacks, None, initial)
-            runs.append(_trained(run, run.go()))
+            one, url = config.replace(seed=seed), urls.get(seed)
+            with publishing(url, callbacks, overwrite) as own:
+                with removed_if_refused(folder):
+                    run = Run(one, folder / f"seed-{seed}", options, own, None, initial)
+                runs.append(replace(_trained(run, run.go()), url=url))
             if runs[-1].interrupted_by is not None:
                 break
         return aggregate_seeds(folder, runs)
@@ -193,6 +196,7 @@ def resume(
     replay_dir: str | None = None,
     track: Literal["none", "wandb", "mlflow"] | None = None,
     record: str | None = None,
+    data: str | None = None,
     options: RunOptions | None = None,
     progress: bool = False,
     callbacks: Callbacks = (),
@@ -207,6 +211,7 @@ def resume(
     asked: dict[str, Any] = {
         "steps": steps, "device": device, "workers": workers, "servers": servers,
         "address": address, "replay_dir": replay_dir, "track": track, "record": record,
+        "data": data,
     }  # fmt: skip
     asked = {name: value for name, value in asked.items() if value is not None}
     how: dict[str, Any] = {"options": _options(options, progress)}
@@ -254,6 +259,7 @@ def resume(
         raise ConfigError(
             f"'{folder}' is complete ({checkpoint.env_steps} steps); --steps N sets a new total"
         )
+    check_target(config.record, config)
     runner = Run(config, folder, how["options"], callbacks, checkpoint)
     for alert in alerts:
         runner.alert(alert)
@@ -344,8 +350,10 @@ def check_config(config: Config) -> Config:
     """Raise if a run with this configuration would be refused: first by its environment's id."""
     if not config.imports:
         config = config.replace(eval_env=full_id(config.eval_env))
-    if not config.data:  # which needs an environment for evaluations only
+    if not config.data:
         check_env(config)
+    elif config.eval_env:  # the dataset's own environment may be missing: then none are played
+        check_env(config.replace(env=config.eval_env, eval_env=""))
     config = validate(config)
     if config.baseline:
         folder = find_one_run(config.baseline, RUNS, "summary").absolute()

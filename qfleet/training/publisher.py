@@ -27,7 +27,7 @@ from qfleet.storage.locks import check_idle
 from qfleet.storage.published import INDEX, OBJECTS, Index, Record, object_name, record_of
 from qfleet.storage.remote import Store
 from qfleet.storage.snapshot import MANIFEST, read_manifest
-from qfleet.training.callbacks import Callback
+from qfleet.training.callbacks import Callback, Callbacks, as_callbacks
 
 POLL_S = 1.0
 """Seconds between comparisons of the folder with what is published."""
@@ -108,7 +108,7 @@ class Publisher(Callback):
 
     def _set_aside(self) -> None:
         """Keep a folder with checkpoints that another machine's run has superseded at the URL."""
-        kept = self.folder.with_name(f"{self.folder.name}.superseded-{self._lease.number}")
+        kept = self.folder.with_name(f"superseded-{self._lease.number}-{self.folder.name}")
         self.folder.rename(kept)
         print(
             f"qfleet: another process has published to '{self._store.shown}' since; what this "
@@ -267,6 +267,17 @@ class Publisher(Callback):
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()
+
+
+@contextlib.contextmanager
+def publishing(url: str | None, callbacks: Callbacks, overwrite: bool) -> Iterator[Callbacks]:
+    """Yield the callbacks of a new run, with a publisher if it has a URL."""
+    if url is None:
+        yield callbacks
+        return
+    with Publisher(url) as publisher:
+        publisher.check_vacant(overwrite)
+        yield [*as_callbacks(callbacks), publisher]
 
 
 def _link(source: Path, target: Path) -> None:

@@ -14,9 +14,8 @@ from qfleet.config.config import OPTIONS, Config
 from qfleet.core.errors import DataError, require
 from qfleet.core.types import Block
 from qfleet.data.manifest import Dataset, Origin
-from qfleet.data.operations import check_empty
 from qfleet.data.recorder import Recorder
-from qfleet.data.writer import Writer
+from qfleet.data.writer import Writer, check_target
 from qfleet.envs.factory import make_envs
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
@@ -51,7 +50,7 @@ def record(
     require(0 <= epsilon <= 1, "epsilon", epsilon, "≥ 0 and ≤ 1")
     require(envs > 0, "envs", envs, "> 0")
     policy.check_trust()
-    check_empty(url)
+    check_target(url)
     config = _config(policy.env_config, url, envs)
     faults = FaultLog()
     made = make_envs(config, envs, seed, training=False, on_fault=faults)
@@ -62,17 +61,16 @@ def record(
         actor = Actor([made], inference, config, Timers(), BLOCK_ROWS, seed, ladder=ladder)
         acted = {"training": False, "algo": config.algo, "epsilon": epsilon, "seed": seed}
         writer = Writer(url, Origin.of(config, made.spec, acted), "0")
-        failures = list[str]()
-        recorder = Recorder(writer, made.spec, envs, lambda _, failure: failures.append(failure))
+        recorder = Recorder(writer, made.spec, envs, faults)
         rows = -(-steps // envs)
         with contextlib.closing(recorder):  # what was played before an interrupt is kept
             for row in range(0, rows, BLOCK_ROWS):
                 recorder.add(actor.collect(min(BLOCK_ROWS, rows - row), 0, row * envs))
                 on_step(min(row + BLOCK_ROWS, rows) * envs)
-                if failures:
+                if recorder.failure:
                     break
-    if failures:
-        raise DataError(failures[0])
+    if recorder.failure:
+        raise DataError(recorder.failure)
     return Dataset(url)
 
 

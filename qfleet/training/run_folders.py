@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from qfleet.core.errors import ConfigError
-from qfleet.storage.published import INDEX, fetch_to_read
+from qfleet.core.errors import ConfigError, StorageError, UnknownNameError
+from qfleet.storage.published import INDEX, fetch_to_read, require_index
 from qfleet.storage.remote import Store, is_url
-from qfleet.telemetry.runs import find_runs, resolve_run, seed_folders
+from qfleet.telemetry.runs import find_runs, resolve_run, run_name, seed_folders
 
 Needs = Literal["summary", "best", "last"]
 """What of a run at a URL is downloaded: configuration, metrics and result; a policy too."""
@@ -21,14 +22,45 @@ def find_run(run: Path | str, root: Path, needs: Needs) -> Path:
     return resolve_run(str(run), root)
 
 
-def list_runs(root: Path | str) -> list[Path]:
-    """Return every run folder below ``root``; of a URL, local copies without policies."""
-    if not is_url(str(root)):
-        return find_runs(Path(root))
-    store = Store(str(root))
-    indices = [name for name in store.names() if name.endswith(f"/{INDEX}")]
-    urls = [f"{store.url}/{name.removesuffix(f'/{INDEX}')}" for name in indices]
-    return [fetch_to_read(Store(url), "summary") for url in urls]
+class ListedRun(NamedTuple):
+    name: str
+    place: str
+    """Folder or URL."""
+    folder: Path
+    """The folder, or that of a local copy without policies."""
+    changed_s: float
+    """When the run has last written something, in seconds since 1970."""
+
+
+def list_runs(root: Path | str) -> list[ListedRun]:
+    """Return every run below a folder or a URL, the newest first."""
+    if is_url(str(root)):
+        store = Store(str(root))
+        names = [n.removesuffix(f"/{INDEX}") for n in store.names() if n.endswith(f"/{INDEX}")]
+        found = (_published(f"{store.url}/{name}", name) for name in names)
+        runs = [run for run in found if run is not None]
+    else:
+        runs = [
+            ListedRun(run_name(path), str(path), path, _changed_s(path))
+            for path in find_runs(Path(root))
+        ]
+    return sorted(runs, key=lambda run: (-run.changed_s, run.place))
+
+
+def _published(url: str, name: str) -> ListedRun | None:
+    """Return a run at a URL; None, with a line, if it cannot be read: it must not hide others."""
+    store = Store(url)
+    try:
+        changed_s = require_index(store).written_s
+        return ListedRun(name, store.shown, fetch_to_read(store, "summary"), changed_s)
+    except (StorageError, UnknownNameError) as error:
+        print(f"qfleet: {error}", file=sys.stderr)
+        return None
+
+
+def _changed_s(path: Path) -> float:
+    files = (path / name for name in ("config.json", "metrics.jsonl", "result.json"))
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
 def find_one_run(run: Path | str, root: Path, needs: Needs) -> Path:

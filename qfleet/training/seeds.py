@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,25 @@ from qfleet.core.errors import ConfigError
 from qfleet.core.files import read_text
 from qfleet.storage.checkpoint import has_checkpoint
 from qfleet.storage.locks import RunLock, check_idle
+from qfleet.storage.remote import is_url
 from qfleet.storage.state_checks import check_like, reading
 from qfleet.storage.vacancy import CONFIG, EXPERIMENT, RESULT
+from qfleet.training.publisher import publishing
 from qfleet.training.result import Result
 from qfleet.training.trained import Trained, TrainedSeeds, aggregate_seeds
+
+
+def vacant_urls(
+    run_dir: Path | str | None, seeds: Sequence[int], overwrite: bool
+) -> dict[int, str]:
+    """Return the URL of each seed's run if ``run_dir`` is one; raise if a run is there already."""
+    if not is_url(str(run_dir)):
+        return {}
+    urls = {seed: f"{str(run_dir).rstrip('/')}/seed-{seed}" for seed in seeds}
+    for url in urls.values():
+        with publishing(url, (), overwrite):
+            pass
+    return urls
 
 
 def resume_seeds(

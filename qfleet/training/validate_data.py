@@ -107,7 +107,7 @@ def measure(config: Config, network: QNetwork, memory: DatasetMemory) -> dict[st
     objective = make_objective(plain, memory.device, config.seed)
     loss = spread = torch.zeros((), device=memory.device)
     counts = torch.zeros((network.num_actions,) * 2, dtype=torch.int64, device=memory.device)
-    memory.set_epoch(0)
+    memory.go_to_row(0)
     with evaluating(network):
         for start in range(0, memory.transitions, CHUNK):
             batch = memory.sample(min(CHUNK, memory.transitions - start), 0.0)

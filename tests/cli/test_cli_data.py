@@ -74,3 +74,17 @@ def test_mistakes_are_one_line(
     message = capsys.readouterr().err
     assert words in message
     assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("action", ["info", "validate"])
+def test_files_that_are_not_in_the_manifest_are_reported(
+    action: str, data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(data) / "manifest.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"parts": values["parts"][:-1]}))
+    assert main(["data", action, data]) == 0
+    assert "qfleet data merge" in capsys.readouterr().err
+    assert answer(capsys, "data", "merge", data)["files"] == len(values["parts"])
+    assert main(["data", action, data]) == 0
+    assert capsys.readouterr().err == ""

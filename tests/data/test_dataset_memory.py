@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from qfleet.core.errors import ConfigError, DataError
+from qfleet.core.errors import ConfigError, DataError, StorageError
 from qfleet.core.types import BATCH_FIELDS, SKIP, Block, EnvSpec
 from qfleet.data import dataset_memory
 from qfleet.data.dataset_memory import DatasetMemory
@@ -19,6 +21,8 @@ from qfleet.data.manifest import Dataset
 from qfleet.data.rows import row_bytes
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import UniformSampler
+from qfleet.storage import published
+from qfleet.storage.remote import Store
 from support.datasets import BOX, STACK, record_block, scripted_block
 
 HOST = torch.device("cpu")
@@ -86,13 +90,6 @@ def test_the_order_does_not_depend_on_readers_batches_or_resuming(
     assert draw(memory_of(dataset, rows, seed=1), count) != expected  # the negative control
 
 
-def test_set_epoch_goes_to_the_beginning_of_an_epoch(dataset: Dataset) -> None:
-    memory, other = memory_of(dataset), memory_of(dataset)
-    draw(memory, dataset.manifest.transitions)
-    other.set_epoch(1)
-    assert draw(other, 100) == draw(memory, 100)
-
-
 @pytest.mark.parametrize("spec", [BOX, STACK], ids=["box", "stack"])
 @pytest.mark.parametrize("n_steps", [1, 3])
 def test_batches_are_those_of_the_ring(spec: EnvSpec, n_steps: int, tmp_path: Path) -> None:
@@ -150,8 +147,58 @@ def test_too_little_memory_and_other_data_are_refused(dataset: Dataset, tmp_path
     with pytest.raises(ConfigError, match="data_memory_mb must be ≥"):
         memory_of(dataset, rows=5)
     other = record_block(tmp_path, scripted_block(BOX, 300, 1))
-    with pytest.raises(DataError, match="transitions"):
+    with pytest.raises(DataError, match="other files"):
         memory_of(other).load_state_dict(memory_of(dataset).state_dict())
+
+
+def test_a_checkpoint_knows_its_dataset_by_contents_and_not_by_counts(tmp_path: Path) -> None:
+    block = scripted_block(BOX, 120, 1)
+    record_block(tmp_path / "one", block)
+    shutil.copytree(tmp_path / "one", tmp_path / "moved")
+    block.reward[50] += 1
+    record_block(tmp_path / "edited", block)
+    one, moved, edited = (Dataset(str(tmp_path / name)) for name in ("one", "moved", "edited"))
+    assert one.manifest.transitions == edited.manifest.transitions
+    memory_of(moved).load_state_dict(memory_of(one).state_dict())
+    with pytest.raises(DataError, match="other files"):
+        memory_of(edited).load_state_dict(memory_of(one).state_dict())
+
+
+def test_a_run_stopped_in_the_second_window_goes_on_there(dataset: Dataset) -> None:
+    whole = memory_of(dataset)
+    sizes = [sum(group.transitions for group in window) for window in whole._plan]
+    assert len(sizes) > 3
+    total, cut = sum(sizes), sizes[0] + sizes[1] // 2
+    expected = draw(whole, 2 * total)
+    for epoch in (expected[:total], expected[total:]):
+        assert sorted(epoch) == sorted(set(expected))  # each once
+    for readers in (1, 2, 4):
+        stopped = memory_of(dataset, readers=readers)
+        before = draw(stopped, cut)
+        resumed = memory_of(dataset, readers=readers)
+        resumed.load_state_dict(stopped.state_dict())
+        assert before + draw(resumed, 2 * total - cut) == expected
+    wrong = memory_of(dataset)
+    wrong.load_state_dict(stopped.state_dict() | {"position": cut + 1})  # the negative control
+    assert draw(wrong, 20) != expected[cut : cut + 20]
+
+
+def test_closing_does_not_wait_for_a_reader_that_hangs(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(dataset_memory, "READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(DatasetMemory, "_read_group", lambda *_: release.wait(60))
+    memory = memory_of(dataset)
+    try:
+        with pytest.raises(DataError, match=r"no rows for 0\.2 s"):
+            memory.sample(5, 0.0)
+        closing = threading.Thread(target=memory.close)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
+    finally:
+        release.set()
 
 
 def test_windows_bound_the_rows_in_memory(dataset: Dataset, monkeypatch: Any) -> None:
@@ -176,12 +223,39 @@ def test_extending_counts_rows_only(dataset: Dataset) -> None:
     assert memory.state_dict()["total_rows"] == 12
 
 
-def test_a_dataset_at_a_url_is_downloaded_and_checked() -> None:
+def test_a_dataset_at_a_url_is_read_through_a_bounded_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(published.CACHE_DIR, str(tmp_path))
+    monkeypatch.setattr(published, "_IN_USE", 4)
     url = "memory://datasets/streamed"
-    remote = record_block(url, scripted_block(BOX, 300, 2))
-    memory = memory_of(remote, readers=4)
+    remote = record_block(url, scripted_block(BOX, 900, 2))
+    sizes = [part.size_bytes for part in remote.manifest.parts]
+    assert len(sizes) > 8
+    monkeypatch.setenv(published.CACHE_BYTES, str(4 * max(sizes)))
+    downloads = list[str]()
+    original = Store.download
+
+    def noted(self: Store, path: str, local: Path) -> None:
+        downloads.append(path)
+        original(self, path, local)
+
+    monkeypatch.setattr(Store, "download", noted)
+    memory = memory_of(Dataset(url), readers=4)
+    assert not downloads  # only what windows need
     assert len(set(draw(memory, remote.manifest.transitions))) == remote.manifest.transitions
+    memory.close()
+    kept = [path.stat().st_size for path in (tmp_path / "read").rglob("part-*")]
+    assert sum(kept) <= 4 * max(sizes) < sum(sizes)
+    monkeypatch.delenv(published.CACHE_BYTES)
+    for _ in range(2):  # the second finds all in the cache
+        downloads.clear()
+        memory = memory_of(Dataset(url))
+        draw(memory, remote.manifest.transitions)
+        memory.close()
+    assert not downloads
     part = remote.manifest.parts[0]
     remote.store.write(part.name, remote.store.read(part.name)[:-1])
-    with pytest.raises(DataError, match=f"'{part.name}' of the dataset is damaged"):
+    shutil.rmtree(tmp_path / "read")
+    with pytest.raises(StorageError, match=f"{part.name}' is damaged"):
         draw(memory_of(Dataset(url)), remote.manifest.transitions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from qfleet.core.errors import ConfigError, DataError, UnsupportedEnvError
 from qfleet.core.types import SKIP, TERMINATED, EnvSpec
 from qfleet.data.manifest import Dataset
 from qfleet.data.minari import export_minari, import_minari
-from qfleet.data.operations import read_episodes, validate
+from qfleet.data.operations import read_episodes, read_groups, validate
+from qfleet.data.rows import Rows
 from support.datasets import BOX, STACK, read_all, record_block, scripted_block
 
 minari = pytest.importorskip("minari")
@@ -80,6 +82,26 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         import_minari("test/missing-v0", str(tmp_path / "new"))
     with pytest.raises(ConfigError, match="holds a dataset already"):
         import_minari("test/twice-v0", str(tmp_path / "data"))
+
+
+def test_episodes_are_exported_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, groups = recorded(tmp_path, BOX), list[int]()
+    total = sum(len(part.groups) for part in dataset.manifest.parts)
+
+    def noted(dataset: Dataset) -> Iterator[Rows]:
+        for rows in read_groups(dataset):
+            groups.append(len(rows.action))
+            yield rows
+
+    def create(_name: str, episodes: Iterator[object], **_: object) -> None:
+        next(episodes)
+        assert 0 < len(groups) < total / 2  # the rest is still in the files
+        assert sum(1 for _ in episodes) == len(read_episodes(dataset)) - 1
+
+    monkeypatch.setattr("qfleet.data.minari.read_groups", noted)
+    monkeypatch.setattr(minari, "create_dataset_from_buffers", create)
+    assert export_minari(dataset, "test/lazy-v0") == len(read_episodes(dataset))
+    assert len(groups) == total
 
 
 def test_continuous_actions_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ import torch
 from qfleet.core.errors import ConfigError, DataError
 from qfleet.core.types import SKIP, Block
 from qfleet.data.manifest import Dataset
-from qfleet.data.operations import fit_statistics, read_episodes, shard, split, validate
+from qfleet.data.operations import (
+    fit_statistics,
+    read_episodes,
+    shard,
+    split,
+    store_statistics,
+    validate,
+)
 from support.datasets import BOX, STACK, read_all, record_block, scripted_block
 
 
@@ -107,10 +114,10 @@ def test_statistics_of_splits_are_those_of_the_training_split(tmp_path: Path) ->
 def test_shards_are_in_proportion_to_speeds(tmp_path: Path) -> None:
     dataset = record_block(tmp_path / "all", scripted_block(BOX, 900, 2))
     shards = shard(dataset, str(tmp_path / "shards"), (1.0, 1.0, 2.0))
-    counts = np.array([one.manifest.transitions for one in shards])
+    counts = np.array([one.manifest.transitions for one in shards.values()])
     assert counts.sum() == dataset.manifest.transitions
     np.testing.assert_allclose(counts / counts.sum(), (0.25, 0.25, 0.5), atol=0.01)
-    assert set.union(*map(transitions, shards)) == transitions(dataset)
+    assert set.union(*map(transitions, shards.values())) == transitions(dataset)
 
 
 def test_wrong_fractions_and_taken_folders_are_refused(tmp_path: Path) -> None:
@@ -139,3 +146,21 @@ def test_a_split_without_an_episode_is_refused(tmp_path: Path) -> None:
     assert len(read_episodes(dataset)) < 9
     with pytest.raises(ConfigError, match="none of the"):
         split(dataset, str(tmp_path / "split"), (0.98, 0.01, 0.01), stratify=True)
+
+
+def test_shards_keep_the_statistics_and_their_numbers(tmp_path: Path) -> None:
+    dataset = record_block(tmp_path / "data", scripted_block(BOX, 100, 1))
+    store_statistics(dataset, fit_statistics(dataset))
+    made = shard(dataset, f"{tmp_path}/shards/", (1.0, 2.0))
+    assert [one.url for one in made.values()] == [f"{tmp_path}/shards/{k}" for k in range(2)]
+    for k in range(2):
+        found = Dataset(str(tmp_path / "shards" / str(k)))
+        assert found.manifest.statistics == dataset.manifest.statistics is not None
+
+
+@pytest.mark.parametrize("speeds", [(1.0,) * 200, (1.0, 1e9)])
+def test_a_shard_without_episodes_is_refused(speeds: tuple[float, ...], tmp_path: Path) -> None:
+    dataset = record_block(tmp_path / "data", scripted_block(BOX, 100, 1))
+    with pytest.raises(ConfigError, match=r"none of the \d+ episodes"):
+        shard(dataset, str(tmp_path / "shards"), speeds)
+    assert not (tmp_path / "shards").exists()

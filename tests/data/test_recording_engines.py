@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ import pytest
 import torch
 
 import qfleet
+from qfleet.core.errors import StorageError
 from qfleet.core.types import SKIP, TERMINATED
 from qfleet.data import recorder
 from qfleet.data.manifest import Dataset
 from qfleet.data.operations import read_episodes, validate
+from qfleet.data.writer import check_target
 from qfleet.storage.checkpoint import load_checkpoint
+from qfleet.storage.published import CACHE_DIR
 from support.clusters import needs_ray
 from support.configs import tiny_fields
-from support.datasets import read_all
+from support.datasets import BOX, read_all, record_block, scripted_block
+from support.s3 import BUCKET, s3_server
 
 
 def train(tmp_path: Path, name: str, record: bool = True, **fields: Any) -> qfleet.Trained:
@@ -126,6 +131,38 @@ def test_a_storage_that_fails_ends_the_recording_and_not_the_training(
     assert trained.result.env_steps == 600
     assert trained.result.faults["record"] == 1
     assert not (tmp_path / "run-data" / "manifest.json").exists()
+
+
+def test_a_target_that_cannot_be_written_stops_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(kind: type[Exception], words: str, record: str) -> None:
+        fields = tiny_fields(engine="serial", steps=600, learning_starts=100, record=record)
+        with pytest.raises(kind, match=words) as caught:
+            qfleet.train("CartPole-v1", run_dir=tmp_path / "run", **fields)
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "run").exists()
+
+    with s3_server() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        refused(StorageError, "nosuch", "s3://nosuch/data")
+        server.fault = lambda method, _: 403 if method == "PUT" else 0
+        refused(StorageError, "denied", f"s3://{BUCKET}/data")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path / "file" / "cache"))
+    refused(qfleet.ConfigError, "--cache-dir", "memory://recorded/data")
+    record_block(tmp_path / "data", scripted_block(BOX, 30, 1))
+    refused(qfleet.ConfigError, "holds a dataset already", str(tmp_path / "data"))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    refused(qfleet.ConfigError, "pyarrow", str(tmp_path / "new"))
+
+
+def test_a_resumed_run_adds_to_a_dataset_of_its_own_environment_only(tmp_path: Path) -> None:
+    config = train(tmp_path, "run", steps=200, frame_stack=2).config
+    check_target(str(tmp_path / "run-data"), config)
+    with pytest.raises(qfleet.ConfigError, match="another frame_stack"):
+        check_target(str(tmp_path / "run-data"), config.replace(frame_stack=3))
 
 
 @needs_ray

@@ -195,10 +195,84 @@ def test_a_killed_recording_is_merged_from_its_finished_files(tmp_path: Path) ->
     assert merge(str(tmp_path)).parts == parts[:-1]
 
 
-def test_a_malformed_manifest_is_refused(tmp_path: Path) -> None:
-    record_block(tmp_path, scripted_block(BOX, 30, 1))
+def test_files_that_the_manifest_does_not_list_are_noticed_and_merged(tmp_path: Path) -> None:
+    """A run is resumed, records more and is killed: the manifest is older than its files."""
+    parts = record_block(tmp_path, scripted_block(BOX, 300, 1)).manifest.parts
     values = json.loads((tmp_path / "manifest.json").read_text())
-    for change in ({"format": "x"}, {"parts": 3}, {"spec": {}}, {"parts": [{"name": "../x"}]}):
-        (tmp_path / "manifest.json").write_text(json.dumps(values | change))
-        with pytest.raises(DataError, match=r"manifest.json"):
-            Dataset(str(tmp_path))
+    values["parts"] = values["parts"][:-2]
+    (tmp_path / "manifest.json").write_text(json.dumps(values))
+    assert Dataset(str(tmp_path)).unlisted == 2
+    merge(str(tmp_path))
+    merged = Dataset(str(tmp_path))
+    assert (merged.unlisted, merged.manifest.parts) == (0, parts)
+
+
+def test_a_description_of_another_file_is_refused(tmp_path: Path) -> None:
+    parts = record_block(tmp_path, scripted_block(BOX, 300, 1)).manifest.parts
+    first, second = (tmp_path / part.name.replace(".parquet", ".json") for part in parts[:2])
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(DataError, match=f"{second.name}.*describes '{parts[0].name}'"):
+        merge(str(tmp_path))
+
+
+def test_a_missing_file_is_named_and_can_be_left_out(tmp_path: Path) -> None:
+    parts = record_block(tmp_path, scripted_block(BOX, 300, 1)).manifest.parts
+    (tmp_path / parts[1].name).unlink()
+    with pytest.raises(DataError, match=rf"lacks 1 of .*'{parts[1].name}'.*qfleet data merge"):
+        Dataset(str(tmp_path))
+    assert merge(str(tmp_path)).parts == [parts[0], *parts[2:]]
+
+
+PART: dict[str, Any] = {
+    "name": "part-x-0.parquet",
+    "size_bytes": 9,
+    "sha256": "0" * 64,
+    "groups": [[3, 2, 1]],
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": "x"},
+        {"parts": 3},
+        {"spec": {}},
+        {"statistics": 3},
+        {"statistics": {"obs_mean": [10**400, 1], "obs_variance": [1.0, 1.0], "obs_count": 3}},
+        {"statistics": {"obs_mean": [1.0], "obs_variance": [1.0], "obs_count": 3}},
+        {"statistics": {"obs_mean": [1.0, 1.0], "obs_variance": [1.0, -1.0], "obs_count": 3}},
+        {"env": {"env": 3}},
+        {"env": {"env": "Box-v0", "frame_stack": "many"}},
+        {"env": {}},
+        {"policy": 3},
+        {"parts": [PART, PART]},
+        *(
+            {"parts": [PART | wrong]}
+            for wrong in (
+                {"name": "../x.parquet"},
+                {"name": "part-../../x.parquet"},
+                {"name": "/part-x.parquet"},
+                {"name": 3},
+                {"size_bytes": -1},
+                {"size_bytes": 1.5},
+                {"sha256": "0"},
+                {"groups": [[3, 2]]},
+                {"groups": [[2, 3, 1]]},
+                {"groups": [[3, 2, -1]]},
+                {"groups": [["3", 2, 1]]},
+                {"groups": [[0, 0, 0]]},
+                {"groups": 3},
+                {"more": 1},
+            )
+        ),
+    ],
+)
+def test_a_malformed_manifest_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    record_block(tmp_path, scripted_block(BOX, 30, 1))
+    (tmp_path / PART["name"]).write_bytes(b"")
+    values = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(values | {"parts": [PART]}))
+    Dataset(str(tmp_path))  # the negative control
+    (tmp_path / "manifest.json").write_text(json.dumps(values | change))
+    with pytest.raises(DataError, match=r"manifest\.json' of .*(malformed|format)"):
+        Dataset(str(tmp_path))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from qfleet.core.errors import ConfigError, StorageError, StorageOutage
+from qfleet.storage import remote
 from qfleet.storage.remote import Store, is_url, public_url
 from support.messages import says
 from support.s3 import BUCKET, FaultyS3, s3_server
@@ -203,3 +204,21 @@ def test_hdfs_retries_refuses_and_gives_up(hdfs: NameNode) -> None:
     with pytest.raises(StorageOutage, match=says("1 s")):
         store.names()  # not an empty list
     assert len(hdfs.fails) > 50
+
+
+def test_a_backend_without_deadlines_gets_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any scheme but those that end by themselves, such as gs://."""
+    release = threading.Event()
+    monkeypatch.setattr(remote, "_TIMED", set())
+    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 0.1)
+    store = Store("memory://slow/run", patience_s=0.3)
+    store.write("a", b"data")
+    assert store.read("a") == b"data"
+    with pytest.raises(StorageError, match="does not exist"):
+        store.read("b")  # errors of the thread are raised
+    monkeypatch.setattr(store._system, "cat_file", lambda *_, **__: release.wait(60))
+    try:
+        with pytest.raises(StorageOutage, match=says("slow/run", "0.3 s")):
+            store.read("a")
+    finally:
+        release.set()

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from qfleet.telemetry import aggregate
-from qfleet.telemetry.aggregate import MAX_GRID_POINTS, aggregate_curves, bootstrap_ci, iqm
+from qfleet.telemetry.aggregate import (
+    MAX_GRID_POINTS,
+    aggregate_curves,
+    bootstrap_ci,
+    compare_scores,
+    iqm,
+)
 
 
 def test_iqm_by_hand() -> None:
@@ -74,3 +80,22 @@ def test_long_curves_are_thinned_and_disjoint_ones_give_nothing() -> None:
     np.testing.assert_allclose(middle, grid)
     for curves in ([], [([], [])], [([1, 2], [0, 0]), ([3, 4], [0, 0])]):
         assert [part.size for part in aggregate_curves(curves)] == [0, 0, 0, 0]
+
+
+def test_scores_are_compared_by_their_ranks() -> None:
+    assert compare_scores([5, 6, 7, 8], [1, 2, 3, 4]) == "better"  # p = 2 / 70
+    assert compare_scores([1, 2, 3, -1e9], [5, 6, 7, 8]) == "worse"
+    assert compare_scores([4, 6, 7, 8], [1, 2, 3, 5]) == "cannot tell"  # p = 4 / 70
+    assert compare_scores([7, 8, 9], [1, 2, 3]) == "cannot tell"  # p = 2 / 20, at the least
+    assert compare_scores([7, 8, 9], [1, 2, 3, 4, 5]) == "better"  # p = 2 / 56
+    assert compare_scores([1.0] * 8, [1.0] * 8) == "cannot tell"
+    assert compare_scores([9.0], [1.0]) == compare_scores([], [1.0]) == "cannot tell"
+
+
+def test_equal_distributions_are_told_apart_in_about_one_of_twenty_cases() -> None:
+    rng = np.random.default_rng(0)
+    verdicts = [compare_scores(*rng.normal(size=(2, 6))) for _ in range(400)]
+    assert 0.01 < 1 - verdicts.count("cannot tell") / 400 < 0.07
+    many = np.arange(30.0)  # too many to try all splits
+    assert compare_scores(many, many + 1) == "cannot tell"
+    assert compare_scores(many + 15, many) == "better"

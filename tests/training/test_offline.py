@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,31 @@ def test_without_the_environment_there_are_no_evaluations(tmp_path: Path) -> Non
     assert qfleet.load(trained.folder, "last").act(np.zeros(4)) in (0, 1)
 
 
+def test_another_environment_can_stand_in_for_one_that_is_missing(tmp_path: Path) -> None:
+    spec = EnvSpec("NotInstalled-v3", (4,), "float32", 2)
+    record_block(tmp_path / "data", scripted_block(spec, 60, 1), spec)
+    trained = train(str(tmp_path / "data"), tmp_path / "run", epochs=1, eval_env="CartPole-v1")
+    assert trained.result.eval_return_mean is not None
+
+
+def test_a_dataset_may_move_while_a_run_is_stopped_but_not_change(
+    data: str, tmp_path: Path
+) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    options = qfleet.RunOptions(stop_after=1100)
+    train(str(tmp_path / "data"), tmp_path / "run", steps=2500, options=options)
+    (tmp_path / "data").rename(tmp_path / "moved")
+    with pytest.raises(qfleet.QfleetError, match="has no manifest"):
+        qfleet.resume(tmp_path / "run")
+    other = record_block(tmp_path / "other", scripted_block(CARTPOLE, 400, 2), CARTPOLE)
+    assert other.manifest.transitions == Dataset(data).manifest.transitions
+    with pytest.raises(qfleet.QfleetError, match="other files"):
+        qfleet.resume(tmp_path / "run", data=str(tmp_path / "other"))
+    resumed = qfleet.resume(tmp_path / "run", data=str(tmp_path / "moved"))
+    assert isinstance(resumed, qfleet.Trained)
+    assert resumed.result.env_steps == 2500
+
+
 def test_observations_are_normalised_by_the_statistics_of_the_training_split(
     data: str, tmp_path: Path
 ) -> None:
@@ -181,6 +207,8 @@ def test_rewards_are_clipped_and_scaled_as_asked_for(tmp_path: Path) -> None:
         ({"record": "x"}, "record"),
         ({"algo": "bc", "double": True}, "double"),
         ({"data": ""}, "epochs"),
+        ({"frame_stack": 4}, "frame_stack must be 0"),
+        ({"eval_env": "CartPol-v1"}, "did you mean CartPole-v1"),
     ],
 )
 def test_what_offline_training_cannot_do_is_refused(

@@ -170,7 +170,7 @@ def test_what_another_machine_has_superseded_is_kept_aside(
     again = qfleet.resume(url)
     assert isinstance(again, qfleet.Trained)
     assert again.result.env_steps == 600
-    (kept,) = here.folder.parent.glob("*.superseded-*")
+    (kept,) = here.folder.parent.glob("superseded-*")
     assert torch.equal(weights(kept), ours)
     assert holds(capsys.readouterr().err, "another process", str(kept))
 
@@ -297,9 +297,21 @@ def test_a_url_without_a_run_is_named(call: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
-def test_several_seeds_at_a_url_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=says("seeds", url_of(tmp_path))):
-        qfleet.train_seeds(2, "CartPole-v1", **FIELDS, run_dir=url_of(tmp_path))
+def test_several_seeds_have_a_url_each(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, fields = f"{url_of(tmp_path)}/", FIELDS | {"record": str(tmp_path / "data")}
+    trained = qfleet.train_seeds(2, "CartPole-v1", **fields, run_dir=url)
+    assert [run.url for run in trained.runs] == [f"{url}seed-0", f"{url}seed-1"]
+    assert (trained.folder / "aggregate.json").exists()
+    with pytest.raises(ConfigError, match=says("seed-0", "holds a run")):
+        qfleet.train_seeds([2, 0], "CartPole-v1", **FIELDS, run_dir=url)
+    assert read_index(Store(f"{url}seed-2")) is None  # refused before the first is trained
+    forget(cache, monkeypatch)
+    assert not torch.equal(weights(f"{url}seed-0"), weights(f"{url}seed-1"))
+    assert main(["runs", "--root", str(Path(url).parent).replace(":/", ":///"), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [run["name"] for run in listed] == ["run/seed-1", "run/seed-0"]
 
 
 @pytest.fixture(scope="module")
@@ -400,7 +412,7 @@ def test_the_verbs_take_a_url(
         printed = capsys.readouterr()
         assert holds(printed.err, url, "downloaded")
         assert list(copies.glob("read/*/config.json"))
-        assert words[0] != "runs" or holds(printed.out, "CartPole-v1", "600")
+        assert words[0] != "runs" or holds(printed.out, "CartPole-v1", "600", "run ")
     assert (tmp_path / "plot.png").exists()
     assert torch.equal(weights(tmp_path / "policy.safetensors", None), weights(url, "best"))
     more = f"{url}-more"
@@ -412,3 +424,41 @@ def test_the_verbs_take_a_url(
     assert holds(capsys.readouterr().err, "complete")
     assert main(["evaluate", url, "--cache-dir"]) == 2
     assert holds(capsys.readouterr().err, "--cache-dir")
+
+
+@pytest.mark.usefixtures("url")
+def test_runs_at_a_url_have_their_own_names_and_the_newest_is_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "store"
+    for name, written_s in (("b", 300.0), ("a/c", 200.0), ("d", 400.0)):
+        shutil.copytree(root / "run", root / name)
+        body = json.loads((root / name / INDEX).read_text())
+        (root / name / INDEX).write_text(json.dumps(body | {"written_s": written_s}))
+    (root / "run" / INDEX).write_text('{"format": 3, "lease": Infinity}')
+    for _ in range(2):  # also if the copies are in the cache already
+        assert main(["runs", "--root", f"file://{root}", "--json"]) == 0
+        shown = capsys.readouterr()
+        assert "malformed" in shown.err  # and it hides no other run
+        listed = json.loads(shown.out)
+        assert [run["name"] for run in listed] == ["d", "b", "a/c"]
+        assert listed[0]["path"] == f"file://{root}/d"
+
+
+def test_a_full_cache_says_how_to_choose_another(
+    url: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.implementations.local import LocalFileSystem
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", full)
+    with pytest.raises(ConfigError, match=says(str(cache), "No space", "--cache-dir")):
+        qfleet.load(url)
+
+
+def test_an_index_that_is_too_large_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "MOST_JSON_BYTES", 100)
+    with pytest.raises(StorageError, match=says(INDEX, "more than 100 bytes")):
+        qfleet.load(url)

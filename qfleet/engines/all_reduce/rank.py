@@ -26,6 +26,7 @@ from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import own_ladder
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
+from qfleet.core.cores import usable_cores
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.seeding import Seeds, mix_seeds
 from qfleet.core.types import EnvSpec, Memory, StateDict
@@ -86,7 +87,7 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
     own, whole = rank_config(config, rank), whole_config(config)
     together = whole.replace(envs=config.envs * group.size)
     if group.size > 1:
-        cores = max(1, (os.cpu_count() or 1) // ranks_here)
+        cores = max(1, usable_cores() // ranks_here)
         torch.set_num_threads(min(torch.get_num_threads(), cores))
 
     def place(own: Config, spec: EnvSpec, in_background: bool) -> Placement:

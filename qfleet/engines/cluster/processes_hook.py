@@ -11,7 +11,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import one_line
 from qfleet.engines.cluster.baseline import measured_for_s, serial_rate, stored_rate
 from qfleet.engines.parts import EngineHook
-from qfleet.telemetry.fleet import Processes
+from qfleet.telemetry.fleet import Processes, share_scalars
 from qfleet.telemetry.fleet_plots import draw_fleet
 from qfleet.telemetry.fleet_table import fleet_lines
 from qfleet.telemetry.formatting import format_rate
@@ -82,6 +82,9 @@ class ProcessesHook(EngineHook):
             f"this run would be faster without workers: one process makes {alone} env "
             f"steps/s, all workers made {together}; use --engine serial",
         )
+
+    def scalars(self, wall_s: float) -> Mapping[str, float | None]:  # noqa: ARG002
+        return share_scalars(self.processes.rows())
 
     def result(self) -> Mapping[str, Any]:
         account = self.processes.account()

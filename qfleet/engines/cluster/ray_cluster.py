@@ -428,7 +428,11 @@ def _connect_with_token(ray: Any, timeout_s: float, address: str) -> Cluster:
     """
     try:
         return _connect(ray, timeout_s, folder=None, address=address)
-    except ClusterError:
+    except ClusterError as error:
+        # Ray 2.55 reports a missing token as a failed connection; the address was probed before.
+        refusals = (ConnectionError, ray.exceptions.AuthenticationError)
+        if not isinstance(error.__cause__, refusals):
+            raise
         # Ray's own way to look for a token: in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH and ~/.ray.
         token = ray._raylet.AuthenticationTokenLoader.instance()
         if os.environ.get(_AUTH_MODE) is not None or not token.has_token(ignore_auth_mode=True):

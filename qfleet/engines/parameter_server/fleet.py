@@ -23,7 +23,7 @@ from qfleet.engines.parameter_server.supervisor import Supervisor
 from qfleet.engines.parameter_server.wire import INLINE_VECTOR_BYTES
 from qfleet.engines.parameter_server.worker import Report
 from qfleet.engines.parts import Setup
-from qfleet.telemetry.fleet import TRAFFIC, FleetAccount
+from qfleet.telemetry.fleet import TRAFFIC, FleetAccount, ShareRow
 from qfleet.telemetry.timers import STAGES, Timers
 from qfleet.telemetry.trace import SpanRecord
 
@@ -243,6 +243,13 @@ class Fleet:
         """Return what the workers sent and received."""
         account = self.account()
         return {name: account.total(name) if account else None for name in TRAFFIC}
+
+    def rows(self) -> list[ShareRow]:
+        if self._supervisor is None:
+            return []
+        with self._supervisor.lock:
+            workers = [worker for _, worker in sorted(self._supervisor.workers.items())]
+            return [worker.account().row("worker") for worker in workers]
 
     def account(self) -> FleetAccount | None:
         """Return the account of all processes; None before the first report."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qfleet.agent.updaters.optimisers import SGD, FlatOptimiser, make_optimiser
 from qfleet.config.config import Config
+from qfleet.core.cores import usable_cores
 from qfleet.core.errors import GivenUp
 from qfleet.core.types import StateDict
 from qfleet.engines.cluster.state_arrays import as_arrays, as_tensors
@@ -36,6 +37,7 @@ from qfleet.engines.parameter_server.compression import make_cast
 from qfleet.engines.parameter_server.limits import MOST_GROWTH
 from qfleet.engines.parameter_server.schemes import Nesterov
 from qfleet.engines.parameter_server.shard import Shard
+from qfleet.engines.parameter_server.updaters import fetches_for_each_gradient
 from qfleet.engines.parameter_server.wire import (
     Exchange,
     Join,
@@ -125,6 +127,7 @@ class Server:
         self._shard = Shard(mine, made, make_admission(config), cast, epoch)
         self._clock = clock
         self._changed = Condition()
+        self._fetched_later = fetches_for_each_gradient(config)
         self._lends = False
         """Replies hold the shard's own weights, not copies: the caller reads them at once."""
         self._lives: dict[int, int] = {}
@@ -168,6 +171,13 @@ class Server:
             if not self._is_present(push.worker, push.life):
                 return self._absent()
             done = self._watched(self._shard.push, push, self._clock())
+            epoch, version = self._shard.stamp
+            is_alone = version - push.version <= 1
+            if self._fetched_later and not is_alone and not done.waits and epoch == push.epoch:
+                # Others update meanwhile: these weights would be old before its next gradient,
+                # for which it fetches newer ones. Until then it keeps those that it has.
+                turn = self._shard.turn(push.worker)
+                return Reply(*push.known, done.outcome, done.reason, turn=turn)
             return self._when_free(push, done.outcome, done.reason)
 
     def wait(self, wait: Wait) -> Reply:
@@ -261,7 +271,7 @@ def _threads(config: Config, weights: int) -> int:
     """Return the threads of an optimiser's step: several for a long vector (memory-bound)."""
     if weights < THREADED_FROM:
         return 1
-    return max(1, min(MOST_THREADS, (os.cpu_count() or 1) // config.servers))
+    return max(1, min(MOST_THREADS, usable_cores() // config.servers))
 
 
 def join_states(states: list[StateDict], sizes: list[int]) -> StateDict:

@@ -224,10 +224,13 @@ class Supervisor:
                 self._pool.spawn(self.workers[number])
                 self._set_to_work(self.workers[number])
         above = [w for n, w in self.workers.items() if n >= self._wanted and w.handle is not None]
-        for worker in above:
-            if worker.call is None or not worker.is_ready:
-                self._servers.leave({worker.number: worker.life + 1})
-                self._end_life(worker)
+        dismissed = [worker for worker in above if worker.call is None or not worker.is_ready]
+        if self._config.record:
+            ready = [worker for worker in dismissed if worker.is_ready]
+            self._pool.finish_recordings(WRITE_TIMEOUT_S, self._faults, ready)
+        for worker in dismissed:
+            self._servers.leave({worker.number: worker.life + 1})
+            self._end_life(worker)
         if above:
             self._set_idle_to_work()
 

@@ -87,14 +87,15 @@ class RemoteGradients(RemoteUpdater):
 
     def before_gradient(self) -> None:
         """Fetch weights that other workers have changed while this one collected."""
-        if self.own_clock is None or self._fetched_at == self.own_clock.env_steps:
+        clock, servers = self.own_clock, self._servers
+        if clock is None or (self._fetched_at == clock.env_steps and not servers.is_behind):
             return
         held = self._held()
         self._servers.finish_push(held)
         if fetches_before_gradients(self._config):
             self._servers.refresh(held)
         self._put(held)
-        self._fetched_at = self.own_clock.env_steps
+        self._fetched_at = clock.env_steps
 
     def finish(self) -> None:
         held = self._held()
@@ -218,3 +219,9 @@ def fetches_before_gradients(config: Config) -> bool:
     """
     has_changed = config.update in ("async", "ssp", "hybrid") and config.replay
     return has_changed and config.pull == "before-gradient"
+
+
+def fetches_for_each_gradient(config: Config) -> bool:
+    """Return whether workers collect, and so fetch weights, between any two gradients."""
+    is_single = config.gradient_steps == 1 and max(config.envs, 1) <= config.train_freq
+    return fetches_before_gradients(config) and is_single

@@ -147,12 +147,20 @@ def test_sigterm_while_ray_connects_ends_with_the_usual_code(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("mode", "has_token", "tries"),
-    [(None, True, 2), (None, False, 1), ("disabled", True, 1), ("token", True, 1)],
+    ("mode", "has_token", "error", "tries"),
+    [
+        (None, True, ConnectionError("Failed to connect"), 2),
+        (None, True, PermissionError("no token"), 2),  # stands for Ray's AuthenticationError
+        (None, True, RuntimeError("Version mismatch"), 1),
+        (None, False, ConnectionError("Failed to connect"), 1),
+        ("disabled", True, ConnectionError("Failed to connect"), 1),
+        ("token", True, ConnectionError("Failed to connect"), 1),
+    ],
 )
 def test_a_refused_process_uses_its_token_unless_a_mode_is_set(
-    mode: str | None, has_token: bool, tries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    mode: str | None, has_token: bool, error: Exception, tries: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
@@ -160,14 +168,15 @@ def test_a_refused_process_uses_its_token_unless_a_mode_is_set(
 
     def init(**_: object) -> None:
         modes.append(os.environ.get("RAY_AUTH_MODE"))
-        raise ConnectionError("Failed to connect")
+        raise error
 
     token = SimpleNamespace(has_token=lambda **_: has_token)
     raylet = SimpleNamespace(
         AuthenticationTokenLoader=SimpleNamespace(instance=lambda: token),
         Config=SimpleNamespace(initialize=lambda _: None),
     )
-    ray = SimpleNamespace(init=init, _raylet=raylet)
+    errors = SimpleNamespace(AuthenticationError=PermissionError)
+    ray = SimpleNamespace(init=init, _raylet=raylet, exceptions=errors)
     refused = pytest.raises(ClusterError, match=says("127.0.0.1:1", "RAY_AUTH_TOKEN"))
     with refused, clusters._restored("RAY_AUTH_MODE"):
         clusters._connect_with_token(ray, 1.0, "127.0.0.1:1")
