@@ -51,9 +51,12 @@ def conservative_penalty(values: Tensor, action: Tensor) -> Tensor:
 def imitation(logits: Tensor, action: Tensor) -> Tensor:
     """Return the loss ``[B]`` of discrete BCQ's model of the data's policy (1910.01708).
 
-    It is the cross-entropy of the action plus 0.01 times the mean squared logit.
+    It is the cross-entropy of the action plus 0.01 times the mean squared logit of legal actions;
+    logits below −10²⁹ are those of illegal ones.
     """
-    return action_cross_entropy(logits, action) + 0.01 * logits.square().mean(1)
+    legal = logits > -1e29
+    squares = torch.where(legal, logits, 0.0).square().sum(1) / legal.sum(1)
+    return action_cross_entropy(logits, action) + 0.01 * squares
 
 
 def quantile_huber(

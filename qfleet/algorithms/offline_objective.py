@@ -23,6 +23,10 @@ class OfflineObjective(Objective):
     imitates: bool
     """Whether outputs are ``[B, 2 A]``: values and the logits of a model of the data's policy."""
 
+    def predict(self, obs: Tensor, online: ValueNetwork) -> Prediction:
+        prediction = super().predict(obs, online)
+        return prediction._replace(output=online.only_legal(prediction.output, obs))
+
     def loss(
         self, prediction: Prediction, action: Tensor, online: ValueNetwork, target: Tensor
     ) -> Loss:

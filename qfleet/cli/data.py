@@ -248,17 +248,20 @@ def _compare(options: CompareOptions) -> dict[str, Any]:
     from qfleet.training import api
     from qfleet.training.off_policy import compare
 
+    dataset = Dataset(options.data)
     policies = {run: api.load(run, options.which, options.trust, "cpu") for run in options.runs}
     with Console(stderr=True, quiet=options.json).status("reading the dataset") as status:
         estimates = compare(
             policies,
-            Dataset(options.data),
+            dataset,
             gamma=options.gamma,
             updates=options.updates,
             seed=options.seed,
             on_policy=lambda name: status.update(f"estimating {name}"),
         )
     warnings = [one.warning for one in estimates if one.warning is not None]
+    if dataset.manifest.origin.env.get("clip_rewards"):
+        warnings.append(f"the rewards of '{dataset.url}' are clipped, and so are these returns")
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     found = [asdict(one) for one in estimates]

@@ -98,8 +98,6 @@ def _rules(c: Config) -> Rules:
             f"is for head actor-critic, not {c.head}; switch it off")
     yield c.value_learning_rate == 0 or c.separate_networks, "value_learning_rate", (
         "needs separate_networks, because shared layers have one rate; set that or use 0")
-    yield not c.record or c.engine != "offline", "record", (
-        "is for training in environments; leave it out with --data")
     yield bool(c.data) or c.engine != "offline", "engine", "needs a dataset; set --data"
     if c.loss == "cross-entropy":
         no = "does not go with loss cross-entropy, which imitates actions"
@@ -120,6 +118,11 @@ def _rules(c: Config) -> Rules:
             "algorithm with replay")
         yield not c.prioritized_replay, "prioritized_replay", (
             "does not go with --data, where every transition comes once per epoch; switch it off")
+        yield not c.record, "record", "is for training in environments; leave it out with --data"
+        yield not c.balance, "balance", (
+            "does not go with --data, whose rows are shared by speed anyway; leave it out")
+        yield not c.baseline, "baseline", (
+            "is for training in environments; leave it out with --data, and compare time/fps")
     if c.replay:
         least = (c.n_steps + 2) * c.envs + c.batch_size
         yield c.buffer_size >= least, "buffer_size", (
@@ -199,6 +202,8 @@ def _rules(c: Config) -> Rules:
             "needs evaluations; set eval_freq")
     yield by_return or bool(c.validation_data), "plateau_metric", (
         "is measured on a dataset; set validation_data or use return")
+    yield by_return or bool(c.patience or c.lr_plateau_patience), "plateau_metric", (
+        "has no effect alone; set patience or lr_plateau_patience, or use return")
     yield bool(c.data) or not c.validation_data, "validation_data", (
         "is for training from a dataset; set --data or leave it out")
     if c.batch_plateau_factor > 1:

@@ -144,7 +144,7 @@ def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B00
             learner=learner,
             channel=SameWeights(),
             notes=notes,
-            hooks=[EpochHook(memory)],
+            hooks=[EpochHook(clock, memory.transitions)],
             closing=made.pop_all(),
         )
 
@@ -214,8 +214,8 @@ class NoCollector:
 class EpochHook(EngineHook):
     """Reports how often the dataset was read."""
 
-    memory: DatasetMemory
+    clock: Clock
+    transitions: int
 
     def scalars(self, wall_s: float) -> Mapping[str, float | None]:  # noqa: ARG002
-        done = self.memory.position / self.memory.transitions
-        return {"data/epoch": self.memory.epoch + done}
+        return {"data/epoch": self.clock.env_steps / self.transitions}

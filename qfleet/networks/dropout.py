@@ -21,6 +21,8 @@ class Dropout(nn.Module):
     def __init__(self, share: float) -> None:
         super().__init__()
         self._share = share
+        self.first_sample = 0
+        """Place of the first sample in its batch, of which an all-reduce rank has a part."""
         seed = torch.randint(2**31, (1,))  # of torch's global generator, like initial weights
         self.register_buffer("counter", first_counters(seed))
 
@@ -28,5 +30,7 @@ class Dropout(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return x
         self.counter.copy_(next_counters(self.counter))
-        draws = draw_uniform(self.counter, torch.arange(x.numel(), device=x.device))
+        first = self.first_sample * x[0].numel()
+        lanes = torch.arange(first, first + x.numel(), device=x.device)
+        draws = draw_uniform(self.counter, lanes)
         return x * (draws >= self._share).view_as(x) / (1 - self._share)

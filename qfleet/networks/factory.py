@@ -68,6 +68,8 @@ def _build_unmasked(spec: EnvSpec, config: Config) -> QNetwork:
         features = _features(torso, name, spec)
         return QNetwork(_with_dropout(torso, config), features, spec.num_actions, config)
     if name == "mlp":
+        if config.dropout and not config.net_arch:
+            raise ConfigError("dropout needs hidden layers; set net_arch or leave dropout out")
         is_fused = config.activation == "relu" and not (config.layer_norm or config.dropout)
         shared = config.dueling or config.noisy or config.head == "iqn" or not is_fused
         layers = config.net_arch if shared else ()

@@ -170,6 +170,17 @@ class QNetwork(nn.Module):
             return values
         return torch.where(self.masked.legal(obs), values, ILLEGAL)
 
+    def only_legal(self, output: Tensor, obs: Tensor) -> Tensor:
+        """Replace what ``forward`` returns for illegal actions, ``[B, A]``, by ILLEGAL.
+
+        Of outputs ``[B, A, K]``, all K are replaced; of BCQ's ``[B, 2 A]``, values and logits.
+        """
+        if self.masked is None:
+            return output
+        legal = self.masked.legal(obs)
+        legal = legal.repeat(1, output.shape[1] // legal.shape[1])
+        return torch.where(legal if output.dim() == 2 else legal.unsqueeze(2), output, ILLEGAL)
+
     def q_values(self, obs: Tensor) -> Tensor:
         """Return expected values, or a policy's logits, ``[B, A]`` for acting; deterministic.
 

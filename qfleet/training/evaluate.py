@@ -27,11 +27,11 @@ from qfleet.training.run_state import RunState
 class Evaluate(Hook):
     """Plays the greedy policy every ``eval_freq`` env steps, keeps the best, and stops early."""
 
-    def __init__(self, config: Config, save: Hook, plateau: Plateau) -> None:
+    def __init__(self, config: Config, save: Hook) -> None:
         """``save`` writes a checkpoint before a failing environment ends the run."""
         if config.plateau_metric != "return":  # epochs count instead (``validate_data.py``)
             config = config.replace(patience=0, lr_plateau_patience=0)
-        self._early_stopping, self._save, self._plateau = EarlyStopping(config), save, plateau
+        self._early_stopping, self._save, self.plateau = EarlyStopping(config), save, Plateau()
         self._begun_at: int | None = None
         """Env steps of the evaluation under way in the background."""
 
@@ -136,10 +136,12 @@ class Evaluate(Hook):
             run.stop(stop)
         self._save_best(run, better, weights)
         if lower_rate:
-            self._plateau.reached(run)
+            self.plateau.reached(run)
         run.call("on_evaluation", evaluation)
 
     def _save_best(self, run: RunState, better: Iterable[int], weights: FlatWeights) -> None:
+        if run.config.plateau_metric != "return":
+            return  # the best epoch is kept instead (``validate_data.py``)
         save_best(
             run.folder, run.parts, run.standings, better, run.faults, weights, run.evaluated_at
         )
@@ -156,6 +158,7 @@ class Evaluate(Hook):
             "judge": self._early_stopping.state_dict(),
             "evaluation": None if evaluation is None else asdict(evaluation),
             "evaluated_at": run.evaluated_at,
+            **self.plateau.state_dict(run),
         }
 
     def load_state_dict(self, run: RunState, state: StateDict) -> None:
@@ -166,3 +169,4 @@ class Evaluate(Hook):
             check_like({"unfinished": 0} | state["evaluation"], like, "evaluation")
             run.evaluation = Evaluation(**state["evaluation"])
         run.evaluated_at = state["evaluated_at"]
+        self.plateau.load_state_dict(run, state)

@@ -18,7 +18,6 @@ from qfleet.telemetry.timers import Timers
 from qfleet.training import tournament
 from qfleet.training.callbacks import Hook
 from qfleet.training.evaluate import Evaluate
-from qfleet.training.plateau import Plateau
 from qfleet.training.publish import Publish
 from qfleet.training.result import learning_scalars
 from qfleet.training.run_state import RunState
@@ -27,9 +26,8 @@ from qfleet.training.validate_data import Validate
 
 def standard_hooks(config: Config) -> list[Hook]:
     """Return the hooks of a run, in the order in which they run."""
-    plateau = Plateau()
-    evaluate, validate = Evaluate(config, Save(), plateau), Validate(config, plateau)
-    first = [HandleEngine(), Log(), evaluate, validate, plateau]
+    evaluate = Evaluate(config, Save())
+    first = [HandleEngine(), Log(), evaluate, Validate(config, evaluate.plateau)]
     return [*first, Compete(evaluate), Stop(), Save(), Publish()]
 
 

@@ -26,7 +26,7 @@ from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.losses import action_cross_entropy
 from qfleet.algorithms.targets import take, td_target
 from qfleet.config.config import Config
-from qfleet.core.errors import DataError, require
+from qfleet.core.errors import ConfigError, DataError, require
 from qfleet.core.seeding import mix_seeds
 from qfleet.core.types import Batch
 from qfleet.data.dataset_memory import DatasetMemory
@@ -58,7 +58,7 @@ class Recording(NamedTuple):
     step: Tensor
     """Steps of the episode before each transition."""
     probability: Tensor
-    """Of each action under the policy that acted; NaN: unknown."""
+    """Of each action under the policy that acted; NaN or 0: unknown."""
     statistics: dict[str, Any]
     """Of the observations, by which fitted networks normalise them."""
 
@@ -119,6 +119,8 @@ def compare(
 
     ``updates``: gradient steps of each fitted function; ``on_policy`` is called with each name.
     """
+    if not policies:
+        raise ConfigError("compare needs at least one run; name its folder or URL")
     require(0 <= gamma < 1, "gamma", gamma, "≥ 0 and < 1")
     require(updates > 0, "updates", updates, "> 0")
     for policy in policies.values():
@@ -193,7 +195,7 @@ def _fit_behaviour(recording: Recording, dataset: Dataset, updates: int, seed: i
 
     def loss(online: QNetwork, _: QNetwork, rows: Tensor, batch: Batch) -> Tensor:
         del rows
-        return action_cross_entropy(online(batch.obs), batch.action).mean()
+        return action_cross_entropy(online.q_values(batch.obs), batch.action).mean()
 
     model = _fit(recording, dataset, updates, mix_seeds(seed, 1), loss)
     return recording.map(lambda batch: model.q_values(batch.obs).log_softmax(1))
@@ -250,7 +252,8 @@ def _estimate(
 
 def _log_ratio(probability: Tensor, log_model: Tensor, agrees: Tensor) -> NDArray[np.float64]:
     """Return log π(a|s)/b(a|s) of a greedy policy π; b is the model's where it was not recorded."""
-    known = torch.where(probability.isnan(), log_model.double().exp(), probability)
+    # A comparison with NaN is False: the model's also replaces that, and 0, which no action has.
+    known = torch.where(probability > 0, probability, log_model.double().exp())
     ratio = -known.clamp(min=1e-6).log()
     return torch.where(agrees, ratio, -torch.inf).numpy()
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from qfleet.core.types import StateDict
 from qfleet.engines.parts import LoopParts
-from qfleet.training.callbacks import Hook
 from qfleet.training.run_state import RunState
 
 MOST_SAMPLES = 8192
 """Largest batch: as many samples as are drawn at once."""
 
 
-class Plateau(Hook):
+class Plateau:
     _batch: tuple[int, int, int] = (0, 0, 0)
-    """Size of the larger batches, and env steps and updates at which it was set; 0: not yet."""
+    """Size of the larger batches, and the limiter's ``since``; 0: not yet."""
 
     def reached(self, run: RunState) -> None:
         """Lower the learning rate and grow the batch, as configured."""
@@ -25,21 +24,26 @@ class Plateau(Hook):
             return
         assert isinstance(parts, LoopParts)
         size = min(MOST_SAMPLES, round(parts.learner.batch_size * config.batch_plateau_factor))
-        self._set_batch(run, (size, parts.clock.env_steps, parts.clock.updates))
+        if size <= parts.learner.batch_size:
+            return
+        self._set_batch(run, size)
+        self._batch = (size, *parts.limiter.since)
         run.progress.message(f"plateau: batch_size is now {size}")
 
-    def _set_batch(self, run: RunState, batch: tuple[int, int, int]) -> None:
-        self._batch, parts = batch, run.parts
+    def _set_batch(self, run: RunState, size: int) -> None:
+        parts = run.parts
         assert isinstance(parts, LoopParts)
-        parts.learner.batch_size = batch[0]
+        parts.learner.batch_size = size
         if run.config.data:  # every transition is still drawn once per epoch
-            parts.limiter.set_train_freq(batch[0], batch[1:])
+            parts.limiter.set_train_freq(size)
 
     def state_dict(self, run: RunState) -> StateDict:
         # Without the option there is none, as in checkpoints of older versions.
         return {"batch": list(self._batch)} if run.config.batch_plateau_factor > 1 else {}
 
     def load_state_dict(self, run: RunState, state: StateDict) -> None:
-        size, env_steps, updates = state.get("batch", self._batch)
+        size, *since = self._batch = tuple(state.get("batch", self._batch))
         if size:
-            self._set_batch(run, (size, env_steps, updates))
+            assert isinstance(run.parts, LoopParts)
+            self._set_batch(run, size)
+            run.parts.limiter.since = (since[0], since[1])

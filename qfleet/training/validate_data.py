@@ -7,7 +7,7 @@ log, and a stop or a lower learning rate if ``plateau_metric`` is one of them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from qfleet.data.manifest import Dataset
 from qfleet.engines.factories import make_objective
 from qfleet.engines.offline import make_dataset_memory
 from qfleet.networks.qnetwork import ILLEGAL, QNetwork
+from qfleet.training.best_policy import save_best
 from qfleet.training.callbacks import Hook
 from qfleet.training.early_stopping import EarlyStopping
 from qfleet.training.plateau import Plateau
 from qfleet.training.run_state import RunState
+from qfleet.training.standings import Standings
 
 CHUNK = 1024
 """Transitions per pass through the network."""
@@ -69,15 +71,23 @@ class Validate(Hook):
         epochs = run.parts.clock.env_steps // self._transitions
         if epochs == self._epochs:
             return
-        self._epochs = epochs
         with run.not_training("evaluate"):
-            scalars = measure(run.config, run.parts.model.online, self._memory)
+            network = run.parts.model.online
+            scalars = measure(run.config, network, self._memory, run.is_out_of_time)
+        if scalars is None:
+            return  # a resumed run measures this epoch
+        self._epochs = epochs
         run.writers.write(run.parts.clock.env_steps, dict(scalars))
         metric = run.config.plateau_metric
         if metric == "return":
             return
         sign = -1.0 if metric == "td_loss" else 1.0
+        before = self._early_stopping.best_return
         stop, lower_rate = self._early_stopping.add(sign * scalars[f"data/{metric}"])
+        if self._early_stopping.best_return != before:
+            parts, unknown = run.parts, Standings(1)  # its return, that is
+            weights, env_steps = parts.model.weights, parts.clock.env_steps
+            save_best(run.folder, parts, unknown, [0], run.faults, weights, env_steps)
         if stop:
             run.stop(stop)
         if lower_rate:
@@ -96,8 +106,13 @@ class Validate(Hook):
 
 
 @torch.no_grad()
-def measure(config: Config, network: QNetwork, memory: DatasetMemory) -> dict[str, float]:
-    """Return the metrics of a network on all transitions of a dataset.
+def measure(
+    config: Config,
+    network: QNetwork,
+    memory: DatasetMemory,
+    give_up: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """Return the metrics of a network on all transitions of a dataset; None if it gave up.
 
     ``td_loss`` has no penalty, and its targets are the network's own; of behaviour cloning it is
     the cross-entropy. ``q_spread``: the mean difference between the largest and the smallest value
@@ -110,6 +125,8 @@ def measure(config: Config, network: QNetwork, memory: DatasetMemory) -> dict[st
     memory.go_to_row(0)
     with evaluating(network):
         for start in range(0, memory.transitions, CHUNK):
+            if give_up():
+                return None
             batch = memory.sample(min(CHUNK, memory.transitions - start), 0.0)
             terms = objective.target_terms(batch, network)
             target = objective.target(batch, terms, network, network)
@@ -132,8 +149,10 @@ def evaluating(network: QNetwork) -> Iterator[None]:
     """Switch the network to evaluation, as when it acts, and back."""
     training = network.training
     network.eval()
-    yield
-    network.train(training)
+    try:
+        yield
+    finally:
+        network.train(training)
 
 
 def agreement(counts: Tensor) -> dict[str, float]:

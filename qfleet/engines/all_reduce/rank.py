@@ -43,6 +43,7 @@ from qfleet.engines.placement import Placement, learner_device
 from qfleet.engines.tuning import Choice
 from qfleet.envs.latency import latency_of
 from qfleet.memory.columns import check_transitions
+from qfleet.networks.dropout import Dropout
 from qfleet.storage.state_checks import check_like
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.usage import device_id
@@ -121,6 +122,7 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
         return make_ring(config, spec, place, seed, functools.partial(SharedReplay, group))
 
     updaters: list[AllReduceUpdater] = []
+    first = sum(rank_config(config, other).batch_size for other in range(rank))
 
     def updater(weights: FlatWeights, timers: Timers, capturable: bool = False) -> AllReduceUpdater:
         local, exchange = make_updater(config, weights, capturable), make_exchange(config, weights)
@@ -131,7 +133,6 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
 
     if config.data:
         # Every rank reads the same order and takes its own part of each batch.
-        first = sum(rank_config(config, other).batch_size for other in range(rank))
         together = whole.replace(train_freq=whole.batch_size)
         offline_parts = offline.build(
             setup._replace(config=own),
@@ -143,9 +144,7 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
                 share=BatchShare(first, own.batch_size, whole.batch_size),
             ),
         )
-        assert isinstance(offline_parts, RankParts)
-        offline_parts.updater = updaters[0]
-        return offline_parts
+        return _finished(offline_parts, updaters[0], first)
     parts = pipeline.build(
         setup._replace(config=own),
         pipeline.Variant(
@@ -158,8 +157,16 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
             agree=agree,
         ),
     )
+    return _finished(parts, updaters[0], first)
+
+
+def _finished(parts: LoopParts, updater: AllReduceUpdater, first: int) -> RankParts:
+    """Return the parts of a rank whose samples begin with number ``first`` of every batch."""
     assert isinstance(parts, RankParts)
-    parts.updater = updaters[0]
+    parts.updater = updater
+    for module in parts.learner.online.modules():
+        if isinstance(module, Dropout):
+            module.first_sample = first  # so the ranks' masks are those of one process
     return parts
 
 

@@ -21,11 +21,11 @@ from qfleet.data.manifest import Dataset
 from qfleet.engines.cluster.processes_hook import ProcessesHook
 from qfleet.engines.cluster.ray_cluster import LEAST_BYTES_WITH_TORCH, check_memory
 from qfleet.engines.factories import check_replay_fits
-from qfleet.engines.offline import make_evaluator_if_possible
+from qfleet.engines.offline import EpochHook, make_evaluator_if_possible
 from qfleet.engines.parameter_server import resize_request
 from qfleet.engines.parameter_server.fleet import Fleet
 from qfleet.engines.parameter_server.limits import count_workers
-from qfleet.engines.parts import Parts, PolicyEvaluator, Setup
+from qfleet.engines.parts import EngineHook, Parts, PolicyEvaluator, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.factory import make_envs
@@ -56,8 +56,10 @@ def build(setup: Setup) -> Parts:
     servers = f"{config.servers} server{'s' if config.servers > 1 else ''}"
     notes = [f"{count_workers(config.workers)} and {servers}, {config.update}"]
     evaluator: PolicyEvaluator | None
+    hooks: list[EngineHook] = [FleetHook(fleet, config)]
     if config.data:
         evaluator = make_evaluator_if_possible(setup, network, device, closing, notes)
+        hooks.append(EpochHook(clock, Dataset(config.data).manifest.transitions))
     else:
         evaluator = setup.make_evaluator(network, device, closing)
     return Parts(
@@ -72,7 +74,7 @@ def build(setup: Setup) -> Parts:
         evaluator=evaluator,
         model=FetchedModel(network, weights, fleet),
         notes=notes,
-        hooks=[FleetHook(fleet, config)],
+        hooks=hooks,
         draw_timeline=draw_workers,
         closing=closing,
     )

@@ -40,8 +40,9 @@ class RowShares:
         share = self._shares.setdefault(worker, [])
         if not share and not self._find_rows(worker, speeds):
             return None
-        batches = int(speeds[worker] * slice_s / self._batch_size) or 1
-        size = self._batch_size * (batches if speeds[worker] else FIRST_BATCHES)
+        speed = speeds.get(worker, 0.0)
+        batches = int(speed * slice_s / self._batch_size) or 1
+        size = self._batch_size * (batches if speed else FIRST_BATCHES)
         piece, rest = share[0][:size], share[0][size:]
         share[:1] = [rest] if rest else []
         self._pieces[worker] = piece
@@ -59,14 +60,13 @@ class RowShares:
         return bool(share)
 
     def _divide_epoch(self, speeds: Mapping[int, float]) -> None:
-        epoch = self._next // self._transitions
+        rest = self._transitions - self._next % self._transitions
         # The batch that reaches into the next epoch belongs to this one.
-        end = -(-(epoch + 1) * self._transitions // self._batch_size) * self._batch_size
-        end = min(end, self._rows)
+        batches, total, before = math.ceil(rest / self._batch_size), 0.0, self._next
+        end = min(self._next + batches * self._batch_size, self._rows)
         known = [speed for speed in speeds.values() if speed]
         usual = sum(known) / len(known) if known else 1.0
         rates = {worker: speed or usual for worker, speed in sorted(speeds.items())}
-        batches, total, before = math.ceil((end - self._next) / self._batch_size), 0.0, self._next
         for worker, rate in rates.items():
             total += rate
             edge = round(batches * total / sum(rates.values())) * self._batch_size
@@ -86,7 +86,7 @@ class RowShares:
         slowest = max(self._shares, key=time_left)
         if slowest == worker or not time_left(slowest):
             return False
-        mine, theirs = speeds[worker] or 1.0, speeds.get(slowest) or 1.0
+        mine, theirs = speeds.get(worker) or 1.0, speeds.get(slowest) or 1.0
         last = self._shares[slowest][-1]
         whole = math.ceil(len(last) / self._batch_size)
         batches = int(whole * mine / (mine + theirs))
@@ -101,9 +101,9 @@ class RowShares:
 
     def report(self, worker: int, done: int) -> None:
         """Count a piece as read; rows after the first ``done`` of it are given out again."""
-        piece = self._pieces.pop(worker, range(0))
-        if piece[done:]:
-            self._free.append(piece[done:])
+        rest = self._pieces.pop(worker, range(0))[max(done, 0) :]
+        if rest:
+            self._free.append(rest)
 
     def lose(self, worker: int) -> None:
         """Give the rows of a worker that is gone to others; none of its piece counts as read."""

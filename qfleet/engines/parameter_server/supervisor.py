@@ -52,6 +52,8 @@ class WorkerState(Member):
     logged_faults: Counter[str] = field(default_factory=Counter)
     """Faults of this life that are in the run's log, by kind."""
     spans: list[SpanRecord] = field(default_factory=list)
+    rows_per_s: float = 0.0
+    """Rows of a dataset per second, mostly in the last pieces; 0: not known."""
 
     @property
     def reports(self) -> list[Report]:
@@ -64,8 +66,18 @@ class WorkerState(Member):
     def forget_life(self) -> None:
         """Start the next life without a report; what this one did still counts."""
         self.earlier = self.reports
-        self.report, self.granted = None, 0
+        self.report, self.granted, self.rows_per_s = None, 0, 0.0
         self.logged_faults.clear()
+
+    def measure_rows(self, report: Report) -> int:
+        """Return the rows of a dataset that were read since the last report; note their speed."""
+        rows, seconds = report.env_steps, report.wall_s
+        if self.report is not None:
+            rows, seconds = rows - self.report.env_steps, seconds - self.report.wall_s
+        if rows > 0:
+            speed = rows / max(seconds, 1e-9)
+            self.rows_per_s = (self.rows_per_s + speed) / 2 if self.rows_per_s else speed
+        return rows
 
     def account(self) -> WorkerAccount:
         reports = self.reports
@@ -317,10 +329,8 @@ class Supervisor:
 
     def _speeds(self) -> dict[int, float]:
         """Return the rows per second of each worker at work; 0 before its first report."""
-        ready = {n: w.report for n, w in self.workers.items() if w.is_ready and n < self._wanted}
-        return {
-            n: one.env_steps / max(one.wall_s, 1e-9) if one else 0.0 for n, one in ready.items()
-        }
+        at_work = {n: w for n, w in self.workers.items() if w.is_ready and n < self._wanted}
+        return {number: worker.rows_per_s for number, worker in at_work.items()}
 
     def _share(self, number: int) -> float:
         """Return a worker's pace in its own working time, as a share of the fastest one's."""
@@ -336,8 +346,7 @@ class Supervisor:
         self._servers.record_sent(worker.number, report.traffic["sent"])
         with self.lock:
             if self._rows is not None:
-                before = worker.report.env_steps if worker.report else 0
-                self._rows.report(worker.number, report.env_steps - before)
+                self._rows.report(worker.number, worker.measure_rows(report))
             worker.report, worker.granted, worker.failures = report, 0, 0
             worker.spans += _shifted(report, time.perf_counter())
             self._episodes += [Episode(*episode) for episode in report.episodes]

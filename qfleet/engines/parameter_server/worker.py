@@ -150,8 +150,9 @@ class Worker:
 
     def work(self, order: WorkOrder) -> Report:
         """Run the loop until the slice's time or steps are used up, or a server is lost."""
-        parts = self._parts
-        parts.clock.elsewhere_env_steps = order.elsewhere_env_steps
+        parts, clock = self._parts, self._parts.clock
+        env_steps, updates = clock.env_steps, clock.updates
+        clock.elsewhere_env_steps = order.elsewhere_env_steps
         parts.learner.lr_scale = order.lr_scale
         if order.share != self._share:
             self._take_share(order.share)
@@ -168,9 +169,7 @@ class Worker:
             try:
                 serial.run(
                     parts,
-                    lambda: (
-                        parts.clock.env_steps < order.until_env_steps and self._clock() < until_s
-                    ),
+                    lambda: clock.env_steps < order.until_env_steps and self._clock() < until_s,
                 )
                 self._updater.finish()
             finally:
@@ -179,8 +178,12 @@ class Worker:
             self._lost = error.numbers
             if self._own.replay:
                 # The burst was interrupted: its finished updates count. (A rollout starts again.)
-                parts.clock.updates = self._updater.made
-            if order.rows:  # the rest of its rows is not read: another worker may get the next ones
+                clock.updates = self._updater.made
+            if order.rows:
+                # Rows without an update are not read: they are given out again. A gradient of the
+                # piece before may be lost too; its rows were counted.
+                made = max(0, clock.updates - updates)
+                clock.env_steps = env_steps + made * self._own.batch_size
                 parts.limiter.forgive(parts.limiter.updates_owed())
         return self._report()
 
