@@ -40,11 +40,9 @@ class RateLimiter:
         self.since = (self.since[0], self.since[1] - updates)
 
     def set_train_freq(self, train_freq: int) -> None:
-        """Change the number of env steps between bursts; updates owed so far stay owed."""
-        if train_freq == self._config.train_freq:
-            return
-        if self._clock.env_steps > self._config.learning_starts:
-            self.since = (self._clock.env_steps, self._clock.updates - self.updates_owed())
+        """Change the number of env steps between bursts, from the last burst on."""
+        bursts, rest = divmod(self._clock.updates - self.since[1], self._config.gradient_steps)
+        self.since = (self.since[0] + bursts * self._config.train_freq, self._clock.updates - rest)
         self._config = self._config.replace(train_freq=train_freq)
 
     def may_collect(self) -> bool:

@@ -72,6 +72,31 @@ def test_bcq_adds_the_imitation_loss() -> None:
     close(loss_of(config(bcq_threshold=0.3), output, target), [0.125 + 0.293717])
 
 
+@pytest.mark.parametrize(
+    ("fields", "added"),
+    [
+        ({"cql_alpha": 2.0}, 0.575364),
+        ({"cql_alpha": 2.0, "head": "qr"}, 0.575364),
+        ({"bcq_threshold": 0.3}, 0.293717),
+    ],
+)
+def test_illegal_actions_are_left_out(fields: dict[str, Any], added: float) -> None:
+    """Values and logits are (0, ln 3, 5); with the last action illegal, as of two actions."""
+    spec = EnvSpec("Box-v0", (2,), "float32", 3).with_masks()
+    given = config(**fields)
+    network, outputs = make_network(given, spec, CPU, 0), tensor([0.0, math.log(3), 5.0])
+    for name, parameter in network.named_parameters():
+        parameter.data.zero_()
+        if name.endswith("bias_1"):
+            parameter.data.copy_(outputs.repeat_interleave(parameter.numel() // 3))
+    objective, obs = make_objective(given, CPU, 0), tensor([[0.0, 0.0, 1.0, 1.0, 0.0]])
+    target = outputs[1:2] if given.head == "q" else outputs[1].expand(1, 2)
+    prediction = objective.predict(obs, network)
+    close(objective.loss(prediction, tensor([1]), network, target).per_sample, [added])
+    slopes = torch.autograd.grad(prediction.output[:, :2].sum(), list(network.parameters()))
+    assert all(slope.isfinite().all() for slope in slopes)
+
+
 def test_bcq_excludes_actions_that_are_rare_in_the_data() -> None:
     network = make_network(config(bcq_threshold=0.3), SPEC, CPU, 0)
     # The shares of the most likely action are 1 and 1/3, then 1 and 1/4.

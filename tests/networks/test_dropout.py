@@ -59,3 +59,14 @@ def test_a_resumed_run_draws_the_same_masks(tmp_path: Path) -> None:
     qfleet.train("CartPole-v1", run_dir=tmp_path / "without", **without)
     other = load_checkpoint(tmp_path / "without" / "checkpoints").parts["learner"]["weights"]
     assert not torch.allclose(other, states[0], atol=1e-3)
+
+
+def test_ranks_draw_the_parts_of_one_mask() -> None:
+    layers, x = [Dropout(0.5) for _ in range(3)], torch.ones(6, 50)
+    for layer in layers:
+        layer.counter.fill_(7)
+    whole, first, second = layers
+    second.first_sample = 4
+    assert torch.equal(torch.cat((first(x[:4]), second(x[4:]))), whole(x))
+    second.first_sample = 0  # the negative control
+    assert not torch.equal(second(x[4:]), whole(x)[4:])

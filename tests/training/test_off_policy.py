@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +18,9 @@ from qfleet.config.config import Config
 from qfleet.core.types import FIRST, SKIP, TERMINATED, Block, EnvSpec
 from qfleet.data.manifest import Dataset
 from qfleet.networks.factory import make_network
-from qfleet.training.off_policy import Steps, compare, weighted_doubly_robust
+from qfleet.networks.qnetwork import QNetwork
+from qfleet.training import off_policy
+from qfleet.training.off_policy import Steps, _log_ratio, compare, weighted_doubly_robust
 from support.datasets import record_block
 
 SPEC = EnvSpec("Box-v0", (2,), "float32", 2)
@@ -48,7 +53,34 @@ def test_a_bootstrap_sample_weights_episodes_by_their_count() -> None:
     np.testing.assert_allclose(found, [1 - 2 + 3])
 
 
-def choices(path: Path, *, biased: bool = False) -> Dataset:
+def test_a_probability_that_is_not_known_is_that_of_the_model() -> None:
+    recorded = torch.tensor([0.5, 0.0, torch.nan, 0.5], dtype=torch.float64)
+    agrees = torch.tensor([True, True, True, False])
+    found = _log_ratio(recorded, torch.full((4,), 0.25).log(), agrees)
+    np.testing.assert_allclose(found, [np.log(2), np.log(4), np.log(4), -np.inf], rtol=1e-6)
+
+
+def test_the_model_of_the_data_leaves_illegal_actions_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits (0, ln 3, 5), the last one illegal: −ln ¾ for action 1."""
+    spec = EnvSpec("Box-v0", (2,), "float32", 3).with_masks()
+    network = make_network(Config(net_arch=()), spec, torch.device("cpu"), 0)
+    for parameter in network.parameters():
+        parameter.data.zero_()
+    bias = dict(network.named_parameters())["head.advantage.bias_0"]
+    bias.data.copy_(torch.tensor([0.0, np.log(3), 5.0]))
+    losses = list[float]()
+
+    def fit(*arguments: Any) -> QNetwork:
+        batch = SimpleNamespace(obs=torch.tensor([[0.0, 0, 1, 1, 0]]), action=torch.tensor([1]))
+        losses.append(arguments[-1](network, network, None, batch).item())
+        return network
+
+    monkeypatch.setattr(off_policy, "_fit", fit)
+    off_policy._fit_behaviour(Mock(), Mock(), 1, 0)
+    assert losses == pytest.approx([np.log(4 / 3)], rel=1e-5)
+
+
+def choices(path: Path, *, biased: bool = False, **env: Any) -> Dataset:
     """Record episodes of two steps; action 1 is rewarded with 1, action 0 with 0.
 
     ``biased``: action 1 is never taken.
@@ -63,7 +95,7 @@ def choices(path: Path, *, biased: bool = False) -> Dataset:
     obs[..., 1] = torch.from_numpy(random.normal(size=(rows, envs)))
     chance = torch.full((rows, envs), 1.0 if biased else 0.5)
     block = Block(obs, action, action.float(), flags, probability=chance)
-    return record_block(path, block, SPEC, chunk_rows=400, group_rows=400, part_bytes=10**6)
+    return record_block(path, block, SPEC, chunk_rows=400, group_rows=400, part_bytes=10**6, **env)
 
 
 def always(action: int) -> qfleet.Policy:
@@ -112,6 +144,18 @@ def test_the_command_prints_a_ranking(tmp_path: Path, capsys: pytest.CaptureFixt
     report = json.loads(capsys.readouterr().out)
     assert [report[file]["rank"] for file in files] == [2, 1]
     assert report["warnings"] == []
+
+
+def test_the_command_notes_clipped_rewards_and_needs_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = str(tmp_path / "data")
+    choices(tmp_path / "data", clip_rewards=True)
+    file = str(always(1).save(tmp_path / "always-1"))
+    assert main(["data", "compare", file, "--data", data, "--updates", "5", "--json"]) == 0
+    assert "clipped" in json.loads(capsys.readouterr().out)["warnings"][-1]
+    assert main(["data", "compare", "--data", data]) != 0
+    assert "at least one run" in capsys.readouterr().err
 
 
 def test_a_policy_of_other_observations_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,9 +15,13 @@ import qfleet
 from qfleet.config.config import Config
 from qfleet.core.types import FIRST, EnvSpec
 from qfleet.data.manifest import Dataset
-from qfleet.engines.offline import make_dataset_memory
+from qfleet.engines.offline import make_dataset_memory, with_dataset
+from qfleet.engines.parts import LoopParts
+from qfleet.engines.registry import build
 from qfleet.networks.factory import make_network
-from qfleet.storage.checkpoint import load_checkpoint
+from qfleet.storage.checkpoint import load_checkpoint, load_policy
+from qfleet.telemetry.faults import FaultLog
+from qfleet.training import plateau
 from qfleet.training.validate_data import agreement, measure
 from support.configs import tiny_fields
 from support.datasets import record_block, scripted_block
@@ -77,6 +83,9 @@ def test_the_metrics_of_a_known_network(data: str) -> None:
     assert found["data/recall_1"] == 0
     assert "data/precision_1" not in found
     assert measure(config, network, memory) == found  # also when the memory was read from
+    network.train()
+    assert measure(config, network, memory, give_up=lambda: True) is None
+    assert network.training  # also when it gave up
     memory.close()
 
 
@@ -97,6 +106,45 @@ def test_a_run_stops_when_the_agreement_is_on_a_plateau(data: str, tmp_path: Pat
     values = [line["data/agreement"] for line in validations(tmp_path / "run")]
     assert 3 < len(values) < 100
     assert max(values[:-3]) >= max(values[-3:])
+    best = validations(tmp_path / "run")[values.index(max(values))]
+    assert load_policy(tmp_path / "run" / "best").meta["env_steps"] == best["env_steps"]
+
+
+@pytest.mark.parametrize(("most", "grown"), [(40, 40), (16, 0), (8, 0)])
+def test_batches_grow_up_to_a_limit_and_never_shrink(
+    most: int, grown: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plateau, "MOST_SAMPLES", most)
+    fields = tiny_fields(
+        steps=300, engine="serial", eval_freq=60, lr_plateau_patience=1, learning_rate=1e-9,
+        batch_plateau_factor=4.0,
+    )  # fmt: skip
+    trained = qfleet.train("CartPole-v1", run_dir=tmp_path / "run", **fields)
+    assert load_checkpoint(trained.folder / "checkpoints").parts["run"]["batch"][0] == grown
+
+
+def test_rows_that_are_owed_when_batches_grow_stay_owed(data: str) -> None:
+    """64 rows are read and one of their four updates is made; then 64 more rows are read."""
+    fields = tiny_fields(data=data, batch_plateau_factor=2.0, lr_plateau_patience=1)
+    fields.pop("preset")
+    config = with_dataset(Config(**fields))
+    state: dict[str, Any] = {}
+    for resumes in (False, True):
+        parts = build(config, FaultLog())
+        assert isinstance(parts, LoopParts)
+        run: Any = SimpleNamespace(config=config, parts=parts, progress=Mock())
+        parts.clock.env_steps, parts.clock.updates = 64, 1
+        grows = plateau.Plateau()
+        if resumes:
+            parts.clock.env_steps = 128
+            grows.load_state_dict(run, state)
+        else:
+            grows.reached(run)
+            assert parts.limiter.updates_owed() == 1  # of 48 rows, and 16 rows are left
+            parts.clock.env_steps = 128
+            state = grows.state_dict(run)
+        assert parts.limiter.updates_owed() == 3  # of 112 rows
+        parts.close()
 
 
 def test_batches_grow_on_a_plateau_and_a_resumed_run_goes_on_alike(
@@ -140,6 +188,12 @@ def test_online_batches_grow_too(tmp_path: Path) -> None:
         ({"batch_plateau_factor": 2.0, "engine": "all-reduce"}, "batch_plateau_factor"),
         ({"cql_alpha": 1.0, "head": "c51"}, "head must be q or qr"),
         ({"bcq_threshold": 0.3, "algo": "bc"}, "loss"),
+        ({"balance": True, "engine": "parameter-server"}, "balance"),
+        ({"record": "somewhere", "engine": "all-reduce"}, "record"),
+        ({"record": "somewhere", "engine": "parameter-server"}, "record"),
+        ({"baseline": "run", "engine": "parameter-server"}, "baseline"),
+        ({"plateau_metric": "td_loss"}, "plateau_metric .* patience"),
+        ({"dropout": 0.5, "net_arch": ()}, "dropout needs hidden layers"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
