@@ -100,8 +100,9 @@ def test_an_epoch_ends_with_a_validation(data: str, tmp_path: Path) -> None:
 
 def test_a_run_stops_when_the_agreement_is_on_a_plateau(data: str, tmp_path: Path) -> None:
     trained = train(
-        data, tmp_path / "run", algo="bc", epochs=100, plateau_metric="agreement", patience=3
-    )
+        data, tmp_path / "run", algo="bc", epochs=100, plateau_metric="agreement", patience=3,
+        eval_freq=200, n_eval_episodes=1,
+    )  # fmt: skip
     assert trained.result.stopped_by == "patience"
     values = [line["data/agreement"] for line in validations(tmp_path / "run")]
     assert 3 < len(values) < 100
