@@ -168,7 +168,9 @@ class Recorder:
         assert chunk.probability is not None
         flags = chunk.flags.numpy()
         count, envs = flags.shape
+        inside = np.zeros(envs, np.bool_)
         if self._open is None:
+            inside = flags[0] & FIRST == 0
             flags = self._begin(flags)
             episode = self._writer.first_episode + np.arange(envs) - envs
             step = np.full(envs, -1)
@@ -179,6 +181,8 @@ class Recorder:
         row = np.arange(count)[:, None]
         opened = np.maximum.accumulate(np.where(first, row, -1), axis=0)
         steps = np.where(opened < 0, step + 1 + row, row - opened)
+        # Step 0 is the beginning of an episode: where that was not recorded, steps begin with 1.
+        steps += inside & (opened == 0)
         rows = Rows(
             chunk.obs.numpy(), chunk.action.numpy(), chunk.reward.numpy(), flags,
             np.zeros(flags.shape, np.bool_), episodes, steps, chunk.probability.numpy(),

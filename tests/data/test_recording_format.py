@@ -109,6 +109,17 @@ def test_a_recording_that_begins_in_an_episode_leaves_incomplete_stacks_out(tmp_
     assert (rows.flags[begun & ~early] & SKIP == 0).any()
 
 
+def test_an_episode_whose_beginning_was_not_recorded_has_no_step_0(tmp_path: Path) -> None:
+    block = scripted_block(BOX, 40, 2)
+    block.flags[0, 0] &= ~FIRST & 0xFF  # env 1 is the negative control
+    rows = read_all(record_block(tmp_path, block))
+    least = {int(number): rows.step[rows.episode == number].min() for number in rows.episode}
+    assert len(least) > 4
+    (begun,) = (number for number, step in least.items() if step)
+    steps = rows.step[rows.episode == begun]
+    assert sorted({*steps}) == list(range(1, len({*steps}) + 1))
+
+
 def test_unknown_probabilities_are_null(tmp_path: Path) -> None:
     block = scripted_block(BOX, 30, 1)
     assert block.probability is not None

@@ -333,3 +333,14 @@ def test_without_replay_the_device_engine_takes_whole_rollouts(device: str) -> N
     assert (config.envs, config.block_rows) == (4, 0)
     config, _ = settle(asked.replace(envs=0, steps=100_000))
     assert (config.envs, config.block_rows) == (32, 0)
+
+
+def test_batches_that_grow_are_for_serial() -> None:
+    config, why = settle(ASYNC.replace(batch_plateau_factor=2.0, lr_plateau_patience=3))
+    assert config.engine == "serial"
+    assert "plateau" in (why or "")
+
+
+def test_a_dataset_needs_no_environment() -> None:
+    given = SMALL.replace(env="Nowhere-v0", data="somewhere", engine="parameter-server")
+    assert settle(given) == (given, None)

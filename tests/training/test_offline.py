@@ -66,7 +66,7 @@ def test_steps_are_rows_and_every_batch_is_an_update(data: str, tmp_path: Path) 
     assert trained.result.eval_return_mean is not None
 
 
-@pytest.mark.parametrize("algo", ["dqn", "behaviour-cloning"])
+@pytest.mark.parametrize("algo", ["dqn", "behaviour-cloning", "cql", "bcq"])
 def test_a_resumed_run_equals_an_uninterrupted_one(algo: str, data: str, tmp_path: Path) -> None:
     fields = {"algo": algo, "steps": 2500, "batch_size": 8, "n_steps": 3, "block_rows": 0}
     whole = train(data, tmp_path / "whole", **fields)
@@ -203,7 +203,7 @@ def test_rewards_are_clipped_and_scaled_as_asked_for(tmp_path: Path) -> None:
         ({"env": "Acrobot-v1"}, "env must be 'CartPole-v1'"),
         ({"prioritized_replay": True}, "prioritized_replay"),
         ({"algo": "pqn"}, "replay"),
-        ({"engine": "serial"}, "data"),
+        ({"engine": "pipeline"}, "data"),
         ({"record": "x"}, "record"),
         ({"algo": "bc", "double": True}, "double"),
         ({"data": ""}, "epochs"),

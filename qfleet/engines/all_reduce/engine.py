@@ -43,7 +43,7 @@ def build(setup: Setup) -> Parts:
         try:
             parts = build_rank(setup, group, ranks_here)
             made.callback(parts.closing.close)
-            if config.replay:
+            if config.replay and not config.data:
                 # Every rank's memory here, and those of all others when a checkpoint is written.
                 held = ranks_here if parts.memory.device.type == "cpu" else 0
                 shares = held + group.size - 1

@@ -30,7 +30,8 @@ from qfleet.core.cores import usable_cores
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.seeding import Seeds, mix_seeds
 from qfleet.core.types import EnvSpec, Memory, StateDict
-from qfleet.engines import pipeline
+from qfleet.data.dataset_memory import BatchShare
+from qfleet.engines import offline, pipeline
 from qfleet.engines.all_reduce.compression import make_exchange
 from qfleet.engines.all_reduce.group import TUNED_S, Group, Order
 from qfleet.engines.all_reduce.replay import SharedReplay, deal, in_order
@@ -42,6 +43,7 @@ from qfleet.engines.placement import Placement, learner_device
 from qfleet.engines.tuning import Choice
 from qfleet.envs.latency import latency_of
 from qfleet.memory.columns import check_transitions
+from qfleet.networks.dropout import Dropout
 from qfleet.storage.state_checks import check_like
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.usage import device_id
@@ -99,7 +101,7 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
             return place
         # What the host computes or adds up cannot be recorded.
         on_device = config.gradient_compression not in ("top-k", "powersgd")
-        is_recorded = place.capturable and group.has_nccl and on_device
+        is_recorded = place.capturable and group.has_nccl and on_device and not config.data
         if group.has_nccl:
             _check_alike(group, whole, f"replay on {place.replay.type}")
         why = ", because ranks share a GPU" if group.shares_gpus else ""
@@ -120,14 +122,29 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
         return make_ring(config, spec, place, seed, functools.partial(SharedReplay, group))
 
     updaters: list[AllReduceUpdater] = []
+    first = sum(rank_config(config, other).batch_size for other in range(rank))
 
-    def updater(weights: FlatWeights, timers: Timers, capturable: bool) -> AllReduceUpdater:
+    def updater(weights: FlatWeights, timers: Timers, capturable: bool = False) -> AllReduceUpdater:
         local, exchange = make_updater(config, weights, capturable), make_exchange(config, weights)
         share = own.batch_size / whole.batch_size
         waits = weights.data.device.type != "cpu" and not group.has_nccl
         updaters.append(AllReduceUpdater(weights, local, group, exchange, share, timers, waits))
         return updaters[0]
 
+    if config.data:
+        # Every rank reads the same order and takes its own part of each batch.
+        together = whole.replace(train_freq=whole.batch_size)
+        offline_parts = offline.build(
+            setup._replace(config=own),
+            offline.Variant(
+                place=place,
+                updater=updater,
+                parts=functools.partial(RankParts, group=group, whole=whole, together=together),
+                order_seed=config.seed,
+                share=BatchShare(first, own.batch_size, whole.batch_size),
+            ),
+        )
+        return _finished(offline_parts, updaters[0], first)
     parts = pipeline.build(
         setup._replace(config=own),
         pipeline.Variant(
@@ -140,8 +157,16 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
             agree=agree,
         ),
     )
+    return _finished(parts, updaters[0], first)
+
+
+def _finished(parts: LoopParts, updater: AllReduceUpdater, first: int) -> RankParts:
+    """Return the parts of a rank whose samples begin with number ``first`` of every batch."""
     assert isinstance(parts, RankParts)
-    parts.updater = updaters[0]
+    parts.updater = updater
+    for module in parts.learner.online.modules():
+        if isinstance(module, Dropout):
+            module.first_sample = first  # so the ranks' masks are those of one process
     return parts
 
 
@@ -195,7 +220,7 @@ class RankParts(LoopParts):
 
     def load_own_state(self, state: StateDict) -> bool:
         """Restore; return False if the environments had to start new episodes."""
-        if self.config.replay:
+        if self.config.replay and not self.config.data:  # a dataset is checked where it is read
             check_transitions(state["memory"], self.spec)
         self.memory.load_state_dict(state["memory"])
         exchange = self.updater.exchange
@@ -229,6 +254,8 @@ class RankParts(LoopParts):
         if not stored:
             raise CheckpointError("there is no state of any rank")
         self.channel.restart(self.clock.updates)
+        if self.config.data and len(stored) != size:  # all ranks are at the same row
+            stored = [stored[0] | {"unsent": self.updater.exchange.state_dict()}] * size
         if len(stored) == size:
             self._others = stored[1:]
             return self.load_own_state(stored[0])

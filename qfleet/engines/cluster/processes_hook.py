@@ -66,7 +66,7 @@ class ProcessesHook(EngineHook):
         """Find the baseline; say so if it is clearly faster than all workers together."""
         rate, measure_s = self.processes.env_steps_per_s(), measured_for_s(run_s)
         named = self.config.baseline
-        if rate is None or not (named or measure_s):
+        if rate is None or not (named or measure_s) or self.config.data:
             return ()
         try:
             if named:
