@@ -63,6 +63,17 @@ def has_checkpoint(store: Store) -> bool:
     return index is not None and index.newest_checkpoint() >= "checkpoints/300"
 
 
+def kill_after_a_checkpoint(script: str, fields: dict[str, Any]) -> None:
+    """Train in another process until a checkpoint is published, then kill -9."""
+    process = start(python("-c", script, json.dumps(fields), URL))
+    try:
+        wait_until(lambda: has_checkpoint(Store(URL)), "a published checkpoint", process=process)
+        os.kill(process.pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.slow
 def test_a_killed_run_is_resumed_elsewhere_from_a_failing_store(
     s3: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -70,13 +81,7 @@ def test_a_killed_run_is_resumed_elsewhere_from_a_failing_store(
 ) -> None:  # fmt: skip
     """Train, kill -9, resume with nothing but the URL, evaluate: as if it had never stopped."""
     s3.fault, s3.delay_s = every_seventh(500), 0.005
-    process = start(python("-c", TRAIN, json.dumps(FIELDS), URL))
-    try:
-        wait_until(lambda: has_checkpoint(Store(URL)), "a published checkpoint", process=process)
-        os.kill(process.pid, signal.SIGKILL)
-    finally:
-        process.kill()
-        process.communicate()
+    kill_after_a_checkpoint(TRAIN, FIELDS)
     monkeypatch.setenv(CACHE_DIR, str(tmp_path / "another machine"))
     half = qfleet.load(URL, "last").weights.data
     resumed = qfleet.resume(URL)
@@ -145,13 +150,7 @@ def test_data_becomes_a_policy_in_a_failing_store(
         "data": f"{data}/parts/train", "algo": "behaviour-cloning", "steps": 6000, "eval_freq": 0,
         "checkpoint_freq": 1000, "tensorboard": False, "net_arch": [8], "batch_size": 64,
     }  # fmt: skip
-    process = start(python("-c", CLONE, json.dumps(given), URL))
-    try:
-        wait_until(lambda: has_checkpoint(Store(URL)), "a published checkpoint", process=process)
-        os.kill(process.pid, signal.SIGKILL)
-    finally:
-        process.kill()
-        process.communicate()
+    kill_after_a_checkpoint(CLONE, given)
     monkeypatch.setenv(CACHE_DIR, str(tmp_path / "another machine"))
     resumed = qfleet.resume(URL)
     assert isinstance(resumed, qfleet.Trained)

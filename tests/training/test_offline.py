@@ -13,7 +13,7 @@ import torch
 
 import qfleet
 from qfleet.config.presets import resolve
-from qfleet.core.types import FIRST, SKIP, TERMINATED, EnvSpec
+from qfleet.core.types import SKIP, TERMINATED, EnvSpec
 from qfleet.data.manifest import Dataset
 from qfleet.data.operations import fit_statistics, split, store_statistics
 from qfleet.engines.offline import build, with_dataset
@@ -22,23 +22,16 @@ from qfleet.storage.checkpoint import has_checkpoint, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
 from qfleet.training.record_data import record
 from support.configs import tiny_fields
-from support.datasets import read_all, record_block, scripted_block
+from support.datasets import CARTPOLE, read_all, record_block, scripted_block, telling_block
 from support.processes import start_qfleet
 from support.waiting import wait_until
-
-CARTPOLE = EnvSpec("CartPole-v1", (4,), "float32", 2)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Transitions with CartPole's shapes: an episode's first action is 0, the others are 1."""
     folder = tmp_path_factory.mktemp("data")
-    block = scripted_block(CARTPOLE, 400, 2)
-    first = block.flags & FIRST != 0
-    block.action = torch.where(first, 0, 1)
-    block.obs = torch.randn(block.obs.shape, generator=torch.Generator().manual_seed(0))
-    block.obs[..., 0] = torch.where(first, -1.0, 1.0)
-    record_block(folder, block, CARTPOLE)
+    record_block(folder, telling_block(400), CARTPOLE)
     return str(folder)
 
 

@@ -13,7 +13,6 @@ import torch
 
 import qfleet
 from qfleet.config.config import Config
-from qfleet.core.types import FIRST, EnvSpec
 from qfleet.data.manifest import Dataset
 from qfleet.engines.offline import make_dataset_memory, with_dataset
 from qfleet.engines.parts import LoopParts
@@ -24,21 +23,14 @@ from qfleet.telemetry.faults import FaultLog
 from qfleet.training import plateau
 from qfleet.training.validate_data import agreement, measure
 from support.configs import tiny_fields
-from support.datasets import record_block, scripted_block
-
-CARTPOLE = EnvSpec("CartPole-v1", (4,), "float32", 2)
+from support.datasets import CARTPOLE, record_block, telling_block
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An episode's first action is 0, the others are 1; the first observation tells which."""
     folder = tmp_path_factory.mktemp("data")
-    block = scripted_block(CARTPOLE, 200, 2)
-    first = block.flags & FIRST != 0
-    block.action = torch.where(first, 0, 1)
-    block.obs = torch.randn(block.obs.shape, generator=torch.Generator().manual_seed(0))
-    block.obs[..., 0] = torch.where(first, -1.0, 1.0)
-    record_block(folder, block, CARTPOLE)
+    record_block(folder, telling_block(200), CARTPOLE)
     return str(folder)
 
 
