@@ -71,6 +71,11 @@ class ThreadRanks:
         self._tensors: dict[str, Tensor] = {}
         self._barrier = threading.Barrier(size)
 
+    @property
+    def rank(self) -> int:
+        """The number of this thread among ranks that have consecutive names."""
+        return int(threading.current_thread().name) % self.size
+
     def sum(self, tensor: Tensor) -> None:
         tensor.copy_(torch.stack(self.gather(tensor)).sum(0))
 

@@ -256,7 +256,9 @@ class MinAtarCNN(nn.Module):
         return features if self.dense is None else self.dense(features)
 
 
-class _Residual(nn.Module):
+class Residual(nn.Module):
+    """Two convolutions whose output is added to their input, ``[B, C, H, W]``."""
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(channels, channels, 3, padding=1)
@@ -282,8 +284,8 @@ class ImpalaResNet(nn.Module):
             stages += [
                 nn.Conv2d(channels, wider, 3, padding=1),
                 nn.MaxPool2d(3, stride=2, padding=1),
-                _Residual(wider),
-                _Residual(wider),
+                Residual(wider),
+                Residual(wider),
             ]
             channels, height, width = wider, (height + 1) // 2, (width + 1) // 2
         self.stages = nn.Sequential(*stages, nn.ReLU(), nn.Flatten())
