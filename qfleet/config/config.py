@@ -433,6 +433,9 @@ class Config:
     """Seconds added to every step of the environments, for measurements and teaching."""
     straggler: float = field(1.0, "cluster", low=1, engines=PROCESSES)
     """Parameter server, actors, all-reduce: factor on step_latency_s of worker 0."""
+    tensor_parallel: int = field(1, "cluster", low=1, engines=RANKS)
+    """All-reduce: ranks that hold parts of one network (docs/model-parallel.md), so that there are
+    workers / tensor_parallel copies of it."""
     batch_per_rank: int = field(0, "cluster", low=0, engines=RANKS)
     """All-reduce: samples of each rank per update; 0: batch_size / workers, so that the number of
     ranks does not change the algorithm."""

@@ -26,6 +26,7 @@ from qfleet.core.seeding import Seeds
 from qfleet.core.types import BATCH_FIELDS, Batch, Block, Clock, EnvSpec, Memory, StateDict
 from qfleet.engines import serial
 from qfleet.engines.all_reduce.compression import make_exchange
+from qfleet.engines.all_reduce.mesh import use_whole_norm
 from qfleet.engines.all_reduce.rank import rank_config, whole_config
 from qfleet.engines.all_reduce.updater import AllReduceUpdater
 from qfleet.engines.factories import make_learner, make_updater
@@ -34,6 +35,9 @@ from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import TorchSettings
 from qfleet.engines.tuning import apply_precision
 from qfleet.networks.factory import make_network
+from qfleet.networks.parallel.layout import Layout
+from qfleet.networks.parallel.tensor import split_network
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 
@@ -43,8 +47,10 @@ RANKS_S = 60.0
 """Deadline of the ranks for each other."""
 
 
-OnUpdate: TypeAlias = "Callable[[int, Learner, FixedBatches], None]"
+OnUpdate: TypeAlias = "Callable[[int, Learner, FixedBatches, Whole], None]"
 """Called after every update with the rank, its learner and its memory."""
+Whole: TypeAlias = Callable[[Tensor], Tensor]
+"""Returns a whole flat vector, given a rank's part of it; all ranks call it together."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ def collect_batches(config: Config, updates: int) -> tuple[EnvSpec, list[Batch]]
         engine="serial", steps=10**9, learning_starts=10**8, precision="auto", compile="off",
         exploration_initial_eps=1.0, exploration_final_eps=1.0, exploration_ladder=False,
         buffer_size=2 * steps, gradient_compression="none", workers=Config.workers,
-        batch_per_rank=0, lr_scaling="none",
+        batch_per_rank=0, lr_scaling="none", tensor_parallel=1,
     )  # fmt: skip
     parts = serial.build(Setup(plain, FaultLog()))
     try:
@@ -183,35 +189,59 @@ def learn_batches(
     initial: Tensor,
     on_update: OnUpdate,
     ranks: ThreadRanks | None = None,
+    tensor_ranks: Callable[[int], ThreadRanks] = ThreadRanks,
 ) -> None:
-    """Learn from the batches, from ``initial`` weights on: one learner, or one per rank."""
-    size = config.workers if config.engine == "all-reduce" else 1
+    """Learn from the batches, from ``initial`` weights on: one learner, or one per rank.
+
+    ``ranks`` add gradients up, ``tensor_ranks`` hold the parts of a network.
+    """
+    has_ranks = config.engine == "all-reduce"
+    size, parts = (config.workers, config.tensor_parallel) if has_ranks else (1, 1)
     if size > 1:
         config = config.replace(device="cpu")  # threads would share the streams of a GPU
     ranks = ranks or ThreadRanks(size)
+    # Along the two axes of the mesh: those with the same part, and those with the same copy.
+    copies = [ranks] if parts == 1 else [type(ranks)(size // parts) for _ in range(parts)]
+    peers = [tensor_ranks(parts) for _ in range(size // parts)]
 
     def learn(rank: int) -> None:
         whole = whole_config(config)
         own = rank_config(config, rank) if size > 1 else whole
-        first = sum(rank_config(config, r).batch_size for r in range(rank))
+        mine, layouts = peers[rank // parts], list[Layout]()
+        first = sum(rank_config(config, r).batch_size for r in range(rank // parts))
         memory = FixedBatches(batches, slice(first, first + own.batch_size))
         place, clock, timers = Placement.of(own, spec, in_background=False), Clock(), Timers()
 
-        def updater(weights: FlatWeights) -> AllReduceUpdater:
-            local, share = make_updater(own, weights, False), own.batch_size / whole.batch_size
-            exchange = make_exchange(config, weights)
-            return AllReduceUpdater(weights, local, ranks, exchange, share, timers)
+        def network() -> QNetwork:
+            device, seed = torch.device("cpu"), Seeds.of(config.seed).network
+            return make_network(
+                own, spec, device, seed, lambda net: layouts.append(split_network(net, mine))
+            )
 
-        learner = make_learner(own, spec, place, memory, clock, timers, updater_factory=updater)
+        def updater(weights: FlatWeights) -> AllReduceUpdater:
+            if parts > 1:
+                use_whole_norm(weights, layouts[0], mine)
+            local, share = make_updater(own, weights, False), own.batch_size / whole.batch_size
+            exchange, sums = make_exchange(config, weights), copies[rank % parts]
+            return AllReduceUpdater(weights, local, sums, exchange, share, timers)
+
+        def joined(flat: Tensor) -> Tensor:
+            return layouts[0].join(mine.gather(flat)) if parts > 1 else flat
+
+        learner = make_learner(
+            own, spec, place, memory, clock, timers,
+            updater_factory=updater, network_factory=network if parts > 1 else None,
+        )  # fmt: skip
         apply_precision(own, learner.networks)
-        if initial.shape != learner.weights.data.shape:
+        size_of_all = layouts[0].whole_size if parts > 1 else learner.weights.data.numel()
+        if initial.numel() != size_of_all:
             raise ConfigError("the two configurations have different networks")
-        learner.weights.data.copy_(initial)
+        learner.weights.data.copy_(layouts[0].cut(initial, mine.rank) if parts > 1 else initial)
         learner.move_target(1.0)
         for _ in batches:
             learner.learn(1)
             clock.env_steps += max(1, config.train_freq // config.gradient_steps)
-            on_update(rank, learner, memory)
+            on_update(rank, learner, memory, joined)
 
     ranks.run(learn)
 
@@ -237,16 +267,16 @@ def compare(first: Config, second: Config, updates: int) -> Comparison:
         ours: list[Tensor] = []
         largest, relative = list[float](), list[float]()
 
-        def keep(rank: int, learner: Learner, _: FixedBatches) -> None:
+        def keep(rank: int, learner: Learner, _: FixedBatches, whole: Whole) -> None:
+            weights = whole(learner.weights.data)
             if rank == 0:
-                ours.append(learner.weights.data.cpu().clone())
+                ours.append(weights.cpu().clone())
 
-        def measure(rank: int, learner: Learner, _: FixedBatches) -> None:
+        def measure(rank: int, learner: Learner, _: FixedBatches, whole: Whole) -> None:
+            weights = whole(learner.weights.data)
             if rank == 0:
                 mine = ours[len(largest)].double()
-                difference, moved = (
-                    mine - w.cpu().double() for w in (learner.weights.data, initial)
-                )
+                difference, moved = (mine - w.cpu().double() for w in (weights, initial))
                 largest.append(float(difference.abs().max()))
                 relative.append(float(difference.norm() / moved.norm()))
 

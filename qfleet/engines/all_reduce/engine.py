@@ -112,6 +112,9 @@ class RanksHook(EngineHook):
         config, updates = self._parts.config, self._parts.clock.updates - self._parts.first_update
         # Not what the group has counted: recorded exchanges run without it.
         sent, messages = (updates * number for number in self._parts.updater.traffic)
+        if self._parts.mesh is not None:
+            sent += self._parts.mesh.tensor.bytes_sent
+            messages += self._parts.mesh.tensor.messages
         fleet = {
             "ranks": ranks,
             "effective_batch_size": config.batch_size,

@@ -44,9 +44,10 @@ class Layout:
     @property
     def local_size(self) -> int:
         """Weights that each rank holds."""
-        return sum(self._local_sizes())
+        return sum(self.local_sizes())
 
-    def _local_sizes(self) -> list[int]:
+    def local_sizes(self) -> list[int]:
+        """Return the weights of each parameter that a rank holds."""
         return [math.prod(piece.local_shape(self.ranks)) for piece in self.pieces]
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
@@ -62,7 +63,7 @@ class Layout:
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the whole flat vector of the parts of all ranks, by rank."""
-        split = [torch.split(part, self._local_sizes()) for part in parts]
+        split = [torch.split(part, self.local_sizes()) for part in parts]
         whole = []
         for piece, *own in zip(self.pieces, *split, strict=True):
             if piece.dim is None:
