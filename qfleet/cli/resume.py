@@ -37,7 +37,9 @@ class ResumeOptions:
     workers: int | None = None
     """Parameter server, all-reduce: new number of workers."""
     tensor_parallel: int | None = None
-    """All-reduce: new number of ranks that hold parts of one network."""
+    """All-reduce: new number of ranks that hold parts of each layer."""
+    pipeline_parallel: int | None = None
+    """All-reduce: new number of stages of the network."""
     servers: int | None = None
     """New number of servers (parameter server) or replay shards (actors)."""
     address: str | None = None

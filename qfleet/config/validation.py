@@ -162,8 +162,8 @@ def _rules(c: Config) -> Rules:
             "cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs")
         yield c.lr_scaling == "none" or c.batch_per_rank > 0, "lr_scaling", (
             "is for a batch that grows with the ranks; set batch_per_rank or use none")
-    if c.tensor_parallel > 1:
-        yield from _tensor_rules(c)
+    if c.ranks_per_copy > 1:
+        yield from _split_rules(c)
     if c.population > 1:
         no = "does not go with a population"
         yield c.head in ("q", "c51", "qr"), "head", f"{no}; use q, c51 or qr"
@@ -195,14 +195,15 @@ def _rules(c: Config) -> Rules:
         "does not go with noisy, which explores without ε; switch one of them off")
 
 
-def _tensor_rules(c: Config) -> Rules:
+def _split_rules(c: Config) -> Rules:
     """Yield the rules of networks that are split among ranks."""
-    no = "does not go with tensor_parallel"
+    name = "tensor_parallel" if c.tensor_parallel > 1 else "pipeline_parallel"
+    no = f"does not go with {name}"
     batch_size = c.batch_per_rank * c.workers or c.batch_size
-    yield c.workers % c.tensor_parallel == 0, "tensor_parallel", (
-        f"must divide workers ({c.workers}); change one of them")
+    yield c.workers % c.ranks_per_copy == 0, "workers", (
+        f"must be a multiple of tensor_parallel × pipeline_parallel, {c.ranks_per_copy}")
     yield batch_size % c.workers == 0, "workers", (
-        f"must divide batch_size {batch_size} with tensor_parallel, where ranks draw equal shares")
+        f"must divide batch_size {batch_size} with {name}, where ranks draw equal shares")
     yield c.replay, "replay", f"{no}, whose ranks gather batches; choose an algorithm with replay"
     yield c.device in ("auto", "cpu"), "device", f"{no}, which is for CPUs so far; use cpu"
     yield ":" not in c.network, "network", f"{no}, which splits qfleet's own networks; use one"
@@ -210,8 +211,8 @@ def _tensor_rules(c: Config) -> Rules:
     yield c.compile != "on", "compile", f"{no}; switch it off"
     yield c.gradient_compression in ("none", "fp16", "bf16"), "gradient_compression", (
         f"{no}, whose ranks would send different entries of the layers that all hold; use bf16")
-    for name in ("noisy", "normalize_observations"):
-        yield not getattr(c, name), name, (
+    for field in ("noisy", "normalize_observations"):
+        yield not getattr(c, field), field, (
             f"{no}, because ranks would have different noise or statistics; switch it off")
     yield c.head != "iqn", "head", f"{no}, because ranks would draw different fractions; use qr"
 

@@ -9,8 +9,10 @@ are threads here, each of which learns from its part of every batch.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from queue import Queue
 from typing import TypeAlias
 
 import torch
@@ -36,7 +38,7 @@ from qfleet.engines.torch_settings import TorchSettings
 from qfleet.engines.tuning import apply_precision
 from qfleet.networks.factory import make_network
 from qfleet.networks.parallel.layout import Layout
-from qfleet.networks.parallel.tensor import split_network
+from qfleet.networks.parallel.split import split_network
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
@@ -71,16 +73,19 @@ class Comparison:
 class ThreadRanks:
     """Ranks that are threads; a thread's name is its rank."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.exchanges = size, size > 1
+    def __init__(self, size: int, stride: int = 1) -> None:
+        """``stride``: the difference of the names of two consecutive ranks."""
+        self.size, self.exchanges, self._stride = size, size > 1, stride
         self.bytes_sent = self.messages = 0
         self._tensors: dict[str, Tensor] = {}
         self._barrier = threading.Barrier(size)
+        self._sent = defaultdict[tuple[int, int], Queue[Tensor]](Queue)
+        """By sender and receiver."""
 
     @property
     def rank(self) -> int:
-        """The number of this thread among ranks that have consecutive names."""
-        return int(threading.current_thread().name) % self.size
+        """The number of this thread among these ranks."""
+        return int(threading.current_thread().name) // self._stride % self.size
 
     def sum(self, tensor: Tensor) -> None:
         tensor.copy_(torch.stack(self.gather(tensor)).sum(0))
@@ -91,6 +96,23 @@ class ThreadRanks:
         gathered = [self._tensors[name] for name in sorted(self._tensors)]
         self._barrier.wait(RANKS_S)
         return gathered
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        self._sent[self.rank, rank].put(tensor.clone())
+
+    def receive(self, dtype: torch.dtype, rank: int) -> Tensor:
+        tensor = self._sent[rank, self.rank].get(timeout=RANKS_S)
+        assert tensor.dtype == dtype
+        return tensor
+
+    def broadcast(self, tensor: Tensor | None, dtype: torch.dtype, rank: int) -> Tensor:
+        if self.rank != rank:
+            return self.receive(dtype, rank)
+        assert tensor is not None
+        for other in range(self.size):
+            if other != rank:
+                self.send(tensor, other)
+        return tensor
 
     def run(self, work: Callable[[int], None]) -> None:
         """Call ``work`` with each rank, in a thread of its own; raise the first error."""
@@ -168,6 +190,7 @@ def collect_batches(config: Config, updates: int) -> tuple[EnvSpec, list[Batch]]
         exploration_initial_eps=1.0, exploration_final_eps=1.0, exploration_ladder=False,
         buffer_size=2 * steps, gradient_compression="none", workers=Config.workers,
         batch_per_rank=0, lr_scaling="none", tensor_parallel=1,
+        pipeline_parallel=1,
     )  # fmt: skip
     parts = serial.build(Setup(plain, FaultLog()))
     try:
@@ -189,20 +212,23 @@ def learn_batches(
     initial: Tensor,
     on_update: OnUpdate,
     ranks: ThreadRanks | None = None,
-    tensor_ranks: Callable[[int], ThreadRanks] = ThreadRanks,
+    tensor_ranks: Callable[..., ThreadRanks] = ThreadRanks,
 ) -> None:
     """Learn from the batches, from ``initial`` weights on: one learner, or one per rank.
 
-    ``ranks`` add gradients up, ``tensor_ranks`` hold the parts of a network.
+    ``ranks`` add gradients up, ``tensor_ranks`` hold the parts of layers and the stages.
     """
     has_ranks = config.engine == "all-reduce"
-    size, parts = (config.workers, config.tensor_parallel) if has_ranks else (1, 1)
+    size, parts = (config.workers, config.ranks_per_copy) if has_ranks else (1, 1)
     if size > 1:
         config = config.replace(device="cpu")  # threads would share the streams of a GPU
     ranks = ranks or ThreadRanks(size)
-    # Along the two axes of the mesh: those with the same part, and those with the same copy.
+    # Along the axes of the mesh: other copies, other parts of a copy, its stages, parts of layers.
+    stages, tensor = config.pipeline_parallel, config.tensor_parallel
     copies = [ranks] if parts == 1 else [type(ranks)(size // parts) for _ in range(parts)]
-    peers = [tensor_ranks(parts) for _ in range(size // parts)]
+    peers = [ThreadRanks(parts) for _ in range(size // parts)]
+    pipelines = [tensor_ranks(stages, tensor) for _ in range(size // stages)]
+    tensors = [tensor_ranks(tensor) for _ in range(size // tensor)]
 
     def learn(rank: int) -> None:
         whole = whole_config(config)
@@ -214,8 +240,10 @@ def learn_batches(
 
         def network() -> QNetwork:
             device, seed = torch.device("cpu"), Seeds.of(config.seed).network
+            pipeline = pipelines[rank // parts * tensor + rank % tensor]
+            axes = tensors[rank // tensor], pipeline
             return make_network(
-                own, spec, device, seed, lambda net: layouts.append(split_network(net, mine))
+                own, spec, device, seed, lambda net: layouts.append(split_network(net, *axes))
             )
 
         def updater(weights: FlatWeights) -> AllReduceUpdater:
@@ -226,7 +254,12 @@ def learn_batches(
             return AllReduceUpdater(weights, local, sums, exchange, share, timers)
 
         def joined(flat: Tensor) -> Tensor:
-            return layouts[0].join(mine.gather(flat)) if parts > 1 else flat
+            if parts == 1:
+                return flat
+            # Parts of stages differ in size.
+            for part in range(parts):
+                mine.send(flat, part)
+            return layouts[0].join([mine.receive(flat.dtype, part) for part in range(parts)])
 
         learner = make_learner(
             own, spec, place, memory, clock, timers,

@@ -74,7 +74,7 @@ def _require_image(spec: EnvSpec, network: str, least_pixels: int) -> ImageLayou
     return layout
 
 
-def _as_image(obs: Tensor, layout: ImageLayout) -> Tensor:
+def as_image(obs: Tensor, layout: ImageLayout) -> Tensor:
     """Return the observation as ``[B, channels, height, width]``; pixels are scaled to [0, 1]."""
     image = obs.movedim(-1, -3) if layout.channels_last else obs
     if image.dim() == 3:
@@ -124,13 +124,14 @@ class MLP(nn.Module):
             self.layers = Dense(sizes, relu_last=True)
 
     def forward(self, obs: Tensor) -> Tensor:
-        encoded = self._encode(obs)
+        encoded = self.encode(obs)
         if self.layers is None:
             return encoded
         features: Tensor = self.layers(encoded)
         return features
 
-    def _encode(self, obs: Tensor) -> Tensor:
+    def encode(self, obs: Tensor) -> Tensor:
+        """Return the input of the first layer, ``[B, inputs]``."""
         flat = obs if obs.dim() == 2 else obs.reshape(obs.shape[0], -1)
         if self.num_obs_values:
             # Not F.one_hot: it reads the largest value, which synchronises a GPU with the host.
@@ -203,7 +204,7 @@ class NatureCNN(nn.Module):
         self.features = dense or flat
 
     def forward(self, obs: Tensor) -> Tensor:
-        image = _as_image(obs, self.layout)
+        image = as_image(obs, self.layout)
         features: Tensor = self.convolutions(image) if image.is_cpu else self._folded(image)
         return features if self.dense is None else self.dense(features)
 
@@ -248,7 +249,7 @@ class MinAtarCNN(nn.Module):
         self.features = dense or flat
 
     def forward(self, obs: Tensor) -> Tensor:
-        image = _as_image(obs, self.layout)
+        image = as_image(obs, self.layout)
         features = F.relu(self.convolution(image))
         if self.by_position:
             features = features.movedim(1, -1)
@@ -294,5 +295,5 @@ class ImpalaResNet(nn.Module):
         self.features = dense or flat
 
     def forward(self, obs: Tensor) -> Tensor:
-        features: Tensor = self.stages(_as_image(obs, self.layout))
+        features: Tensor = self.stages(as_image(obs, self.layout))
         return features if self.dense is None else self.dense(features)

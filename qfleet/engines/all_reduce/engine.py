@@ -113,8 +113,8 @@ class RanksHook(EngineHook):
         # Not what the group has counted: recorded exchanges run without it.
         sent, messages = (updates * number for number in self._parts.updater.traffic)
         if self._parts.mesh is not None:
-            sent += self._parts.mesh.tensor.bytes_sent
-            messages += self._parts.mesh.tensor.messages
+            for axis in self._parts.mesh[1:]:  # those of a copy
+                sent, messages = sent + axis.bytes_sent, messages + axis.messages
         fleet = {
             "ranks": ranks,
             "effective_batch_size": config.batch_size,

@@ -243,6 +243,18 @@ class Group:
             dist.all_gather(gathered, tensor, group=channel)
         return gathered
 
+    def send_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
+        with self._exchange():
+            dist.send(tensor, rank, group=channel)
+
+    def receive_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
+        with self._exchange():
+            dist.recv(tensor, rank, group=channel)
+
+    def broadcast_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
+        with self._exchange():
+            dist.broadcast(tensor, rank, group=channel)
+
     def give_order(self, order: Order, number: float = 0.0) -> None:
         """Tell all other ranks what to do (rank 0).
 

@@ -47,7 +47,7 @@ from qfleet.envs.latency import latency_of
 from qfleet.memory.columns import check_transitions
 from qfleet.networks.factory import make_network
 from qfleet.networks.parallel.layout import Layout
-from qfleet.networks.parallel.tensor import split_network
+from qfleet.networks.parallel.split import split_network
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.storage.state_checks import check_like
 from qfleet.telemetry.timers import Timers
@@ -74,7 +74,7 @@ def rank_config(config: Config, rank: int) -> Config:
     whole, size = whole_config(config), config.workers
     # Ranks that hold parts of one network learn from what all of them have drawn.
     batch_size = whole.batch_size // size + (rank < whole.batch_size % size)
-    batch_size *= config.tensor_parallel
+    batch_size *= config.ranks_per_copy
     capacity = whole.replace(envs=config.envs * size).replay_capacity
     least = (config.n_steps + 2) * config.envs + batch_size
     return whole.replace(
@@ -85,7 +85,7 @@ def rank_config(config: Config, rank: int) -> Config:
         step_latency_s=latency_of(config, rank),
         # One that hangs must be replaced before the other ranks lose their patience.
         env_timeout_s=min(config.env_timeout_s, config.worker_timeout_s / 2),
-        device="cpu" if config.tensor_parallel > 1 else config.device,
+        device="cpu" if config.ranks_per_copy > 1 else config.device,
         replay_dir=os.path.join(config.replay_dir, f"rank-{rank}") if config.replay_dir else "",
     )
 
@@ -99,13 +99,14 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
         cores = max(1, (os.cpu_count() or 1) // ranks_here)
         torch.set_num_threads(min(torch.get_num_threads(), cores))
 
+    is_split = config.ranks_per_copy > 1
     meshes, layouts = list[Mesh](), list[Layout]()
 
     def place(own: Config, spec: EnvSpec, in_background: bool) -> Placement:
         device = learner_device(own, spec)
         group.connect(device)
-        if config.tensor_parallel > 1:
-            meshes.append(Mesh.of(group, config.tensor_parallel))
+        if is_split:
+            meshes.append(Mesh.of(group, config))
         if device.type != "cpu" and not group.has_nccl and own.replay_device == "auto":
             own = own.replace(replay_device="cpu")  # ranks that share a GPU do not see who fits
         place = Placement.of(own, spec, in_background)
@@ -131,7 +132,7 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
         if not config.replay:
             return make_memory(config, spec, place, values)
         seed = Seeds.of(own.seed).memory
-        peers = meshes[0].tensor if meshes else None
+        peers = meshes[0].copy if meshes else None
         share = own.batch_size // (peers.size if peers else 1)
         ring = functools.partial(SharedReplay, group, peers=peers, share=share)
         return make_ring(config, spec, place, seed, ring)
@@ -140,21 +141,20 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
         """Return this rank's part of the network that rank 0 would have alone."""
 
         def split(whole: QNetwork) -> None:
-            layouts.append(split_network(whole, meshes[0].tensor))
+            layouts.append(split_network(whole, meshes[0].tensor, meshes[0].stages))
 
         seed = Seeds.of(config.seed).network
         return make_network(own, spec, torch.device("cpu"), seed, split)
 
     def inference(*given: Any) -> HostInference:
-        return SharedInference(meshes[0].tensor, *given)
+        return SharedInference(meshes[0].copy, *given)
 
-    is_split = config.tensor_parallel > 1
     updaters: list[AllReduceUpdater] = []
 
     def updater(weights: FlatWeights, timers: Timers, capturable: bool) -> AllReduceUpdater:
         ranks: Ranks = group
         if meshes:
-            use_whole_norm(weights, layouts[0], meshes[0].tensor)
+            use_whole_norm(weights, layouts[0], meshes[0].copy)
             ranks = meshes[0].data
         local = make_updater(config, weights, capturable)
         exchange, share = make_exchange(config, weights), own.batch_size / whole.batch_size
@@ -180,10 +180,10 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
     parts.updater = updaters[0]
     if meshes:
         parts.mesh = meshes[0]
-        held, of = layouts[0].local_size, layouts[0].whole_size
+        most = max(layouts[0].local_size(part) for part in range(config.ranks_per_copy))
         parts.notes.append(
-            f"the network is split among {config.tensor_parallel} ranks: each holds {held:,} of "
-            f"{of:,} weights"
+            f"the network is split among {config.ranks_per_copy} ranks: each holds at most "
+            f"{most:,} of {layouts[0].whole_size:,} weights"
         )
         if rank == 0:
             _lead_whole(parts, own, layouts[0])

@@ -24,7 +24,6 @@ from qfleet.networks.parallel.collectives import (
     gather_channels,
     own_channels,
 )
-from qfleet.networks.parallel.layout import Layout, Piece
 from qfleet.networks.torsos import ACTIVATIONS, Residual
 
 Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -41,17 +40,21 @@ class Split(NamedTuple):
     """Input and output are whole on every rank; otherwise the split side of a pair stays split."""
 
 
-def split_network(network: nn.Module, ranks: TensorRanks) -> Layout:
-    """Replace the layers of a network by this rank's parts; return which parts they are."""
+def split_layers(network: nn.Module, ranks: TensorRanks) -> dict[str, int]:
+    """Replace the layers of a network by this rank's parts.
+
+    Return parameter name → dimension along which it is split, if it is.
+    """
     shapes = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
     _split_children(network, ranks)
     parts = [(name, tuple(parameter.shape)) for name, parameter in network.named_parameters()]
-    pieces = []
+    dims = {}
     for (name, whole), (same, own) in zip(shapes.items(), parts, strict=True):
         assert name == same, f"parameter {name} became {same}"
-        changed = [dim for dim in range(len(whole)) if whole[dim] != own[dim]]
-        pieces.append(Piece(name, whole, changed[0] if changed else None))
-    return Layout(pieces, ranks.size)
+        for dim, (size, part) in enumerate(zip(whole, own, strict=True)):
+            if size != part:
+                dims[name] = dim
+    return dims
 
 
 def _split_children(module: nn.Module, ranks: TensorRanks) -> None:

@@ -18,7 +18,8 @@ from qfleet.lab.compare import ThreadRanks
 from qfleet.networks.factory import make_network
 from qfleet.networks.parallel import tensor
 from qfleet.networks.parallel.layout import Layout
-from qfleet.networks.parallel.tensor import Split, plan, split_network
+from qfleet.networks.parallel.split import split_network
+from qfleet.networks.parallel.tensor import Split, plan
 from qfleet.networks.qnetwork import QNetwork
 from support.configs import tiny_config
 
@@ -62,7 +63,7 @@ def make(case: str, ranks: ThreadRanks | None = None) -> tuple[QNetwork, Layout 
 
     def split(network: QNetwork) -> None:
         if ranks is not None:
-            layouts.append(split_network(network, ranks))
+            layouts.append(split_network(network, ranks, ThreadRanks(1)))
 
     network = make_network(config, spec, torch.device("cpu"), 5, split)
     return network, layouts[0] if layouts else None
@@ -149,7 +150,7 @@ def test_the_layout_predicts_what_a_rank_holds(case: str) -> None:
         shapes = [(math.prod(piece.shape), piece.dim) for piece in layout.pieces]
         assert sum(size for size, _ in shapes) == layout.whole_size == len(plain.weights)
         predicted = sum(size if dim is None else size // 2 for size, dim in shapes)
-        assert predicted == layout.local_size == len(part.weights) == len(part.first_grad)
+        assert predicted == layout.local_size(0) == len(part.weights) == len(part.first_grad)
         numbers = torch.arange(layout.whole_size)
         assert torch.equal(layout.join([layout.cut(numbers, rank) for rank in (0, 1)]), numbers)
         assert not torch.equal(layout.cut(numbers, 0), layout.cut(numbers, 1))

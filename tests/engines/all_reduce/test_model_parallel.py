@@ -34,8 +34,9 @@ from qfleet.lab.compare import (
 )
 from qfleet.memory.samplers import UniformSampler
 from qfleet.networks.factory import make_network
+from qfleet.networks.parallel import stages
 from qfleet.networks.parallel.layout import Layout, Piece
-from qfleet.networks.parallel.tensor import split_network
+from qfleet.networks.parallel.split import split_network
 from qfleet.storage.checkpoint import load_checkpoint
 from support.configs import tiny_config, tiny_fields
 
@@ -54,8 +55,6 @@ class NoGather(ThreadRanks):
     """A negative control: every rank sees its own part in place of all others."""
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        if tensor.dim() == 1:  # flat vectors, which are compared
-            return super().gather(tensor)
         return [tensor] * self.size
 
 
@@ -104,37 +103,81 @@ def learn(config: Config, *kinds: Any) -> tuple[dict[str, Tensor], list[dict[str
 
 
 def whole_and_split(
-    workers: int, tensor_parallel: int, *kinds: Any
+    workers: int, tensor_parallel: int, pipeline_parallel: int, *kinds: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, int]]]:
     serial = tiny_config(
         algo="double-dqn", precision="fp64", batch_size=32, learning_rate=1e-3, steps=10_000,
         prioritized_replay=True, target_update_interval=80, engine="serial", net_arch=(16, 12),
-        max_grad_norm=0.5,
+        max_grad_norm=0.5, dueling=True,
     )  # fmt: skip
-    split = serial.replace(engine="all-reduce", workers=workers, tensor_parallel=tensor_parallel)
+    split = serial.replace(
+        engine="all-reduce",
+        workers=workers,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+    )
     return learn(serial)[0], *learn(split, *kinds)
 
 
-@pytest.mark.parametrize(("workers", "tensor_parallel"), [(2, 2), (4, 2), (4, 4)])
-def test_parts_of_a_network_are_the_whole_network(workers: int, tensor_parallel: int) -> None:
-    """In float64, after 100 updates of double DQN with Adam, clipping and a target network."""
-    whole, split, held = whole_and_split(workers, tensor_parallel)
-    for name, theirs in whole.items():
-        torch.testing.assert_close(split[name], theirs, rtol=0, atol=1e-10, msg=name)
-    # 4 → 16 → 12 → 2: of the biases of a layer that is split by inputs, every rank has all.
-    parts = 4 * 16 + 16 + 16 * 12 + (12 * 2 + 2 if tensor_parallel == 2 else 12 * 2)
-    size = parts // tensor_parallel + 12 + (0 if tensor_parallel == 2 else 2)
-    assert held == [dict.fromkeys(held[0], 8 * size)] * workers
+# A torso 4 → 16 → 12 and streams 12 → 2 and 12 → 1. Weights that ranks hold: those of a layer that
+# is split by outputs have a part of its bias, those of one that is split by inputs all of it.
+TORSO, STREAMS = (4 * 16 + 16) + (16 * 12 + 12), (12 * 2 + 2) + (12 + 1)
+HALF_TORSO, HALF_STREAMS = (4 * 16 + 16) // 2 + 16 * 12 // 2 + 12, (12 * 2 + 2) // 2 + 6 + 1
+HELD = {
+    (2, 2, 1): [HALF_TORSO + HALF_STREAMS] * 2,
+    (4, 2, 1): [HALF_TORSO + HALF_STREAMS] * 4,
+    (2, 1, 2): [16 * 4 + 16, TORSO - 16 * 4 - 16 + STREAMS],
+    (4, 1, 2): [16 * 4 + 16, TORSO - 16 * 4 - 16 + STREAMS] * 2,
+    (4, 2, 2): [HALF_TORSO] * 2 + [HALF_STREAMS] * 2,
+    (8, 2, 2): ([HALF_TORSO] * 2 + [HALF_STREAMS] * 2) * 2,
+}
+"""Ranks, parts of layers and stages → weights of each rank."""
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tensor_ranks"),
-    [(ThreadRanks, NoSum), (ThreadRanks, NoGather), (Apart, ThreadRanks)],
+    "mesh",
+    [pytest.param(mesh, marks=pytest.mark.slow if mesh[1] * mesh[2] > 2 else ()) for mesh in HELD],
+    ids=str,
+)
+def test_parts_of_a_network_are_the_whole_network(mesh: tuple[int, int, int]) -> None:
+    """In float64, after 100 updates of double DQN with Adam, clipping and a target network."""
+    whole, split, held = whole_and_split(*mesh)
+    for name, theirs in whole.items():
+        torch.testing.assert_close(split[name], theirs, rtol=0, atol=1e-10, msg=name)
+    assert held == [dict.fromkeys(held[0], 8 * size) for size in HELD[mesh]]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "tensor_ranks"),
+    [
+        ((4, 2, 1), ThreadRanks, NoSum),
+        ((4, 2, 1), ThreadRanks, NoGather),
+        ((4, 2, 1), Apart, ThreadRanks),
+        ((4, 1, 2), Apart, ThreadRanks),
+        pytest.param((4, 2, 2), ThreadRanks, NoSum, marks=pytest.mark.slow),
+    ],
 )
 def test_without_an_exchange_they_are_not(
-    ranks: type[ThreadRanks], tensor_ranks: type[ThreadRanks]
+    mesh: tuple[int, int, int], ranks: type[ThreadRanks], tensor_ranks: type[ThreadRanks]
 ) -> None:
-    whole, split, _ = whole_and_split(4, 2, ranks(4), tensor_ranks)
+    whole, split, _ = whole_and_split(*mesh, ranks(mesh[0]), tensor_ranks)
+    assert (split["weights"] - whole["weights"]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "mesh", [(2, 1, 2), pytest.param((4, 2, 2), marks=pytest.mark.slow)], ids=str
+)
+def test_without_the_gradient_of_the_next_stage_they_are_not(
+    mesh: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = stages._Send.backward
+
+    def without(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        received, none = send(ctx, grad)
+        return torch.zeros_like(received), none
+
+    monkeypatch.setattr(stages._Send, "backward", staticmethod(without))
+    whole, split, _ = whole_and_split(*mesh)
     assert (split["weights"] - whole["weights"]).abs().max() > 1e-4
 
 
@@ -198,7 +241,9 @@ def test_ranks_act_together_in_their_own_environments() -> None:
 
     def act(rank: int) -> None:
         with lock:  # the weights are drawn from torch's global generator
-            network = make_network(config, spec, CPU, 5, lambda n: split_network(n, peers))
+            network = make_network(
+                config, spec, CPU, 5, lambda n: split_network(n, peers, ThreadRanks(1))
+            )
         inference = SharedInference(peers, network, CPU, spec.obs_dtype, 0)
         obs, opened = states[rank], np.zeros(6, dtype=np.bool_)
         chosen[rank] = inference.choose(0, 0, 0, slice(0, 6), obs, opened, needed=rank == 0)
@@ -226,7 +271,7 @@ def test_a_state_is_cut_and_joined_for_any_number_of_ranks() -> None:
     for ranks in (2, 4):
         layout = Layout(pieces, ranks)
         parts = [cut_state(whole, layout, rank) for rank in range(ranks)]
-        assert all(len(part["weights"]) == layout.local_size < size for part in parts)
+        assert all(len(part["weights"]) == layout.local_size(0) < size for part in parts)
         assert parts[0]["weights"][:4].tolist() == [0, 1, 2, 3]
         assert parts[1]["weights"][0] == 8 // ranks * 4
         joined = join_states(parts, layout)
@@ -251,12 +296,14 @@ def test_a_run_resumes_with_any_other_split(tmp_path: Path) -> None:
     whole = qfleet.train("CartPole-v1", run_dir=tmp_path / "whole", **told)
     split = told | {"tensor_parallel": 2}
     qfleet.train("CartPole-v1", run_dir=tmp_path / "split", options=half, **split)
+    shutil.copytree(tmp_path / "split", tmp_path / "stages")
     shutil.copytree(tmp_path / "split", tmp_path / "joined")
     shutil.copytree(tmp_path / "split", tmp_path / "four")
     qfleet.resume(tmp_path / "split")
     qfleet.resume(tmp_path / "joined", tensor_parallel=1)
+    qfleet.resume(tmp_path / "stages", tensor_parallel=1, pipeline_parallel=2)
     theirs = learner_of(tmp_path / "whole")
-    for name in ("split", "joined"):
+    for name in ("split", "joined", "stages"):
         ours = learner_of(tmp_path / name)
         for vector in ("weights", "target_weights"):
             torch.testing.assert_close(ours[vector], theirs[vector], rtol=0, atol=1e-10)
@@ -281,8 +328,9 @@ def test_the_batch_of_a_copy_is_that_of_its_ranks() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tensor_parallel": 3}, "tensor_parallel must divide workers"),
+        ({"tensor_parallel": 3}, "workers must be a multiple of tensor_parallel"),
         ({"batch_size": 18}, "must divide batch_size 18"),
+        ({"pipeline_parallel": 3}, "workers must be a multiple"),
         ({"algo": "rainbow"}, "noisy"),
         ({"algo": "iqn"}, "head 'iqn'"),
         ({"device": "cuda"}, "for CPUs so far"),
