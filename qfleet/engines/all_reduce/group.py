@@ -244,11 +244,11 @@ class Group:
         return gathered
 
     def send_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
-        with self._exchange():
+        with self._exchange(of_all=False):
             dist.send(tensor, rank, group=channel)
 
     def receive_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
-        with self._exchange():
+        with self._exchange(of_all=False):
             dist.recv(tensor, rank, group=channel)
 
     def broadcast_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
