@@ -4,19 +4,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all test-newer-ray coverage lint bench curves build lock clean
+.PHONY: train test test-all browser test-newer-ray coverage lint docs bench curves build lock clean
 
 train: $(STAMP)
 	$(BIN)/qfleet train CartPole-v1
 
 # What a newcomer runs: everything but the tests marked slow. Meant to take under 6 minutes.
 # Tests that start Ray clusters share one of the two processes (--dist loadgroup).
-test: $(STAMP)
+test: $(STAMP) browser
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 # The whole suite, as .ci/run runs it. Meant to take under 20 minutes.
-test-all: $(STAMP)
+test-all: $(STAMP) browser
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# A browser for the tests of web pages, which skip without one. Without a network it gives up soon.
+APT := timeout 300 env DEBIAN_FRONTEND=noninteractive \
+    apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20
+browser:
+	@command -v chromium-headless-shell > /dev/null || command -v chromium > /dev/null || \
+	    command -v google-chrome > /dev/null || \
+	    { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && $(APT) update -qq < /dev/null && \
+	    $(APT) install -y -qq --no-install-recommends chromium-headless-shell \
+	    < /dev/null > /dev/null; } || \
+	    echo "no browser can be installed here: tests of web pages are skipped"
 
 # Smoke tests of the Ray engines with a Ray that is newer than the pinned one, in at most 3 minutes.
 # It lies in a folder of its own, and all other packages are those of .venv.
@@ -43,6 +54,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The documentation as a web site in site/; a link to nowhere is an error.
+docs: $(STAMP)
+	$(BIN)/mkdocs build --quiet
 
 # Side by side with Stable-Baselines3, in one process; prints ratios.
 bench: $(STAMP)

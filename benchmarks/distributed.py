@@ -276,7 +276,8 @@ def draw(out: Path) -> Path:
         most, best = next(iter(own["independent"].items()))
         panel.plot([1, int(most)], [best["steps_per_s"] / int(most), best["steps_per_s"]],
                    color="grey", linestyle=":", label="independent programs")  # fmt: skip
-        for style, (name, one) in zip(("-", "--"), own["alone"].items(), strict=True):
+        for name, one in own["alone"].items():
+            style = "-" if name == "serial" else "--"
             panel.axhline(one["steps_per_s"], color="black", linestyle=style, lw=1, label=name)
         panel.set(title=task, xlabel="workers or actors", ylabel="env steps per second")
         panel.set_xscale("log", base=2)

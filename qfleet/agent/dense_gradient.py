@@ -16,6 +16,7 @@ from qfleet.agent.gradients import AutogradGradient, Gradient, LossInfo
 from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms import losses
 from qfleet.algorithms.objective import Objective
+from qfleet.algorithms.offline_objective import OfflineObjective
 from qfleet.core.types import Batch
 from qfleet.networks.fused import dense_backward, dense_forward
 from qfleet.networks.qnetwork import QNetwork
@@ -65,6 +66,7 @@ def make_gradient(
 ) -> Gradient:
     """Return the fastest gradient. ``weighted``: whether samples can have weights other than 1."""
     has_td_error = objective.head == "q" and objective.loss_kind != "cross-entropy"
+    has_td_error = has_td_error and not isinstance(objective, OfflineObjective)
     if weights.data.device.type == "cpu" and network.is_plain_mlp and has_td_error:
         return DenseGradient(objective, weights, weighted)
     return AutogradGradient(network, objective, weights, weighted)

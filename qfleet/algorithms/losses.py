@@ -39,6 +39,26 @@ def action_cross_entropy(logits: Tensor, action: Tensor) -> Tensor:
     return F.cross_entropy(logits, action, reduction="none")
 
 
+def conservative_penalty(values: Tensor, action: Tensor) -> Tensor:
+    """Return logΣ_a exp Q(s, a) − Q(s, action), ``[B]``: CQL(H) for discrete actions (2006.04779).
+
+    It lowers the values of all actions, raises that of the data's action, and is never negative.
+    """
+    assert values.dim() == 2, f"values must be [B, A], not {values.shape}"
+    return action_cross_entropy(values, action)
+
+
+def imitation(logits: Tensor, action: Tensor) -> Tensor:
+    """Return the loss ``[B]`` of discrete BCQ's model of the data's policy (1910.01708).
+
+    It is the cross-entropy of the action plus 0.01 times the mean squared logit of legal actions;
+    logits below −10²⁹ are those of illegal ones.
+    """
+    legal = logits > -1e29
+    squares = torch.where(legal, logits, 0.0).square().sum(1) / legal.sum(1)
+    return action_cross_entropy(logits, action) + 0.01 * squares
+
+
 def quantile_huber(
     prediction: Tensor, fractions: Tensor, target: Tensor, kappa: float = 1.0
 ) -> Tensor:

@@ -50,6 +50,7 @@ class ValueNetwork(Protocol):
     def __call__(self, obs: Tensor, fractions: Tensor | None = None) -> Tensor: ...
 
     def expected(self, output: Tensor, obs: Tensor) -> Tensor: ...
+    def only_legal(self, output: Tensor, obs: Tensor) -> Tensor: ...
 
 
 def split_policy(output: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,8 +204,7 @@ class Objective:
 
     def numbers(self, output: Tensor) -> dict[str, Tensor]:
         """Return further metrics of an actor-critic's output, by name."""
-        logits, _ = split_policy(output)
-        return {"entropy": losses.entropy(logits).mean()}
+        return {"entropy": losses.entropy(split_policy(output)[0]).mean()}
 
     def _fractions(self, obs: Tensor) -> Tensor | None:
         if self.head != "iqn":

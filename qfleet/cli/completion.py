@@ -29,7 +29,9 @@ Examples:
   qfleet completion fish > ~/.config/fish/completions/qfleet.fish
 """
 
-OF_RUNS = ("resume", "scale", "evaluate", "plot", "video", "export", "push", "serve")
+OF_RUNS = (
+    "resume", "scale", "evaluate", "plot", "report", "watch", "video", "export", "push", "serve",
+)  # fmt: skip
 """Verbs whose argument is a run."""
 ARGUMENTS = {
     "data": " ".join(ACTIONS),

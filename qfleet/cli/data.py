@@ -6,7 +6,7 @@ import json as json_module
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
@@ -24,6 +24,7 @@ EXAMPLES = """Examples:
   qfleet data record runs/NAME data/expert --steps 50000 --epsilon 0.1
   qfleet data split data/expert data/split --stratify
   qfleet train --data data/split/train --algo behaviour-cloning --epochs 10
+  qfleet data compare runs/A runs/B --data data/split/test
   qfleet data import NAME data/imported"""
 
 
@@ -76,6 +77,26 @@ class ImportOptions:
 
 
 @dataclass(frozen=True)
+class CompareOptions:
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Names, folders or URLs of runs, or files that policy.save wrote."""
+    data: str
+    """Folder or URL of the dataset that the estimates are made from."""
+    which: Literal["best", "last"] | None = None
+    """The best evaluated policy, or the newest checkpoint's; default: best, if there is one."""
+    gamma: float = 0.99
+    """Discount per env step of the estimated returns."""
+    updates: int = 5000
+    """Gradient steps of each fitted function."""
+    seed: int = 0
+    """Seed of fitted functions and bootstrap samples."""
+    trust: bool = False
+    """Import the code (module:Class, --import) that the runs' configurations name."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+
+@dataclass(frozen=True)
 class ExportOptions(DataOptions):
     name: tyro.conf.Positional[str] = tyro.MISSING
     """Name of the new Minari dataset."""
@@ -115,7 +136,7 @@ def _lines(name: str, value: Any) -> Iterator[str]:
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_text(inner)}" for key, inner in value.items())
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return ", ".join(map(_text, value))
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "–"}[value]
@@ -218,6 +239,36 @@ def _sizes(datasets: dict[str, Dataset]) -> dict[str, Any]:
     }
 
 
+def _compare(options: CompareOptions) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from qfleet.data.manifest import Dataset
+    from qfleet.training import api
+    from qfleet.training.off_policy import compare
+
+    dataset = Dataset(options.data)
+    policies = {run: api.load(run, options.which, options.trust, "cpu") for run in options.runs}
+    with Console(stderr=True, quiet=options.json).status("reading the dataset") as status:
+        estimates = compare(
+            policies,
+            dataset,
+            gamma=options.gamma,
+            updates=options.updates,
+            seed=options.seed,
+            on_policy=lambda name: status.update(f"estimating {name}"),
+        )
+    warnings = [one.warning for one in estimates if one.warning is not None]
+    if dataset.manifest.origin.env.get("clip_rewards"):
+        warnings.append(f"the rewards of '{dataset.url}' are clipped, and so are these returns")
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    found = [asdict(one) for one in estimates]
+    named = {one.pop("policy"): {"rank": rank, **one} for rank, one in enumerate(found, 1)}
+    return {**named, **({"warnings": warnings} if options.json else {})}
+
+
 def _import(options: ImportOptions) -> dict[str, Any]:
     from qfleet.data.minari import import_minari
 
@@ -237,6 +288,7 @@ ACTIONS: dict[str, tuple[str, type[Any], Callable[[Any], dict[str, Any]]]] = {
     "stats": ("compute statistics of a dataset and store them in it", DataOptions, _stats),
     "split": ("split episodes into train, validation and test", SplitOptions, _split),
     "shard": ("split episodes into shards, in proportion to speeds", ShardOptions, _shard),
+    "compare": ("rank the policies of runs by estimates from a dataset", CompareOptions, _compare),
     "merge": ("make the manifest of all finished files, e.g. after a kill", DataOptions, _merge),
     "import": ("copy a Minari dataset into a dataset", ImportOptions, _import),
     "export": ("copy a dataset into a Minari dataset", ExportOptions, _export),

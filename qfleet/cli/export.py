@@ -50,8 +50,8 @@ class ExportOptions:
 
 def run(argv: list[str]) -> int:
     options = parse(ExportOptions, argv, "export", DESCRIPTION)
+    from qfleet.core.urls import is_url
     from qfleet.deploy.export import FOLDER, SUFFIXES, export_policy
-    from qfleet.storage.remote import is_url
     from qfleet.training import api
     from qfleet.training.run_folders import find_run
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from qfleet.cli.parsing import parse
 from qfleet.config.config import OPTIONS, Update, check_fields, parse_json_object
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
+from qfleet.core.cores import usable_cores
 from qfleet.core.errors import ConfigError
 from qfleet.engines.cluster.ray_cluster import LEAST_BYTES_WITH_TORCH
 from qfleet.envs.short_names import full_id
@@ -221,7 +221,7 @@ def _write(
         "env": options.env,
         "steps_per_worker": options.steps_per_worker,
         "repeats": options.repeats,
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "algo": options.algo,
         "preset": options.preset,
         "fields": dict(fields),

@@ -15,8 +15,8 @@ from qfleet.cli.program import run_to_end, take_cache_dir
 from qfleet.core.errors import QfleetError, UnknownNameError, check_platform, one_line
 
 VERBS = (
-    "train", "resume", "scale", "evaluate", "plot", "video", "runs", "export", "push", "pull",
-    "serve", "data", "profile", "doctor", "lab", "completion",
+    "train", "resume", "scale", "evaluate", "plot", "report", "watch", "video", "runs", "export",
+    "push", "pull", "serve", "data", "profile", "doctor", "lab", "docs", "completion",
 )  # fmt: skip
 
 EXAMPLES = """\

@@ -11,7 +11,7 @@ import tyro
 
 from qfleet.cli.parsing import parse
 from qfleet.core.errors import ConfigError
-from qfleet.storage.remote import is_url
+from qfleet.core.urls import is_url
 from qfleet.telemetry.runs import EVAL_RETURN, group_runs, read_run, seed_folders
 from qfleet.training.run_folders import find_run
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json as json_module
 import math
-import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from qfleet.cli.run_options import quiet_stdout, timeline_path, trace_path
 from qfleet.cli.start import ExperimentOptions, read_start
 from qfleet.config.config import Config
+from qfleet.core.cores import usable_cores
 from qfleet.core.errors import ConfigError
 from qfleet.core.files import short
 from qfleet.telemetry.formatting import format_duration
@@ -145,7 +145,7 @@ def stages_from_timers(
     )
     diagnosis = diagnose(
         rates,
-        cores=os.cpu_count() or 1,
+        cores=usable_cores(),
         envs=config.envs,
         device_type=device_type,
         updates_per_env_step=config.updates_per_env_step,

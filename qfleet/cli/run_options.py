@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json as json_module
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,10 @@ import tyro
 
 from qfleet.cli.parsing import parse_duration
 from qfleet.config.trust import needs_trust
+from qfleet.core.cores import usable_cores
 from qfleet.core.errors import UserError
 from qfleet.core.files import short
-from qfleet.storage.remote import public_url
+from qfleet.core.urls import public_url
 
 if TYPE_CHECKING:
     from qfleet.training.run_state import RunOptions
@@ -114,7 +114,7 @@ def _advice(trained: Trained) -> str | None:
     share = result.time_share.get("env") or 0.0
     is_slow = share > 0.5 and share * result.wall_s > SLOW_STEP_S * result.env_steps
     can_change = config.engine in ("serial", "pipeline") and config.vectorize in ("auto", "sync")
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     if not is_slow or not can_change or cores == 1:
         return None
     return (

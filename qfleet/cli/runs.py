@@ -14,8 +14,8 @@ import tyro
 
 from qfleet.cli.parsing import parse
 from qfleet.core.errors import ConfigError, UnknownNameError
-from qfleet.telemetry.formatting import finite, format_duration, format_rate, format_score
-from qfleet.telemetry.runs import EVAL_RETURN, RunData, read_run
+from qfleet.telemetry.formatting import format_duration, format_rate, format_score
+from qfleet.telemetry.runs import EVAL_RETURN, RunData, read_run, summarise
 from qfleet.training.run_folders import ListedRun, list_runs
 
 HELP = "list the runs in a folder with their scores"
@@ -31,7 +31,6 @@ Examples:
   qfleet runs --json
 """
 
-UNFINISHED = "running or interrupted"
 TITLES = {
     "steps": "env_steps", "return": "eval_return_mean", "best": "best_eval_return",
     "steps/s": "env_steps_per_s", "wall": "wall_s",
@@ -121,37 +120,8 @@ def _row(run: ListedRun) -> dict[str, Any]:
 
 
 def _describe(data: RunData) -> dict[str, Any]:
-    last_metric = max((row["env_steps"] for row in data.metrics), default=None)
-    result = data.result or {}
-    # A run that was resumed and is past its last result.json: that result is out of date.
-    if last_metric is not None and last_metric > (finite(result.get("env_steps")) or 0):
-        result = {}
-    _, evaluations = data.series(EVAL_RETURN)
-    _, rates = data.series("time/fps")
-
-    def known(key: str, otherwise: float | None) -> float | None:
-        return finite(result.get(key)) if result else otherwise
-
-    return {
-        "name": data.name,
-        "path": str(data.path),
-        **{name: data.config.get(name) for name in ("env", "algo", "engine")},
-        "seed": finite(data.config.get("seed")),
-        "env_steps": known("env_steps", last_metric),
-        "total_env_steps": finite(data.config.get("steps")),
-        "eval_return_mean": known("eval_return_mean", evaluations[-1] if evaluations else None),
-        "best_eval_return": known("best_eval_return", max(evaluations, default=None)),
-        "env_steps_per_s": known("env_steps_per_s", rates[-1] if rates else None),
-        "wall_s": known("wall_s", None),
-        "state": _state(result),
-    }
-
-
-def _state(result: dict[str, Any]) -> str:
-    if not result:
-        return UNFINISHED
-    stopped_by = result.get("stopped_by")
-    return "finished" if stopped_by in (None, "steps") else str(stopped_by)
+    last = max((row["env_steps"] for row in data.metrics), default=None)
+    return summarise(data, last, data.series(EVAL_RETURN)[1], data.series("time/fps")[1])
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:

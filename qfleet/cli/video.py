@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
     options = parse(VideoOptions, argv, "video", DESCRIPTION)
     from qfleet.agent.policy import best_or_last
     from qfleet.core.errors import ConfigError
-    from qfleet.storage.remote import is_url
+    from qfleet.core.urls import is_url
     from qfleet.training import api
     from qfleet.training.run_folders import find_run
     from qfleet.training.video import record_video

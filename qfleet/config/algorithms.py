@@ -20,6 +20,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dqn": {},
     "behaviour-cloning": {"loss": "cross-entropy"},
     "double-dqn": {"double": True},
+    "cql": {"double": True, "cql_alpha": 1.0},
+    "bcq": {"double": True, "bcq_threshold": 0.3},
     "dueling-dqn": {"dueling": True},
     "prioritized-dqn": {"prioritized_replay": True},
     "n-step-dqn": {"n_steps": 3},
@@ -49,6 +51,7 @@ ALIASES = {
     "noisy": "noisy-dqn", "qrdqn": "qr-dqn", "qr": "qr-dqn", "m-dqn": "munchausen-dqn",
     "m-iqn": "munchausen-iqn", "async-q": "n-step-q", "n-step-q-learning": "n-step-q",
     "a2c": "a3c", "bc": "behaviour-cloning", "behavior-cloning": "behaviour-cloning",
+    "discrete-cql": "cql", "discrete-bcq": "bcq",
 }
 # fmt: on
 

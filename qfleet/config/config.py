@@ -40,6 +40,7 @@ EXCHANGING: tuple[Engine, ...] = (*SERVERS, *RANKS)
 ON_RAY: tuple[Engine, ...] = ("parameter-server", "actors")
 PROCESSES: tuple[Engine, ...] = (*ON_RAY, "all-reduce")
 OFFLINE: tuple[Engine, ...] = ("auto", "offline")
+DATA: tuple[Engine, ...] = (*OFFLINE, *EXCHANGING)
 HOST_EVALUATED: tuple[Engine, ...] = ("serial", "pipeline", *OFFLINE, *PROCESSES)
 # easgd has no admission policy and no compression.
 ALL_BUT_EASGD: tuple[Update, ...] = ("sync", "async", "ssp", "hybrid", "local-sgd", "admm")
@@ -178,6 +179,12 @@ class Config:
     """Actor-critic: weight of the squared error of the state's value."""
     entropy_weight: float = field(0.01, "algorithm", low=0)
     """Actor-critic: weight of the policy's entropy, which prevents premature convergence."""
+    cql_alpha: float = field(0.0, "algorithm", low=0)
+    """Offline: weight of discrete CQL's penalty on the values of actions that the data does not
+    contain; 0: none."""
+    bcq_threshold: float = field(0.0, "algorithm", low=0, below=1)
+    """Offline: discrete BCQ takes only actions whose probability, by a model of the data's policy,
+    is above this share of the most likely action's; 0: all actions, and no model."""
     separate_networks: bool = field(False, "algorithm")
     """Actor-critic: a network for the policy and one for the value, which share no layers."""
     n_atoms: int = field(51, "algorithm", low=2)
@@ -217,6 +224,9 @@ class Config:
     """Activation of the hidden layers of an MLP; only relu has fused kernels."""
     layer_norm: bool = field(False, "algorithm")
     """Layer normalisation after every hidden layer of mlp, nature and minatar."""
+    dropout: float = field(0.0, "algorithm", low=0, below=1)
+    """Share of features set to 0 after every dense hidden layer, in gradients only: not in acting,
+    targets and evaluations."""
     init_from: str = field("", "algorithm")
     """Start with the weights of this run's best policy, or of a file that policy.save wrote;
     optimiser, replay and schedules start anew."""
@@ -239,6 +249,11 @@ class Config:
     """Lower the learning rate after this many evaluations without a new best; 0: never."""
     lr_plateau_factor: float = field(0.5, "optimisation", above=0, high=1)
     """Factor applied to the learning rate on a plateau."""
+    batch_plateau_factor: float = field(
+        1.0, "optimisation", low=1, high=1024, engines=("serial", *OFFLINE)
+    )
+    """Factor applied to batch_size on a plateau of lr_plateau_patience evaluations, up to 8192
+    transitions."""
     optimizer: Literal["adam", "adamw", "radam", "rmsprop", "sgd"] = field("adam", "optimisation")
     """Optimiser."""
     optimizer_eps: float = field(1e-8, "optimisation", low=0)
@@ -282,17 +297,17 @@ class Config:
     """Device of the replay memory: cpu, cuda …; auto: the learner's device if it fits there."""
     replay_compression: Literal["none", "lz4"] = field("none", "replay")
     """Lossless compression of frames in a replay memory in RAM."""
-    data: str = field("", "replay", engines=OFFLINE)
+    data: str = field("", "replay", engines=DATA)
     """Train from this dataset (folder or URL, docs/data.md) without playing; env steps then count
     transitions read, and every batch is one update."""
-    data_memory_mb: int = field(1024, "replay", low=1, engines=OFFLINE)
+    data_memory_mb: int = field(1024, "replay", low=1, engines=DATA)
     """Offline: most RAM, or memory of a GPU, for rows of the dataset, in MiB."""
-    data_readers: int = field(2, "replay", low=1, high=4, engines=OFFLINE)
+    data_readers: int = field(2, "replay", low=1, high=4, engines=DATA)
     """Offline: threads that read the dataset; they do not change the order."""
 
     steps: int = field(100_000, "optimisation", common=True, low=1)
     """Env steps of the whole run; every schedule refers to it."""
-    epochs: int = field(0, "optimisation", low=0, engines=OFFLINE)
+    epochs: int = field(0, "optimisation", low=0, engines=DATA)
     """Offline: passes over the dataset, which set steps; 0: steps is given."""
     eval_freq: int = field(10_000, "evaluation", common=True, low=0)
     """Env steps between evaluations; 0: only at the end."""
@@ -312,6 +327,14 @@ class Config:
     """Stop when an evaluation's mean return reaches this."""
     patience: int = field(0, "evaluation", common=True, low=0)
     """Stop after this many evaluations without a new best; 0: never."""
+    validation_data: str = field("", "evaluation", engines=DATA)
+    """Offline: dataset (folder or URL) on which TD loss, agreement with its actions and Q-values
+    are measured after every epoch (docs/offline.md)."""
+    plateau_metric: Literal["return", "td_loss", "agreement"] = field(
+        "return", "evaluation", engines=DATA
+    )
+    """Offline: what patience and lr_plateau_patience count: evaluations by their mean return, or
+    epochs by the TD loss or agreement on validation_data."""
 
     engine: Engine = field("auto", "engine", common=True)
     """How collecting and learning are divided among threads, processes and devices; auto measures
@@ -430,7 +453,8 @@ class Config:
     worker_timeout_s: float = field(60.0, "cluster", above=0, high=1e6, engines=PROCESSES)
     """Seconds without a report after which a worker is replaced (all-reduce: ends the run)."""
     step_latency_s: float = field(0.0, "cluster", low=0, high=1e6)
-    """Seconds added to every step of the environments, for measurements and teaching."""
+    """Seconds added to every step of the environments, or to every transition of a dataset, for
+    measurements and teaching."""
     straggler: float = field(1.0, "cluster", low=1, engines=PROCESSES)
     """Parameter server, actors, all-reduce: factor on step_latency_s of worker 0."""
     tensor_parallel: int = field(1, "cluster", low=1, engines=RANKS)

@@ -46,6 +46,10 @@ The preset of an engine is used with other algorithms only if it sets no field o
 
 MOST_GROWTH = 10
 """Factor up to which ``learning_starts`` and ``target_update_interval`` grow with a longer run."""
+LEAST_TARGETS = 20
+"""Updates of the target network that a shorter run still has. Its interval shrinks no more than for
+these: a run of 8,000 steps of the preset `cartpole` diverged with an interval of 40 instead of 250,
+on three of three seeds."""
 
 
 def preset_for(
@@ -105,10 +109,11 @@ def _scaled(config: Config, steps: int, grows: bool) -> Config:
     factor = steps / config.steps
     factor = factor if grows else min(factor, 1.0)
     slow = min(factor, MOST_GROWTH)
+    interval = _at_least_one(config.target_update_interval, max(slow, 1.0))
     scaled = config.replace(
         steps=steps,
         learning_starts=int(config.learning_starts * slow),
-        target_update_interval=_at_least_one(config.target_update_interval, slow),
+        target_update_interval=min(interval, max(1, steps // LEAST_TARGETS)),
         eval_freq=_at_least_one(config.eval_freq, factor),
     )
     # A rollout that is longer than the run is halved until it fits, if its parts can be.

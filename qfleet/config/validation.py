@@ -98,8 +98,6 @@ def _rules(c: Config) -> Rules:
             f"is for head actor-critic, not {c.head}; switch it off")
     yield c.value_learning_rate == 0 or c.separate_networks, "value_learning_rate", (
         "needs separate_networks, because shared layers have one rate; set that or use 0")
-    yield not c.record or c.engine != "offline", "record", (
-        "is for training in environments; leave it out with --data")
     yield bool(c.data) or c.engine != "offline", "engine", "needs a dataset; set --data"
     if c.loss == "cross-entropy":
         no = "does not go with loss cross-entropy, which imitates actions"
@@ -107,12 +105,24 @@ def _rules(c: Config) -> Rules:
         yield c.head == "q", "head", f"{no}; use q"
         for name in ("double", "munchausen"):
             yield not getattr(c, name), name, f"{no}; switch it off"
+    for name, heads in {"cql_alpha": ("q", "qr"), "bcq_threshold": ("q",)}.items():
+        if getattr(c, name):
+            yield bool(c.data), name, "is for training from a dataset; set --data or use 0"
+            yield c.head in heads, "head", f"must be {' or '.join(heads)} with {name}"
+            yield not c.munchausen, "munchausen", f"does not go with {name}; switch it off"
+            yield c.loss != "cross-entropy", "loss", (
+                f"does not go with {name}, which corrects TD errors; use huber or mse")
     if c.data:
         yield c.replay, "replay", (
             "does not go with --data, because rollouts must be of the newest policy; choose an "
             "algorithm with replay")
         yield not c.prioritized_replay, "prioritized_replay", (
             "does not go with --data, where every transition comes once per epoch; switch it off")
+        yield not c.record, "record", "is for training in environments; leave it out with --data"
+        yield not c.balance, "balance", (
+            "does not go with --data, whose rows are shared by speed anyway; leave it out")
+        yield not c.baseline, "baseline", (
+            "is for training in environments; leave it out with --data, and compare time/fps")
     if c.replay:
         least = (c.n_steps + 2) * c.envs + c.batch_size
         yield c.buffer_size >= least, "buffer_size", (
@@ -170,6 +180,7 @@ def _rules(c: Config) -> Rules:
         yield not c.replay_dir, "replay_dir", f"{no}, which has a memory per agent; leave it out"
         yield c.lr_plateau_patience == 0, "lr_plateau_patience", (
             f"{no}, whose agents do not reach a plateau together; use 0")
+        yield c.dropout == 0, "dropout", f"{no}; use 0"
         yield not c.exploration_ladder, "exploration_ladder", (
             f"{no}; switch it off and vary exploration_final_eps instead")
         yield not (c.pbt_interval and c.halving_interval), "halving_interval", (
@@ -187,8 +198,21 @@ def _rules(c: Config) -> Rules:
     yield c.env_groups <= c.envs or c.envs == 0, "env_groups", f"must be ≤ envs ({c.envs})"
     yield c.learning_starts < c.steps, "learning_starts", (
         f"must be < steps ({c.steps}); lower it or raise steps")
+    by_return = c.plateau_metric == "return"
     for name in ("patience", "lr_plateau_patience"):
-        yield getattr(c, name) == 0 or c.eval_freq > 0, name, "needs evaluations; set eval_freq"
+        yield getattr(c, name) == 0 or c.eval_freq > 0 or not by_return, name, (
+            "needs evaluations; set eval_freq")
+    yield by_return or bool(c.validation_data), "plateau_metric", (
+        "is measured on a dataset; set validation_data or use return")
+    yield by_return or bool(c.patience or c.lr_plateau_patience), "plateau_metric", (
+        "has no effect alone; set patience or lr_plateau_patience, or use return")
+    yield bool(c.data) or not c.validation_data, "validation_data", (
+        "is for training from a dataset; set --data or leave it out")
+    if c.batch_plateau_factor > 1:
+        yield c.lr_plateau_patience > 0, "batch_plateau_factor", (
+            "needs a number of evaluations; set lr_plateau_patience")
+        yield c.replay, "batch_plateau_factor", (
+            "needs replay, because a rollout is always used as a whole; use 1")
     yield not c.exploration_ladder or 0 < c.exploration_final_eps < 1, "exploration_final_eps", (
         "must be > 0 and < 1 with exploration_ladder; Ape-X uses 0.4")
     yield not (c.exploration_ladder and c.noisy), "exploration_ladder", (
@@ -211,9 +235,10 @@ def _split_rules(c: Config) -> Rules:
     yield c.compile != "on", "compile", f"{no}; switch it off"
     yield c.gradient_compression in ("none", "fp16", "bf16"), "gradient_compression", (
         f"{no}, whose ranks would send different entries of the layers that all hold; use bf16")
-    for field in ("noisy", "normalize_observations"):
+    for field in ("noisy", "normalize_observations", "dropout"):
         yield not getattr(c, field), field, (
             f"{no}, because ranks would have different noise or statistics; switch it off")
+    yield not c.data, "data", f"{no}, whose ranks gather batches of replay; leave one of them out"
     yield c.head != "iqn", "head", f"{no}, because ranks would draw different fractions; use qr"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import shutil
 import stat
@@ -26,18 +27,21 @@ def write_point(name: str) -> None:
 
 def read_text(path: Path, most_bytes: int | None = MOST_JSON_BYTES, errors: str = "strict") -> str:
     """Return the text of a regular file; raise OSError if it is a pipe, a device, or too large."""
+    with open_regular(path) as file:
+        if most_bytes is not None and os.fstat(file.fileno()).st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
+        with io.TextIOWrapper(file, encoding="utf-8", errors=errors) as text:
+            return text.read()
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a regular file to read bytes; raise OSError if it is a folder, a pipe or a device."""
     # Without O_NONBLOCK, opening a pipe that nobody writes to would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        if most_bytes is not None and status.st_size > most_bytes:
-            raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
-        with open(descriptor, encoding="utf-8", errors=errors, closefd=False) as file:
-            return file.read()
-    finally:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(descriptor, "rb")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -10,7 +10,6 @@ the number of reader threads, and not on where a run was stopped and resumed.
 from __future__ import annotations
 
 import itertools
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,8 +33,6 @@ T = TypeVar("T")
 
 READ_TIMEOUT_S = 600.0
 """Longest time that training waits for a window."""
-CLOSE_S = 10.0
-"""Longest time that the end of a run waits for readers."""
 MOST_READERS = 4
 BLANK_ROWS = 1024
 RESERVED_BYTES = (5 + 4 * MOST_READERS) * GROUP_BYTES
@@ -69,6 +66,14 @@ class Window(NamedTuple):
     """The same in the order in which they are drawn."""
 
 
+class BatchShare(NamedTuple):
+    """A rank's part of every batch: ``size`` samples from ``first`` on, of ``of`` samples."""
+
+    first: int
+    size: int
+    of: int
+
+
 @dataclass
 class _Filled:
     ring: Ring
@@ -87,11 +92,13 @@ class DatasetMemory:
         seed: int,
         device: torch.device,
         rewards: Callable[[Tensor], Tensor],
+        share: BatchShare | None = None,
     ) -> None:
         """``memory_bytes`` is the most that rows take; ``rewards`` maps those that were recorded.
 
-        The rows are on ``device``.
+        The rows are on ``device``. ``share``: the part of every batch that is drawn here.
         """
+        self._share = share
         self.device, self._dataset, self._rewards = device, dataset, rewards
         self._n_steps, self._gamma, self._seed = n_steps, gamma, seed
         groups = [
@@ -144,7 +151,13 @@ class DatasetMemory:
             rows += group.rows
         return windows
 
+    def go_to_row(self, row: int) -> None:
+        """Go to a row of the endless order of all epochs."""
+        if row != self.epoch * self.transitions + self.position:
+            self._go_to(*divmod(row, self.transitions))
+
     def _go_to(self, epoch: int, transition: int) -> None:
+        whole = self._current if len(self._plan) == 1 else None  # all is in memory
         self.epoch, self._window, self._offset = epoch, 0, transition
         self._plan = self._plan_of(epoch)
         for window in self._plan[:-1]:
@@ -154,6 +167,8 @@ class DatasetMemory:
             self._offset -= size
             self._window += 1
         self._current, self._loading = None, None
+        if whole is not None:
+            self._current = self._shuffled(*whole[:2], epoch, 0)
 
     @property
     def position(self) -> int:
@@ -258,17 +273,30 @@ class DatasetMemory:
         return True
 
     def sample(self, count: int, _beta: float | Tensor) -> Batch:
-        """Return the next ``count`` transitions of the order, also across the end of an epoch."""
-        pieces = list[Batch]()
-        while count:
+        """Return the next ``count`` transitions of the order, also across the end of an epoch.
+
+        With a share, ``count`` is that of this share, and the rest of every batch is passed over.
+        """
+        pieces, share, drawn = list[Batch](), self._share, 0
+        count = count if share is None else count // share.size * share.of
+        while drawn < count:
             window = self._advance()
-            rows = window.order[self._offset : self._offset + count]
-            pieces.append(window.ring.gather(rows, self._env))
+            rows = window.order[self._offset : self._offset + count - drawn]
             self._offset += len(rows)
-            count -= len(rows)
+            drawn += len(rows)
+            if share is not None:
+                place = torch.arange(drawn - len(rows), drawn, device=self.device) % share.of
+                rows = rows[(place >= share.first) & (place < share.first + share.size)]
+            pieces.append(window.ring.gather(rows, self._env))
         if len(pieces) == 1:
             return pieces[0]
         return Batch(*(torch.cat([getattr(one, name) for one in pieces]) for name in BATCH_FIELDS))
+
+    def in_file_order(self, rows: Tensor) -> Batch:
+        """Return transitions by their places in the files; the dataset must fit into memory."""
+        window = self._advance()
+        assert len(self._plan) == 1, "the dataset is read in windows"
+        return window.ring.gather(window.usable[rows], self._env)
 
     def update_priorities(self, index: Tensor, priority: Tensor) -> None:
         """Do nothing: every transition is drawn once per epoch."""
@@ -283,15 +311,9 @@ class DatasetMemory:
         """Do nothing: a dataset has no open episodes."""
 
     def close(self) -> None:
-        """Stop reading; a reader that its storage keeps waiting is left behind."""
-
-        def shut_down() -> None:
-            for pool in (self._readers, self._loader):  # the loader then finds no readers
-                pool.shutdown(wait=True, cancel_futures=True)
-
-        closing = threading.Thread(target=shut_down, daemon=True)
-        closing.start()
-        closing.join(CLOSE_S)
+        """Stop reading, without waiting for a reader whose storage does not answer."""
+        for pool in (self._readers, self._loader):  # the loader then finds no readers
+            pool.shutdown(wait=False, cancel_futures=True)
         self._current = self._loading = None
 
     def state_dict(self) -> StateDict:

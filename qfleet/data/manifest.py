@@ -22,17 +22,18 @@ from typing import Any
 import numpy as np
 
 from qfleet.config.config import OPTIONS, Config, check_fields
-from qfleet.core.errors import CheckpointError, DataError, StorageMissing, UserError, one_line
+from qfleet.core.errors import DataError, QfleetError, StorageMissing, one_line
+from qfleet.core.files import MOST_JSON_BYTES
 from qfleet.core.types import EnvSpec
+from qfleet.core.urls import is_url
 from qfleet.storage.published import CachedFiles, Record, local_folder, record_of
-from qfleet.storage.remote import Store, is_url
+from qfleet.storage.remote import Store
 from qfleet.storage.spec_json import spec_from_json, spec_to_json
 
 FORMAT = "qfleet-data-1"
 MANIFEST = "manifest.json"
 SUFFIX = ".parquet"
 LOCAL = "file://"
-MOST_JSON_BYTES = 2**28
 _PART = re.compile(r"part-[A-Za-z0-9_.-]+\.parquet")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NOT_STORED = {"envs", "vectorize", "normalize_observations", "max_env_restarts", "env_timeout_s"}
@@ -137,9 +138,9 @@ def shown(store: Store) -> str:
     return store.shown.removeprefix(LOCAL)
 
 
-def part_names(store: Store, suffix: str) -> list[str]:
+def part_names(store: Store) -> list[str]:
     """Return the files of a dataset itself, without those of datasets in folders below."""
-    return [n for n in store.names() if n.startswith("part-") and n.endswith(suffix)]
+    return [name for name in store.names(is_deep=False) if name.startswith("part-")]
 
 
 class Dataset:
@@ -156,7 +157,7 @@ class Dataset:
             if len(listed) < len(parts):
                 raise ValueError("it lists a file twice")
         self.manifest = Manifest(origin, parts, statistics)
-        there = part_names(self.store, "")
+        there = part_names(self.store)
         self.unlisted = len(set(_finished(there)) - listed)
         """Finished files that the manifest does not list."""
         if missing := sorted(listed - set(there)):
@@ -205,11 +206,16 @@ def sidecar(part: Part, origin: Origin) -> str:
     return json.dumps({"format": FORMAT, **origin.to_json(), "part": dataclasses.asdict(part)})
 
 
-def upload_finished(store: Store, writer: str = "") -> None:
-    """Upload finished files that are on this machine only: of one writer, or of all."""
+def waiting_files(store: Store, writer: str = "") -> list[Path]:
+    """Return the JSON files of finished files on this machine only, of one writer or of all."""
     if store.url.startswith(LOCAL):
-        return
-    for described in sorted(staging_folder(store).glob(f"part-{writer}*.json")):
+        return []
+    return sorted(staging_folder(store).glob(f"part-{writer}*.json"))
+
+
+def upload(store: Store, waiting: list[Path]) -> None:
+    """Upload finished files that wait for it."""
+    for described in waiting:
         part = described.with_suffix(SUFFIX)
         try:
             for path in (part, described):  # in this order: what is described is there
@@ -227,12 +233,12 @@ def merge(url: str, patience_s: float = 30.0) -> Manifest:
     Several processes may do so at the same time: the last one finds the files of all.
     """
     store = open_store(url, patience_s)
-    upload_finished(store)
-    names = _finished(part_names(store, ""))
+    upload(store, waiting_files(store))
+    names = _finished(part_names(store))
     while True:
         manifest = _merged(store, names)
         store.write(MANIFEST, manifest.to_json().encode())
-        before, names = names, _finished(part_names(store, ""))
+        before, names = names, _finished(part_names(store))
         if names == before:
             return manifest
 
@@ -243,14 +249,22 @@ def _finished(names: list[str]) -> list[str]:
     return sorted(described.intersection(names))
 
 
+def first_origin(store: Store) -> Origin | None:
+    """Return what the first finished file says of its rows; None if there is no file."""
+    names = _finished(part_names(store))
+    return _merged(store, names[:1]).origin if names else None
+
+
 def _merged(store: Store, names: list[str]) -> Manifest:
     origins, parts = list[Origin](), list[Part]()
     for name in names:
-        name = name.removesuffix(SUFFIX) + ".json"
-        values = _read_json(store, name)
-        with _malformed(f"'{name}' of '{shown(store)}'"):
+        described = name.removesuffix(SUFFIX) + ".json"
+        values = _read_json(store, described)
+        with _malformed(f"'{described}' of '{shown(store)}'"):
             parts.append(_part(values["part"]))
             origins.append(_origin(values))
+            if parts[-1].name != name:
+                raise ValueError(f"it describes '{parts[-1].name}'")
     if not parts:
         raise DataError(f"'{shown(store)}' holds no finished file of a dataset; record one there")
     for part, origin in zip(parts, origins, strict=True):
@@ -267,13 +281,13 @@ def _merged(store: Store, names: list[str]) -> Manifest:
 
 def _read_json(store: Store, name: str) -> dict[str, Any]:
     url = shown(store)
-    if not store.exists(name):
-        advice = "give the folder or URL of a dataset"
-        if part_names(store, SUFFIX):
-            advice = f"its recording was not finished; run: qfleet data merge {url}"
-        raise DataError(f"'{url}' has no {name}; {advice}")
     try:
         values = json.loads(store.read(name, MOST_JSON_BYTES))
+    except StorageMissing:
+        advice = "give the folder or URL of a dataset"
+        if part_names(store):
+            advice = f"its recording was not finished; run: qfleet data merge {url}"
+        raise DataError(f"'{url}' has no {name}; {advice}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"'{name}' of '{url}' is no JSON: {one_line(error)}") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -290,8 +304,8 @@ def _malformed(what: str) -> Iterator[None]:
         TypeError,
         AttributeError,
         ValueError,
-        CheckpointError,
-        UserError,
+        ArithmeticError,
+        QfleetError,
     ) as error:
         raise DataError(f"{what} is malformed: {one_line(error)}") from None
 

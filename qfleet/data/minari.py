@@ -140,7 +140,7 @@ def _whole_episodes(dataset: Dataset) -> Iterator[tuple[Rows, NDArray[Any]]]:
             waiting.setdefault(number, []).append(piece.take(usable))
             if sum(len(one.action) for one in waiting[number]) == lengths[number]:
                 whole = concatenate(waiting.pop(number))
-                after = piece.obs[piece.step == lengths[number]]
+                after = piece.obs[piece.step == whole.step[-1] + 1]
                 # After a termination the last observation may be missing; it is never used.
                 yield whole, after[:1] if len(after) else whole.obs[-1:]
 

@@ -197,6 +197,8 @@ def _distribute(
             place = places.get(int(piece.episode[0]))
             if place is not None:  # None: an episode without transitions
                 writers[place].add(piece)
+    for writer in writers:  # before a store may fail: `qfleet data merge` then completes each
+        writer.finish_file()
     closed = [writer.close() for writer in writers]
     return {
         name: Dataset(one)

@@ -40,8 +40,6 @@ WRITE_TIMEOUT_S = 300.0
 """Longest time that a full chunk, or the end of a run, waits for the thread."""
 FINISH_S = 60.0
 """Seconds after which a file is finished, full or not: the most that a kill loses."""
-
-
 COLUMNS = ("obs", "action", "reward", "flags", "probability")
 
 
@@ -69,7 +67,8 @@ class Recorder:
         self._chunk, self._filled = self._new_chunk(), 0
         self._open: _Open | None = None
         self._chunks: queue.Queue[Block | None] = queue.Queue(maxsize=1)
-        self._failure: str | None = None
+        self.failure: str | None = None
+        """Why the recording has ended early."""
         self._reported = self._is_away = False
         self._handed_s = self._finished_s = time.monotonic()
         self._thread = threading.Thread(target=self._write_chunks, daemon=True, name="recorder")
@@ -88,7 +87,7 @@ class Recorder:
     def add(self, block: Block) -> None:
         """Copy a block; wait for the thread if it is more than a chunk behind."""
         start = 0
-        while start < block.rows and self._failure is None:
+        while start < block.rows and self.failure is None:
             stop = min(block.rows, start + self._chunk_rows - self._filled)
             into = slice(self._filled, self._filled + stop - start)
             for name in COLUMNS:
@@ -110,12 +109,12 @@ class Recorder:
         try:
             self._chunks.put(chunk, timeout=WRITE_TIMEOUT_S)
         except queue.Full:
-            self._failure = f"the storage took no rows for {WRITE_TIMEOUT_S:g} s"
+            self.failure = f"the storage took no rows for {WRITE_TIMEOUT_S:g} s"
 
     def _report(self) -> None:
-        if self._failure is not None and not self._reported:
+        if self.failure is not None and not self._reported:
             self._reported = True
-            self._on_fault("record", f"recording ended, training goes on: {self._failure}")
+            self._on_fault("record", f"recording ended, training goes on: {self.failure}")
         away = self._writer.upload_failure
         if away and not self._is_away:
             self._on_fault("record", f"recorded on this machine only, until it answers: {away}")
@@ -129,6 +128,11 @@ class Recorder:
             self._hand_over()
         self._put(None)
         self._thread.join(WRITE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self.failure = (
+                f"the manifest was not complete after {WRITE_TIMEOUT_S:g} s; make it with: "
+                "qfleet data merge"
+            )
         self._report()
 
     # --- the thread ---------------------------------------------------------------------------
@@ -140,15 +144,17 @@ class Recorder:
 
     def _try(self, write: Callable[[], None]) -> None:
         """Write unless an earlier write failed; ``add`` then need not wait for the thread."""
-        if self._failure is None:
+        if self.failure is None:
             try:
                 write()
             except Exception as error:  # whatever it is, it must not end the training
-                self._failure = str(error) if isinstance(error, QfleetError) else one_line(error)
+                self.failure = str(error) if isinstance(error, QfleetError) else one_line(error)
 
     def _write_chunk(self, chunk: Block) -> None:
         self._write(self._continue(chunk), ends=False)
-        if time.monotonic() - self._finished_s >= FINISH_S:
+        if (
+            time.monotonic() - self._finished_s >= FINISH_S / 2
+        ):  # chunks come at most FINISH_S apart
             self._writer.finish_file()
             self._finished_s = time.monotonic()
 
@@ -162,7 +168,9 @@ class Recorder:
         assert chunk.probability is not None
         flags = chunk.flags.numpy()
         count, envs = flags.shape
+        inside = np.zeros(envs, np.bool_)
         if self._open is None:
+            inside = flags[0] & FIRST == 0
             flags = self._begin(flags)
             episode = self._writer.first_episode + np.arange(envs) - envs
             step = np.full(envs, -1)
@@ -173,6 +181,8 @@ class Recorder:
         row = np.arange(count)[:, None]
         opened = np.maximum.accumulate(np.where(first, row, -1), axis=0)
         steps = np.where(opened < 0, step + 1 + row, row - opened)
+        # Step 0 is the beginning of an episode: where that was not recorded, steps begin with 1.
+        steps += inside & (opened == 0)
         rows = Rows(
             chunk.obs.numpy(), chunk.action.numpy(), chunk.reward.numpy(), flags,
             np.zeros(flags.shape, np.bool_), episodes, steps, chunk.probability.numpy(),

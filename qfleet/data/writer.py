@@ -9,33 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
 from qfleet.config.config import Config
-from qfleet.core.errors import ConfigError, DataError, StorageError
+from qfleet.core.errors import ConfigError, DataError, StorageError, StorageOutage
 from qfleet.core.files import atomic_write_text
 from qfleet.core.types import SKIP
 from qfleet.data.manifest import (
     MANIFEST,
     SUFFIX,
-    Dataset,
     Manifest,
     Origin,
     Part,
     env_fields,
+    first_origin,
     merge,
     open_store,
     part_names,
     shown,
     sidecar,
     staging_folder,
-    upload_finished,
+    upload,
+    waiting_files,
 )
 from qfleet.data.rows import Rows, complete, concatenate, pyarrow, row_bytes, schema, to_table
 from qfleet.storage.published import cannot_write, record_of
-from qfleet.storage.remote import TEMPORARY
+from qfleet.storage.remote import TEMPORARY, Store
 
 GROUP_BYTES, MOST_GROUP_ROWS = 4 * 2**20, 4096
 """Most bytes, uncompressed, and rows of a row group. A reader loads whole groups and shuffles the
@@ -44,39 +46,58 @@ PART_BYTES = 64 * 2**20
 """Compressed size at which a file is finished."""
 PATIENCE_S = 10.0
 """How long a finished file waits for a store that does not answer; it goes with the next one."""
+UPLOADS = 4
+"""Most files that go with one: all at once after a long outage would stop the training."""
 
 
 def check_target(url: str, adds: Config | None = None) -> None:
     """Raise unless a dataset can be written: packages, permissions, and no dataset there yet.
 
     ``adds``: the configuration of a run that may add files to a dataset of the same environment.
-    An empty ``url`` means no recording.
+    It goes on if the store does not answer. An empty ``url`` means no recording.
     """
     if not url:
         return
     pyarrow("pyarrow.parquet")
     store = open_store(url)
-    has_manifest = store.exists(MANIFEST)
-    if adds is None and (has_manifest or part_names(store, "")):
-        raise ConfigError(
-            f"'{shown(store)}' holds a dataset already; choose another folder or remove it"
-        )
-    if adds is not None and has_manifest:
-        theirs, ours = Dataset(url).manifest.origin.env, env_fields(adds)
-        if differing := [name for name in ours if theirs.get(name, ours[name]) != ours[name]]:
-            raise ConfigError(
-                f"'{shown(store)}' holds a dataset with another {', '.join(differing)}; record "
-                "into a new folder"
-            )
-    probe = f"{TEMPORARY}{token_hex(8)}"
-    store.write(probe, b"-")
-    with contextlib.suppress(StorageError):  # a store may not let us remove
-        store.remove(probe)
     folder = staging_folder(store)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(folder, error) from None
+    try:
+        _check_contents(store, adds)
+        probe = f"{TEMPORARY}{token_hex(8)}"
+        store.write(probe, b"-")
+    except StorageOutage as error:
+        if adds is None:
+            raise
+        print(f"qfleet: {error}; until then, recorded files wait in '{folder}'", file=sys.stderr)
+        return
+    with contextlib.suppress(StorageError):  # a store may not let us remove
+        store.remove(probe)
+
+
+def _check_contents(store: Store, adds: Config | None) -> None:
+    """Raise ConfigError unless there is no dataset, or one that files may be added to."""
+    url = shown(store)
+    if adds is None:
+        if store.exists(MANIFEST) or part_names(store):
+            raise ConfigError(
+                f"'{url}' holds a dataset already; choose another folder or remove it"
+            )
+        if waiting_files(store):
+            raise ConfigError(
+                f"files of an earlier recording wait in '{staging_folder(store)}' for '{url}'; "
+                f"upload them with `qfleet data merge {url}`, or remove them"
+            )
+    elif (there := first_origin(store)) is not None:
+        ours = env_fields(adds)
+        if differing := [n for n in ours if there.env.get(n, ours[n]) != ours[n]]:
+            raise ConfigError(
+                f"'{url}' holds a dataset with another {', '.join(differing)}; record into a new "
+                "folder"
+            )
 
 
 class Writer:
@@ -147,7 +168,7 @@ class Writer:
         self._file, self._groups = None, []
         self._parts += 1
         try:
-            upload_finished(self._store, f"{self._name}-")
+            upload(self._store, waiting_files(self._store, f"{self._name}-")[:UPLOADS])
             self.upload_failure = ""
         except StorageError as error:
             self.upload_failure = str(error)

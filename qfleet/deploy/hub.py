@@ -23,12 +23,13 @@ from qfleet.config.config import Config
 from qfleet.config.trust import OUTWARD
 from qfleet.core import files
 from qfleet.core.errors import ConfigError, QfleetError, TransferError, one_line
+from qfleet.core.urls import is_url, public_url
 from qfleet.deploy.export import FOLDER
 from qfleet.deploy.model_card import CARD, CONFIG, ONNX, VIDEOS, model_card, score_of
 from qfleet.deploy.models import open_model, version_of
 from qfleet.storage.checkpoint import PUBLISHED_POLICY as POLICY
 from qfleet.storage.published import record_of
-from qfleet.storage.remote import Store, is_url, public_url
+from qfleet.storage.remote import Store
 
 FILE_LIST = "files.json"
 OPTIONAL = (ONNX, *VIDEOS, "result.json")

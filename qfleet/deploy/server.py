@@ -94,7 +94,9 @@ class PolicyServer:
             await self._starlette(scope, receive, send)
             return
         began_s, path, body = time.perf_counter(), scope["path"], _Body(receive)
-        headers, send = dict(scope["headers"]), self._counted(send)
+        began = list[int]()
+        """The status of the reply, once its sending has begun."""
+        headers, send = dict(scope["headers"]), self._counted(send, began)
         try:
             self._check_token(path, headers)
             if path == "/healthz":
@@ -114,19 +116,22 @@ class PolicyServer:
         except _Disconnected:
             pass
         except MemoryError:
+            self._release(body)
             await _refuse(send, HTTPException(503, "no memory for this request", RETRY), body)
         except HTTPException as error:
+            self._release(body)  # it waits for a client that still sends
             await _refuse(send, error, body)
         except Exception:
-            if path in self._answers:  # Starlette has sent its own
+            if not began:  # Starlette sends its own
                 await _refuse(send, HTTPException(500, "the server has failed"), body)
             raise
         finally:
             self._release(body)
 
-    def _counted(self, send: Send) -> Send:
+    def _counted(self, send: Send, began: list[int]) -> Send:
         async def count(message: Any) -> None:
             if message["type"] == "http.response.start":
+                began.append(message["status"])
                 self._metrics.add_reply(message["status"])
             await send(message)
 

@@ -8,7 +8,6 @@ a few seconds each, and the result is cached.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from qfleet.accelerator.streams import has_streams
 from qfleet.config.config import FIELDS, Config
 from qfleet.config.validation import validate
+from qfleet.core.cores import usable_cores
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.engines import registry
@@ -69,11 +69,10 @@ WORTHWHILE = 1.05
 
 def settle(config: Config) -> tuple[Config, str | None]:
     """Return the configuration with every choice made, and a sentence about a chosen engine."""
+    if config.data:  # a dataset replaces the environments, whose shape is chosen here
+        return with_launched_workers(config), None
     engine, why = (config.engine, "") if config.engine != "auto" else _choose_engine(config)
-    config = config.replace(engine=engine)
-    if engine == "offline":
-        return config, None
-    config = with_launched_workers(config)
+    config = with_launched_workers(config.replace(engine=engine))
     config = _with_shape(config.replace(env_groups=0) if engine == "serial" else config)
     if not why:
         return config, None
@@ -86,6 +85,8 @@ def settle(config: Config) -> tuple[Config, str | None]:
 def _choose_engine(config: Config) -> tuple[str, str]:
     if config.population > 1:
         return "device", "a population is one batch"
+    if config.batch_plateau_factor > 1:
+        return "serial", "its batches can grow on a plateau"
     if is_tensor_env(config.env) and _leaves_all_to_the_device(config):
         device = _learner_device(config.replace(engine="device"))
         if has_streams(device):
@@ -97,7 +98,7 @@ def _choose_engine(config: Config) -> tuple[str, str]:
     if accelerator.type != "cpu":
         name = torch.get_device_module(accelerator).get_device_name(accelerator)
         return "pipeline", f"the {name} learns while the cores step"
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     if not steps_in_background(config):
         return "serial", "these environments share the interpreter with the learner"
     if cores == 1:

@@ -18,6 +18,7 @@ from qfleet.agent.updaters.local import LocalUpdater
 from qfleet.agent.updaters.optimisers import make_optimiser
 from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms.objective import Objective
+from qfleet.algorithms.offline_objective import OfflineObjective
 from qfleet.config.config import Config
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Clock, EnvSpec, Memory, Updater
@@ -144,7 +145,12 @@ def make_sampler(
 
 
 def make_objective(config: Config, device: torch.device, seed: int) -> Objective:
-    return Objective(
+    kind: Callable[..., Objective] = Objective
+    if config.cql_alpha or config.bcq_threshold:
+        kind = functools.partial(
+            OfflineObjective, cql_alpha=config.cql_alpha, imitates=config.bcq_threshold > 0
+        )
+    return kind(
         head=config.head,
         double=config.double,
         munchausen=config.munchausen,

@@ -24,11 +24,11 @@ class RateLimiter:
         self._config, self._clock, self._memory = config, clock, memory
         self.envs = config.envs
         """Environments per agent."""
-        self._since = (config.learning_starts, 0)
+        self.since = (config.learning_starts, 0)
         """Env steps and updates at which counting the ratio starts."""
 
     def updates_owed(self) -> int:
-        env_steps, updates = self._since
+        env_steps, updates = self.since
         learnable = self._clock.env_steps - env_steps
         if learnable <= 0:
             return 0
@@ -37,16 +37,12 @@ class RateLimiter:
 
     def forgive(self, updates: int) -> None:
         """Owe this many updates less, as if they had been made."""
-        env_steps, made = self._since
-        self._since = (env_steps, made - updates)
+        self.since = (self.since[0], self.since[1] - updates)
 
     def set_train_freq(self, train_freq: int) -> None:
-        """Change the number of env steps between bursts; updates owed so far stay owed."""
-        if train_freq == self._config.train_freq:
-            return
-        if self._clock.env_steps > self._config.learning_starts:
-            owed = self.updates_owed()
-            self._since = (self._clock.env_steps, self._clock.updates - owed)
+        """Change the number of env steps between bursts, from the last burst on."""
+        bursts, rest = divmod(self._clock.updates - self.since[1], self._config.gradient_steps)
+        self.since = (self.since[0] + bursts * self._config.train_freq, self._clock.updates - rest)
         self._config = self._config.replace(train_freq=train_freq)
 
     def may_collect(self) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from qfleet.core.cores import usable_cores
 from qfleet.core.files import atomic_write_text
 
 
@@ -53,7 +54,7 @@ def _machine() -> dict[str, Any]:
         device = module.get_device_name() if accelerator.type != "mps" else "mps"
     return {
         "accelerator": device,
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "machine": platform.machine(),
         "torch": str(torch.__version__),
         "qfleet": importlib.metadata.version("qfleet"),

@@ -8,19 +8,22 @@ logs, evaluations and checkpoints are those of every other engine.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import functools
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qfleet.agent.evaluation import evaluation_config
+from qfleet.agent.evaluation import HostEvaluator, evaluation_config
 from qfleet.config.config import Config
 from qfleet.config.trust import check_trust
 from qfleet.core.errors import ConfigError, UserError
-from qfleet.core.types import Block, Clock, Episode, StateDict
-from qfleet.data.dataset_memory import DatasetMemory
+from qfleet.core.seeding import Seeds
+from qfleet.core.types import Block, Clock, EnvSpec, Episode, StateDict, Updater
+from qfleet.data.dataset_memory import BatchShare, DatasetMemory
 from qfleet.data.manifest import Dataset, env_fields
 from qfleet.engines import serial
 from qfleet.engines.factories import make_learner
@@ -63,65 +66,106 @@ def with_dataset(config: Config) -> Config:
         )
     batch_size = config.batch_size
     return config.replace(
-        engine="offline" if config.engine == "auto" else config.engine,
+        engine="offline" if config.engine in ("auto", "serial") else config.engine,
         steps=config.epochs * manifest.transitions or config.steps,
         envs=1,
         learning_starts=0,
         train_freq=batch_size,
         gradient_steps=1,
-        block_rows=max(1, BLOCK_SAMPLES // batch_size) * batch_size,
+        # At most an epoch, because runs look at their metrics between blocks.
+        block_rows=max(1, min(BLOCK_SAMPLES, manifest.transitions) // batch_size) * batch_size,
     )
 
 
-def build(setup: Setup) -> LoopParts:
-    """Create the parts. An environment is needed for evaluations only."""
-    config, dataset = setup.config, Dataset(setup.config.data)
-    spec, recorded = dataset.spec, Config(**dataset.manifest.origin.env)
+def make_dataset_memory(
+    config: Config,
+    dataset: Dataset,
+    seed: int,
+    device: torch.device,
+    share: BatchShare | None = None,
+) -> DatasetMemory:
+    """Return the memory of a dataset; rewards are clipped and scaled as configured."""
+    recorded = Config(**dataset.manifest.origin.env)
 
     def rewards(reward: Tensor) -> Tensor:
         reward = reward / recorded.reward_scale
         return (reward.sign() if config.clip_rewards else reward) * config.reward_scale
 
+    memory_bytes = config.data_memory_mb * 2**20
+    return DatasetMemory(
+        dataset, config.n_steps, config.gamma, memory_bytes, config.data_readers, seed, device,
+        rewards, share,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What workers and ranks, which reuse this engine, replace in it."""
+
+    place: Callable[[Config, EnvSpec, bool], Placement] = Placement.of
+    updater: Callable[..., Updater] | None = None
+    """``updater(weights, timers=…)``; None: the updater of the configuration."""
+    parts: Callable[..., LoopParts] = LoopParts
+    order_seed: int | None = None
+    """Seed of the order, which all of them share; None: that of the configuration."""
+    share: BatchShare | None = None
+
+
+def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B008 (it is frozen)
+    """Create the parts. An environment is needed for evaluations only."""
+    config, dataset = setup.config, Dataset(setup.config.data)
+    spec = dataset.spec
     with contextlib.ExitStack() as made:
-        place = Placement.of(config, spec, in_background=False)
+        place = variant.place(config, spec, False)
         place = replace(place, replay=place.device)
         set_threads(config.threads, spec)
         clock = Clock(frame_skip=spec.frame_skip)
         timers = setup.make_timers("learner")
-        memory = DatasetMemory(
-            dataset, config.n_steps, config.gamma, config.data_memory_mb * 2**20,
-            config.data_readers, setup.seeds.memory, place.replay, rewards,
-        )  # fmt: skip
+        seed = Seeds.of(config.seed if variant.order_seed is None else variant.order_seed).memory
+        memory = make_dataset_memory(config, dataset, seed, place.replay, variant.share)
         made.callback(memory.close)
-        learner = make_learner(config, spec, place, memory, clock, timers)
+        updater = variant.updater and functools.partial(variant.updater, timers=timers)
+        learner = make_learner(config, spec, place, memory, clock, timers, updater_factory=updater)
         apply_precision(config, learner.networks)
         if config.normalize_observations:
             _normalise(learner.online, dataset)
-        notes, evaluator = list(place.notes), None
-        try:
-            check_env(evaluation_config(config).replace(eval_env=""))
-            evaluator = setup.make_evaluator(learner.online, place.device, made)
-        except UserError as error:
-            notes.append(f"no evaluations: {error}")
-        return LoopParts(
+        notes = list(place.notes)
+        evaluator = make_evaluator_if_possible(setup, learner.online, place.device, made, notes)
+        return variant.parts(
             setup=setup,
             spec=spec,
             device=place.device,
             env_seeds=[],
             clock=clock,
             timers=[timers],
-            collector=NoCollector(),
+            collector=NoCollector(config.step_latency_s),
             evaluator=evaluator,
             memory=memory,
             learner=learner,
             channel=SameWeights(),
             notes=notes,
-            hooks=[EpochHook(memory)],
+            hooks=[EpochHook(clock, memory.transitions)],
             closing=made.pop_all(),
         )
 
 
 run = serial.run
+
+
+def make_evaluator_if_possible(
+    setup: Setup,
+    network: QNetwork,
+    device: torch.device,
+    made: contextlib.ExitStack,
+    notes: list[str],
+) -> HostEvaluator | None:
+    """Return the evaluator, or None and a note if the environment cannot be made here."""
+    try:
+        check_env(evaluation_config(setup.config).replace(eval_env=""))
+        return setup.make_evaluator(network, device, made)
+    except UserError as error:
+        notes.append(f"no evaluations: {error}")
+        return None
 
 
 def _normalise(network: QNetwork, dataset: Dataset) -> None:
@@ -139,7 +183,17 @@ def _normalise(network: QNetwork, dataset: Dataset) -> None:
 class NoCollector:
     """A collector that plays nothing: its blocks only advance the clock."""
 
+    def __init__(self, latency_s: float = 0.0) -> None:
+        self._latency_s = latency_s
+        self.rows_left: int | None = None
+        """Most rows that further blocks have together; None: no limit."""
+
     def collect(self, rows: int) -> Block:
+        if self.rows_left is not None:
+            rows = min(rows, self.rows_left)
+            self.rows_left -= rows
+        if self._latency_s:
+            time.sleep(rows * self._latency_s)
         empty = torch.empty(rows, 0)
         return Block(empty, empty, empty, empty)
 
@@ -160,8 +214,8 @@ class NoCollector:
 class EpochHook(EngineHook):
     """Reports how often the dataset was read."""
 
-    memory: DatasetMemory
+    clock: Clock
+    transitions: int
 
     def scalars(self, wall_s: float) -> Mapping[str, float | None]:  # noqa: ARG002
-        done = self.memory.position / self.memory.transitions
-        return {"data/epoch": self.memory.epoch + done}
+        return {"data/epoch": self.clock.env_steps / self.transitions}

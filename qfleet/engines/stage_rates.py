@@ -6,7 +6,6 @@ The stages are the environments, choosing actions, and learning.
 from __future__ import annotations
 
 import dataclasses
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import torch
 
 from qfleet.agent.actor import draw_actions, legal_actions
 from qfleet.config.config import Config
+from qfleet.core.cores import usable_cores
 from qfleet.core.types import Clock, VectorEnv
 from qfleet.telemetry.bottleneck import Diagnosis, StageRates, diagnose, rates_table
 from qfleet.telemetry.timers import Timers
@@ -77,7 +77,7 @@ def make_stages(
 ) -> Stages:
     diagnosis = diagnose(
         rates,
-        cores=os.cpu_count() or 1,
+        cores=usable_cores(),
         envs=config.envs,
         device_type=device.type,
         updates_per_env_step=config.updates_per_env_step,

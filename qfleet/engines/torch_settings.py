@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from qfleet.agent.devices import is_image
+from qfleet.core.cores import usable_cores
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 
@@ -33,7 +32,7 @@ def set_threads(threads: int, spec: EnvSpec) -> None:
     Small networks gain nothing from more than two threads and lose on many cores. OMP_NUM_THREADS
     and the cores of this process (taskset) are an upper limit: torch has as many threads now.
     """
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     if threads > 4 * cores:
         raise ConfigError(f"threads must be ≤ {4 * cores} (4 per core), got {threads}")
     automatic = min(torch.get_num_threads(), cores if is_image(spec) else 2)

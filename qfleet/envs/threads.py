@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from qfleet.config.config import Config
+from qfleet.core.cores import usable_cores
 
 MAX_FRAMES = 108_000
 """Time limit in emulator frames: half an hour of play, as in the published results."""
@@ -20,7 +21,7 @@ create the games sooner, but every process is one more message per step."""
 
 def cores_for(config: Config) -> int:
     """Return the cores for the environments of this process; ranks of a machine share them."""
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     if config.engine != "all-reduce":
         return cores
     names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -33,7 +34,7 @@ def pool_threads(config: Config, num_envs: int, *, training: bool) -> int:
 
     A thread that acts itself waits for its envs, so that its ``threads`` are theirs too.
     """
-    cores = cores_for(config) if training else os.cpu_count() or 1
+    cores = cores_for(config) if training else usable_cores()
     if training and config.threads and config.engine in ("serial", "actors"):
         cores = config.threads
     groups = config.env_groups if training else 1

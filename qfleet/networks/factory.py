@@ -14,6 +14,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UnknownNameError, one_line
 from qfleet.core.plugins import load_object
 from qfleet.core.types import EnvSpec
+from qfleet.networks.dropout import Dropout
 from qfleet.networks.normalizer import NormalizedTorso
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import MLP, ImpalaResNet, MinAtarCNN, NatureCNN, choose_network
@@ -52,8 +53,8 @@ def _build_unmasked(spec: EnvSpec, config: Config) -> QNetwork:
     - The layers of an MLP are shared, so dueling, noise and embeddings start after the last of
       them. If the head has only one stream without noise, the layers belong to the head too: layers
       and output are then one autograd node.
-    - With layer normalisation all hidden layers are shared, also those of convolutional torsos, and
-      so are those of an MLP with another activation than ReLU.
+    - With layer normalisation or dropout all hidden layers are shared, also those of convolutional
+      torsos, and so are those of an MLP with another activation than ReLU.
     - All layers of a user's torso are shared.
     """
     name = config.network
@@ -65,12 +66,15 @@ def _build_unmasked(spec: EnvSpec, config: Config) -> QNetwork:
         )
     if ":" in name:
         torso = _user_torso(name, spec)
-        return QNetwork(torso, _features(torso, name, spec), spec.num_actions, config)
+        features = _features(torso, name, spec)
+        return QNetwork(_with_dropout(torso, config), features, spec.num_actions, config)
     if name == "mlp":
-        is_fused = config.activation == "relu" and not config.layer_norm
+        if config.dropout and not config.net_arch:
+            raise ConfigError("dropout needs hidden layers; set net_arch or leave dropout out")
+        is_fused = config.activation == "relu" and not (config.layer_norm or config.dropout)
         shared = config.dueling or config.noisy or config.head == "iqn" or not is_fused
         layers = config.net_arch if shared else ()
-        mlp = MLP(spec, layers, config.layer_norm, config.activation)
+        mlp = MLP(spec, layers, config.layer_norm, config.activation, config.dropout)
         hidden = () if shared else config.net_arch
         return QNetwork(mlp, mlp.features, spec.num_actions, config, hidden)
     if name not in _CONVOLUTIONAL:
@@ -83,9 +87,17 @@ def _build_unmasked(spec: EnvSpec, config: Config) -> QNetwork:
                 "--network nature"
             )
         normal = kind(spec, dense, layer_norm=True)
-        return QNetwork(normal, normal.features, spec.num_actions, config)
+        torso = _with_dropout(normal, config)
+        return QNetwork(torso, normal.features, spec.num_actions, config)
+    if config.dropout:
+        torso = _with_dropout(kind(spec, dense), config)
+        return QNetwork(torso, dense, spec.num_actions, config)
     conv = kind(spec, dense=0)
     return QNetwork(conv, conv.features, spec.num_actions, config, (dense,))
+
+
+def _with_dropout(torso: nn.Module, config: Config) -> nn.Module:
+    return nn.Sequential(torso, Dropout(config.dropout)) if config.dropout else torso
 
 
 def describe_choice(config: Config, spec: EnvSpec) -> str | None:

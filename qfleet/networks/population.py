@@ -38,6 +38,7 @@ class Population(QNetwork):
         self.agents = len(networks)
         self.head_kind, self.num_actions = first.head_kind, first.num_actions
         self.allows_shortcuts, self.autocast_dtype, self.masked = False, None, first.masked
+        self.imitation = None
         self._noisy_layers = list(first._noisy_layers)
         # In a list, so that its parameters are not registered as parameters of the population.
         self._template = [first]

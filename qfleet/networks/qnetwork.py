@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -71,6 +73,11 @@ class QNetwork(nn.Module):
             case "iqn":
                 self.head = ImplicitQuantileHead(features, num_actions, config.iqn_embedding, style)
                 fractions = _midpoints(config.iqn_act_samples)
+        self.imitation: nn.Module | None = None
+        """Discrete BCQ's model of the data's policy: logits, with hidden layers of its own."""
+        if config.bcq_threshold > 0:
+            self.imitation = ActionHead(features, num_actions, Style(hidden=hidden))
+            self._least_log_share = math.log(config.bcq_threshold)
         self.register_buffer("support", support, persistent=False)
         self.register_buffer("fractions", fractions, persistent=False)
         self._noisy_layers = [m for m in self.head.modules() if isinstance(m, NoisyLinear)]
@@ -91,6 +98,7 @@ class QNetwork(nn.Module):
             and self.autocast_dtype is None
             and self.masked is None
             and self.critic is None
+            and self.imitation is None
             and isinstance(self.head, ActionHead)
             and self.head.width is None
             and self.head.value is None
@@ -103,7 +111,8 @@ class QNetwork(nn.Module):
     def forward(self, obs: Tensor, fractions: Tensor | None = None) -> Tensor:
         """Return ``[B, A]`` values (q), or ``[B, A, K]`` logits (c51) or quantiles (qr, iqn).
 
-        An actor-critic returns ``[B, A + 1]``: logits of its policy and the state's value.
+        An actor-critic returns ``[B, A + 1]``: logits of its policy and the state's value. Discrete
+        BCQ returns ``[B, 2 A]``: values and the logits of its model of the data's policy.
 
         ``fractions``, ``[B, K]``, are required for iqn and not allowed for other heads.
         """
@@ -115,7 +124,8 @@ class QNetwork(nn.Module):
         given = () if fractions is None else (fractions,)
         output: Tensor
         if self.autocast_dtype is None:
-            output = self.head(self.torso(bare), *given)
+            features = self.torso(bare)
+            output = self.head(features, *given)
         else:
             device, dtype = obs.device.type, self.autocast_dtype
             casts_head = isinstance(self.head, ActionHead) and not self._noisy_layers
@@ -123,6 +133,8 @@ class QNetwork(nn.Module):
                 features = self.torso(bare)
             with torch.autocast(device, dtype, enabled=casts_head):
                 output = self.head(features if casts_head else features.float(), *given)
+        if self.imitation is not None:
+            output = torch.cat((output, self.imitation(features.to(output.dtype))), dim=1)
         if self.critic is not None:
             self.critic.autocast_dtype = self.autocast_dtype
             output = torch.cat((output, self.critic(bare)), dim=1)
@@ -134,9 +146,15 @@ class QNetwork(nn.Module):
     def expected(self, output: Tensor, obs: Tensor) -> Tensor:
         """Reduce the output of ``forward`` to expected values ``[B, A]``, or a policy's logits.
 
-        Actions that are illegal by the masks in ``obs`` have the value ILLEGAL.
+        Actions that are illegal by the masks in ``obs``, or too rare in the data by BCQ's model of
+        its policy, have the value ILLEGAL.
         """
         match self.head_kind:
+            case "q" if self.imitation is not None:
+                values, logits = output.chunk(2, dim=1)
+                likely = self._only_legal(logits, obs)
+                share = likely - likely.amax(1, keepdim=True)
+                values = torch.where(share > self._least_log_share, values, ILLEGAL)
             case "q":
                 values = output
             case "actor-critic":
@@ -151,6 +169,17 @@ class QNetwork(nn.Module):
         if self.masked is None:
             return values
         return torch.where(self.masked.legal(obs), values, ILLEGAL)
+
+    def only_legal(self, output: Tensor, obs: Tensor) -> Tensor:
+        """Replace what ``forward`` returns for illegal actions, ``[B, A]``, by ILLEGAL.
+
+        Of outputs ``[B, A, K]``, all K are replaced; of BCQ's ``[B, 2 A]``, values and logits.
+        """
+        if self.masked is None:
+            return output
+        legal = self.masked.legal(obs)
+        legal = legal.repeat(1, output.shape[1] // legal.shape[1])
+        return torch.where(legal if output.dim() == 2 else legal.unsqueeze(2), output, ILLEGAL)
 
     def q_values(self, obs: Tensor) -> Tensor:
         """Return expected values, or a policy's logits, ``[B, A]`` for acting; deterministic.

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
+from qfleet.networks.dropout import Dropout
 from qfleet.networks.fused import Dense
 from qfleet.networks.plainly import is_plain
 
@@ -98,12 +99,17 @@ class MLP(nn.Module):
     """A torso of dense layers with an activation on the flattened observation.
 
     Discrete observations are one-hot encoded, pixels scaled to [0, 1]. With ``layer_norm`` every
-    layer is normalised before its activation. If ``layers`` is empty, the output is the encoded
-    observation. Only layers with ReLU and without normalisation are fused.
+    layer is normalised before its activation; ``dropout`` comes after it. If ``layers`` is empty,
+    the output is the encoded observation. Only layers with ReLU alone are fused.
     """
 
     def __init__(
-        self, spec: EnvSpec, layers: Sequence[int], layer_norm: bool, activation: str = "relu"
+        self,
+        spec: EnvSpec,
+        layers: Sequence[int],
+        layer_norm: bool,
+        activation: str = "relu",
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.num_obs_values = spec.num_obs_values
@@ -113,12 +119,13 @@ class MLP(nn.Module):
         sizes = [inputs, *layers]
         self.features = sizes[-1]
         self.layers: nn.Module | None = None
-        if layer_norm or activation != "relu":
+        if layer_norm or dropout or activation != "relu":
             modules: list[nn.Module] = []
             for fan_in, fan_out in itertools.pairwise(sizes):
                 modules.append(nn.Linear(fan_in, fan_out))
                 modules += [nn.LayerNorm(fan_out)] if layer_norm else []
                 modules.append(ACTIVATIONS[activation]())
+                modules += [Dropout(dropout)] if dropout else []
             self.layers = nn.Sequential(*modules)
         elif layers:
             self.layers = Dense(sizes, relu_last=True)

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 from qfleet.core.errors import ConfigError, StorageError, StorageMissing, UnknownNameError, one_line
 from qfleet.core.files import MOST_JSON_BYTES
-from qfleet.storage.remote import TEMPORARY, TRANSFER_S, Store, public_url
+from qfleet.core.urls import public_url
+from qfleet.storage.remote import TEMPORARY, TRANSFER_S, Store
 
 INDEX, OBJECTS = "index.json", "objects"
 CACHE_DIR, CACHE_BYTES = "QFLEET_CACHE_DIR", "QFLEET_CACHE_BYTES"
@@ -88,7 +89,9 @@ def read_index(store: Store) -> Index | None:
         return Index(files, int(body["lease"]), float(body.get("written_s", 0.0)))
     except StorageMissing:
         return None
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (
+        ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError
+    ) as error:  # fmt: skip
         raise StorageError(
             f"'{store.shown}/{INDEX}' is malformed ({one_line(error)}); publish the run again"
         ) from None
@@ -184,10 +187,8 @@ class CachedFiles:
     def __init__(self, store: Store) -> None:
         self._store, self._folder = store, local_folder("read", store.url)
         self._verified, self._recent = set[str](), deque[Path](maxlen=_IN_USE)
-        self._lock, self._of_file = (
-            threading.Lock(),
-            defaultdict[str, threading.Lock](threading.Lock),
-        )
+        self._lock = threading.Lock()
+        self._of_file = defaultdict[str, threading.Lock](threading.Lock)
 
     def local(self, name: str, record: Record) -> Path:
         """Return the path of a copy; it is downloaded unless the cache has it."""
@@ -261,13 +262,13 @@ def _bring(
         os.utime(local)  # the cache removes what was used least recently
         return True
     local.parent.mkdir(parents=True, exist_ok=True)
-    local.unlink(missing_ok=True)
     if source is None:
         store.download(name, local)
     else:
+        local.unlink(missing_ok=True)
         shutil.copyfile(source, local)
     if record_of(local) != record:
-        local.unlink()
+        local.unlink(missing_ok=True)
         return None
     return False
 

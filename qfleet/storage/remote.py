@@ -11,7 +11,6 @@ import errno
 import functools
 import importlib
 import os
-import re
 import secrets
 import threading
 import time
@@ -20,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from qfleet.core.errors import ConfigError, StorageError, StorageMissing, StorageOutage, one_line
+from qfleet.core.urls import is_url, public_url
 
 T = TypeVar("T")
 
@@ -27,7 +27,8 @@ REQUEST_TIMEOUT_S = 15.0
 """Longest wait for the answer to one request."""
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
 TRANSFER_S = 600.0
-"""Longest time of one upload or download, where the backend has no deadline of its own."""
+"""Longest time of one upload, download or listing, where the backend has no deadline of its own; it
+is 20 times the patience, if that is less."""
 _TIMED = {"file", "local", "memory", "s3", "s3a", "webhdfs"}
 """Schemes whose calls end by themselves."""
 TEMPORARY = ".tmp-"
@@ -42,16 +43,6 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _PASSING_STATUS = {408, 409, 425, 429}
 _PASSING_NAMES = {"HTTPClientError", "ConnectionError", "ResponseParserError", "ClientPayloadError"}
 """Errors of botocore and aiohttp, which may not be installed, that are no OSError."""
-
-
-def is_url(text: str) -> bool:
-    """Return whether ``text`` is ``scheme://…``, not a path."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text) is not None
-
-
-def public_url(url: str) -> str:
-    """Return a URL without user, password and query, which may be secret."""
-    return re.sub("(?<=://)[^/]*@", "", url.partition("?")[0])
 
 
 class Store:
@@ -115,7 +106,7 @@ class Store:
         whole, tmp = self._whole(path), local.with_name(f"{TEMPORARY}{secrets.token_hex(4)}")
         local.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._retried("read", path, lambda: self._system.get_file(whole, str(tmp)), TRANSFER_S)
+            self._retried("read", path, lambda: self._system.get_file(whole, str(tmp)), True)
             tmp.replace(local)
         except StorageError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_ROOM:
@@ -124,13 +115,23 @@ class Store:
         finally:
             tmp.unlink(missing_ok=True)
 
-    def names(self, prefix: str = "") -> list[str]:
-        """Return the paths of all objects below the folder ``prefix``, sorted."""
+    def names(self, prefix: str = "", *, is_deep: bool = True) -> list[str]:
+        """Return the paths of all objects below the folder ``prefix``, sorted.
+
+        ``is_deep``: also of those in folders below it.
+        """
         whole = self._whole(prefix) if prefix else self._root
         # Without it, fsspec's own walk returns no names when the store does not answer.
         how = {"on_error": "raise"} if self._scheme in _RENAMING else {}
+
+        def find() -> list[str]:
+            if is_deep:
+                return list(self._system.find(whole, **how))
+            entries = self._system.ls(whole, detail=True)
+            return [entry["name"] for entry in entries if entry["type"] == "file"]
+
         try:
-            found = self._retried("list", prefix, lambda: self._system.find(whole, **how))
+            found = self._retried("list", prefix, find, True)
         except StorageMissing:
             return []
         below = [name.removeprefix(self._root).lstrip("/") for name in found]
@@ -149,7 +150,7 @@ class Store:
         """Remove an object, or everything below a folder; what is not there is removed already."""
         whole = self._whole(path)
         with contextlib.suppress(StorageMissing):
-            self._retried("remove", path, lambda: self._system.rm(whole, recursive=True))
+            self._retried("remove", path, lambda: self._system.rm(whole, recursive=True), True)
 
     def _whole(self, path: str) -> str:
         parts = path.split("/")
@@ -179,7 +180,7 @@ class Store:
                     self._system.rm_file(tmp)
                 raise
 
-        self._retried("write", path, replace, TRANSFER_S)
+        self._retried("write", path, replace, True)
 
     def _create(self, whole: str, data: bytes) -> None:
         """Write an object or raise FileExistsError."""
@@ -225,17 +226,18 @@ class Store:
                 self._system.rm_file(target)
             self._system.mv(source, target)
 
-    def _retried(self, what: str, path: str, call: Callable[[], T], most_s: float = 0.0) -> T:
+    def _retried(self, what: str, path: str, call: Callable[[], T], is_long: bool = False) -> T:
         """Return what ``call`` returns; every error of a backend becomes ours here.
 
-        ``most_s``: the longest time of one attempt, if more than a request may take.
+        ``is_long``: an attempt may consist of many requests.
         """
         deadline, delay_s = time.monotonic() + self._patience_s, _FIRST_DELAY_S
+        most_s = min(TRANSFER_S, 20 * self._patience_s) if is_long else REQUEST_TIMEOUT_S
         while True:
             try:
                 if self._scheme in _TIMED:
                     return call()
-                return _within(max(most_s, REQUEST_TIMEOUT_S), call)
+                return _within(most_s, call)
             except Exception as error:
                 where = f"'{self.shown}/{path}'"
                 if not _may_pass(error):

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -27,11 +27,19 @@ STRAGGLES = 1.5
 """A worker is reported as straggler if its time per step exceeds the median by this factor."""
 TRAFFIC = ("bytes_sent", "bytes_received", "messages")
 """Figures of a worker that make up ``communication`` of a run."""
+LEARNER = "learner"
+"""Name of the learner's row."""
+MOST_LOGGED = 32
+"""Processes whose shares are logged; of hundreds, every row of the log would be long."""
 LEAST_CALLS = 3
 """A line fits any two points exactly, so that two calls say nothing about the fit."""
 LEAST_SPREAD = 2.0
 """Least ratio of the largest message to the smallest: messages of about one size do not determine
 the cost per byte."""
+
+
+ShareRow: TypeAlias = tuple[str, float | None, Mapping[str, float]]
+"""Name of a process, its env steps per second, and its shares by kind and ``OTHER``."""
 
 
 @dataclass
@@ -79,6 +87,9 @@ class WorkerAccount:
     def shares(self) -> dict[str, float]:
         """Shares of the worker's wall time, by kind and ``OTHER``."""
         return shares_of(self.seconds, self.wall_s)
+
+    def row(self, member: str) -> ShareRow:
+        return (f"{member} {self.number}", self.env_steps_per_s, self.shares)
 
     def as_dict(self) -> dict[str, Any]:
         # Not the calls: thousands of pairs, which ``FleetAccount.message_cost`` summarises.
@@ -226,13 +237,10 @@ class FleetAccount:
         return "worker" if self.update else "actor"
 
     @property
-    def rows(self) -> list[tuple[str, float | None, Mapping[str, float]]]:
+    def rows(self) -> list[ShareRow]:
         """Name, env steps per second and shares of each worker, and of the learner if any."""
-        rows: list[tuple[str, float | None, Mapping[str, float]]] = [
-            (f"{self.member} {worker.number}", worker.env_steps_per_s, worker.shares)
-            for worker in self.workers
-        ]
-        return rows if self.learner is None else [*rows, ("learner", None, self.learner)]
+        rows = [worker.row(self.member) for worker in self.workers]
+        return rows if self.learner is None else [*rows, (LEARNER, None, self.learner)]
 
     def total(self, name: str) -> int:
         """Return the sum over workers of one figure: env_steps, bytes_sent, messages …"""
@@ -331,6 +339,13 @@ class Processes(Protocol):
         """Return the account; None until a process has reported."""
         ...
 
+    def rows(self) -> Sequence[ShareRow]:
+        """Return name, env steps per second and shares of each process, as reported so far.
+
+        Unlike ``account`` it asks no process, so that it can be called often.
+        """
+        ...
+
     def env_steps_per_s(self) -> float | None:
         """Return the rate from when all workers had reported once until the newest report."""
         ...
@@ -348,6 +363,21 @@ def shares_of(seconds: Mapping[str, float], wall_s: float) -> dict[str, float]:
             shares[KIND_OF[stage]] += spent_s / wall_s
         shares[OTHER] = max(0.0, 1.0 - sum(shares.values()))
     return shares
+
+
+def share_scalars(rows: Iterable[ShareRow]) -> dict[str, float]:
+    """Return the scalars ``worker_0/time/share_waiting`` … of the first ``MOST_LOGGED`` workers.
+
+    Those of the learner are always among them.
+    """
+    known = list(rows)
+    workers = [row for row in known if row[0] != LEARNER]
+    learner = [row for row in known if row[0] == LEARNER]
+    return {
+        f"{name.replace(' ', '_')}/time/share_{kind}": shares[kind]
+        for name, _, shares in (*workers[:MOST_LOGGED], *learner)
+        for kind in KINDS
+    }
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import SupportsFloat
 
 
 def finite(value: object) -> float | None:
-    """Return ``value`` as a Python number; None if it is missing, NaN, infinite or not a number."""
+    """Return ``value`` as a Python number; None if it is missing, NaN, infinite or not a number.
+
+    An integer that no float can hold counts as infinite.
+    """
     if isinstance(value, int):
-        return int(value)
+        return int(value) if abs(value) <= sys.float_info.max else None
     # None and plain floats are tested first: an isinstance check of a protocol is a hundred times
     # slower.
     if value is None or not isinstance(value, (float, SupportsFloat)):

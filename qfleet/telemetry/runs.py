@@ -14,10 +14,15 @@ from typing import Any
 
 from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.core.files import read_text
+from qfleet.core.urls import public_value
 from qfleet.telemetry.formatting import finite
 
 ROLLOUT_RETURN = "rollout/ep_rew_mean"
 EVAL_RETURN = "eval/mean_reward"
+UNFINISHED = "running or interrupted"
+"""State of a run without a result of its newest steps."""
+FINISHED = ("finished", "target_return", "patience")
+"""States of runs that have ended by their own rules, not by a signal, a limit or an error."""
 
 _NOT_COMPUTED = frozenset(
     ("seed", "device", "threads", "replay_dir", "env_timeout_s", "tensorboard", "track")
@@ -60,14 +65,14 @@ class RunData:
 
 def read_run(path: Path) -> RunData:
     """Read one run folder; only ``config.json`` is required."""
-    config = _read_object(path / "config.json")
+    config = read_object(path / "config.json")
     if config is None:
         raise ConfigError(f"'{path}' is not a run folder: it has no readable config.json")
     return RunData(
         path=path,
         name=run_name(path),
         config=config,
-        result=_read_object(path / "result.json"),
+        result=read_object(path / "result.json"),
         metrics=list(read_metrics(path / "metrics.jsonl")),
     )
 
@@ -120,7 +125,7 @@ def group_runs(runs: Sequence[RunData], by_algo: bool = False) -> dict[str, list
         return groups
     experiments: dict[str, list[RunData]] = {}
     for run in runs:
-        experiments.setdefault(json.dumps(_computed(run), sort_keys=True), []).append(run)
+        experiments.setdefault(json.dumps(computed_fields(run), sort_keys=True), []).append(run)
     for members in experiments.values():
         rivals = [
             other[0] for other in experiments.values() if _title(other[0]) == _title(members[0])
@@ -134,17 +139,20 @@ def _title(run: RunData) -> str:
     return f"{run.env} · {run.algo}"
 
 
-def _computed(run: RunData) -> dict[str, Any]:
+def computed_fields(run: RunData) -> dict[str, Any]:
+    """Return the fields of a run's configuration that change what it computes."""
     return {name: value for name, value in run.config.items() if name not in _NOT_COMPUTED}
 
 
 def _differences(run: RunData, rivals: list[RunData]) -> list[str]:
     """Return ``name=value`` of the first three fields in which ``run`` differs from ``rivals``."""
-    own = _computed(run)
+    own = computed_fields(run)
     differing = [
-        name for name in own if any(_computed(rival).get(name) != own[name] for rival in rivals)
+        name
+        for name in own
+        if any(computed_fields(rival).get(name) != own[name] for rival in rivals)
     ]
-    return [f"{name}={own[name]}" for name in differing[:3]]
+    return [f"{name}={public_value(own[name])}" for name in differing[:3]]
 
 
 def _is_seed(path: Path) -> bool:
@@ -162,7 +170,8 @@ def _folders(path: Path) -> Iterable[Path]:
         return []
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None if there is none that can be read."""
     try:
         value = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
@@ -176,10 +185,53 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         text = read_text(path, most_bytes=None, errors="replace")
     except OSError:
         return
+    yield from parse_metrics(text)
+
+
+def parse_metrics(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of lines of ``metrics.jsonl``, without lines that are incomplete."""
     for line in text.splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue  # cut off by a crash, or being written right now
-        if isinstance(row, dict) and isinstance(row.get("env_steps"), int):
+        env_steps = row.get("env_steps") if isinstance(row, dict) else None
+        if isinstance(env_steps, int) and finite(env_steps) is not None:
             yield row
+
+
+def summarise(
+    run: RunData, last_env_steps: int | None, evaluations: Sequence[float], rates: Sequence[float]
+) -> dict[str, Any]:
+    """Return a run's score, speed and state; what its result does not say is of its metrics.
+
+    ``last_env_steps`` of its newest row, ``evaluations``: mean returns, ``rates``: per second.
+    """
+    result = run.result or {}
+    # A run that was resumed and is past its last result.json: that result is out of date.
+    if last_env_steps is not None and last_env_steps > (finite(result.get("env_steps")) or 0):
+        result = {}
+
+    def known(key: str, otherwise: float | None) -> float | None:
+        return finite(result.get(key)) if result else otherwise
+
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        **{name: run.config.get(name) for name in ("env", "algo", "engine")},
+        "seed": finite(run.config.get("seed")),
+        "env_steps": known("env_steps", last_env_steps),
+        "total_env_steps": finite(run.config.get("steps")),
+        "eval_return_mean": known("eval_return_mean", evaluations[-1] if evaluations else None),
+        "best_eval_return": known("best_eval_return", max(evaluations, default=None)),
+        "env_steps_per_s": known("env_steps_per_s", rates[-1] if rates else None),
+        "wall_s": known("wall_s", None),
+        "state": _state(result),
+    }
+
+
+def _state(result: dict[str, Any]) -> str:
+    if not result:
+        return UNFINISHED
+    stopped_by = result.get("stopped_by")
+    return "finished" if stopped_by in (None, "steps") else str(stopped_by)

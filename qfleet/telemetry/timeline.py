@@ -50,7 +50,7 @@ def draw_workers(trace: Trace, path: Path) -> Path:
 
     At a barrier all workers wait for the slowest; without a barrier none does.
     """
-    rows = {lane.name: _join_kinds(lane.spans()) for lane in trace.lanes}
+    rows = {lane.name: join_kinds(lane.spans()) for lane in trace.lanes}
     return _draw(rows, path, "worker", KIND_COLOURS)
 
 
@@ -87,13 +87,7 @@ def _draw(
 ) -> Path:
     if not any(rows.values()):
         raise ConfigError(f"no span has been recorded for timeline '{path}'; trace a longer run")
-    begin_s, end_s = _window([spans for spans in rows.values() if spans])
-    length_s = end_s - begin_s
-    shown: dict[str, list[SpanRecord]] = {}
-    for name, spans in rows.items():
-        inside = cut(spans, begin_s, end_s)
-        share = _spent_s(inside, waiting=member == "worker") / length_s
-        shown[f"{name}  {share:.0%} {'waiting' if member == 'worker' else 'busy'}"] = inside
+    shown, length_s = last_spans(rows, member == "worker")
     with saved_figure(path, 11.0, 1.6 + LANE_INCHES * len(rows)) as figure:
         axes = figure.add_subplot()
         draw_bars(axes, shown, colours, length_s)
@@ -102,7 +96,24 @@ def _draw(
     return path
 
 
-def _join_kinds(spans: Sequence[SpanRecord]) -> list[SpanRecord]:
+def last_spans(
+    rows: Mapping[str, Sequence[SpanRecord]], are_workers: bool
+) -> tuple[dict[str, list[SpanRecord]], float]:
+    """Return the spans in the last window, by lane and its share of time, and the window's seconds.
+
+    At least one lane must have spans.
+    """
+    begin_s, end_s = _window([spans for spans in rows.values() if spans])
+    length_s = end_s - begin_s
+    shown: dict[str, list[SpanRecord]] = {}
+    for name, spans in rows.items():
+        inside = cut(spans, begin_s, end_s)
+        share = _spent_s(inside, waiting=are_workers) / length_s
+        shown[f"{name}  {share:.0%} {'waiting' if are_workers else 'busy'}"] = inside
+    return shown, length_s
+
+
+def join_kinds(spans: Sequence[SpanRecord]) -> list[SpanRecord]:
     """Replace stages by their kinds, and merge neighbouring spans of one kind into one span.
 
     The gap between two spans of a kind is merged too, unless it is longer than both spans together:

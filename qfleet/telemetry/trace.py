@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from qfleet.core.errors import ConfigError
-from qfleet.core.files import atomic_write_text
+from qfleet.core.files import atomic_write_text, read_text
 
 SpanRecord: TypeAlias = tuple[str, float, float]
 """Stage, start and end, in seconds of ``time.perf_counter``. A plain tuple, because the garbage
@@ -105,6 +105,22 @@ def write_chrome_trace(trace: Trace, path: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"cannot write trace '{path}': {error.strerror}") from None
     return path
+
+
+def read_chrome_trace(path: Path) -> dict[str, list[SpanRecord]]:
+    """Return the spans of each lane of a written trace; none if it cannot be read."""
+    try:
+        events = json.loads(read_text(path))["traceEvents"]
+        names = {e["tid"]: str(e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+        lanes: dict[str, list[SpanRecord]] = {name: [] for name in names.values()}
+        for event in events:
+            if event["ph"] == "X":
+                start_s = event["ts"] / 1e6
+                span = (str(event["name"]), start_s, start_s + event["dur"] / 1e6)
+                lanes[names[event["tid"]]].append(span)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return {}
+    return lanes
 
 
 def _lane_events(trace: Trace) -> Iterator[dict[str, Any]]:

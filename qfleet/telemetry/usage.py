@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import resource
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from qfleet.core.cores import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -159,6 +162,24 @@ class UsageMeter:
             if library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules)) == 0:
                 counters["gpu"] = (millijoules.value / 1e3, 0.0)
         return counters
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """Return the system and cores of this machine, and the accelerator if ``device`` is one.
+
+    No other accelerator is asked for its name: that would take memory on it.
+    """
+    accelerator = "none (CPU only)" if device.type == "cpu" else device.type
+    if device.type == "cuda":
+        import torch  # the verbs that only read results do not wait for it
+
+        properties = torch.cuda.get_device_properties(device)
+        accelerator = f"cuda: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": usable_cores(),
+        "accelerator": accelerator,
+    }
 
 
 def device_id(device: torch.device) -> str:

@@ -21,6 +21,7 @@ from qfleet.config.validation import validate
 from qfleet.config.words import rename
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.files import atomic_write_text, short
+from qfleet.core.urls import is_url
 from qfleet.data.writer import check_target
 from qfleet.engines.all_reduce.world import with_launched_workers
 from qfleet.engines.cluster.baseline import stored_rate
@@ -32,7 +33,6 @@ from qfleet.envs.short_names import full_id
 from qfleet.storage.checkpoint import POLICY_SUFFIX, diff_meta, has_checkpoint, load_checkpoint
 from qfleet.storage.locks import RunLock, check_idle
 from qfleet.storage.published import working_folder
-from qfleet.storage.remote import is_url
 from qfleet.storage.rundir import check_name, default_name, new_run_dir
 from qfleet.storage.state_checks import reading
 from qfleet.storage.vacancy import (
@@ -126,7 +126,8 @@ def train(
             how: dict[str, Any] = {"options": options, "progress": progress, "callbacks": callbacks}
             return cast(Trained, resume(place, trust=True, **how))
         overwrite = True  # before the first checkpoint
-    check_target(config.record, config if lost else None)
+    adds = lost or (place.parent / EXPERIMENT).exists()  # other seeds record there too
+    check_target(config.record, config if adds else None)
     folder = _folder(config, run_dir, name, overwrite)
     with removed_if_refused(folder):
         run = Run(config, folder, _options(options, progress), callbacks, None, initial)

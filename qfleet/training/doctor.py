@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import time
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from qfleet.agent.actor import draw_actions, legal_actions
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
+from qfleet.core.cores import usable_cores
 from qfleet.engines.auto import settle
 from qfleet.engines.measured_cache import cache_path
 from qfleet.engines.pipeline import TuningHook
@@ -31,6 +31,7 @@ from qfleet.envs.factory import make_envs
 from qfleet.envs.registry import ale_game, has_vector_entry_point
 from qfleet.memory.sizing import available_bytes, largest_capacity
 from qfleet.telemetry.faults import FaultLog
+from qfleet.telemetry.usage import hardware
 
 LIBRARIES = [
     "torch", "gymnasium", "ale-py", "numpy", "tyro", "rich", "safetensors", "tensorboard",
@@ -40,18 +41,10 @@ LIBRARIES = [
 
 def machine() -> dict[str, Any]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device: Any = "none (CPU only)"
-    if accelerator is not None:
-        device = accelerator.type
-        if accelerator.type == "cuda":
-            properties = torch.cuda.get_device_properties(0)
-            device = f"cuda: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     return {
         "qfleet": importlib.metadata.version("qfleet"),
         "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
-        "accelerator": device,
+        **hardware(accelerator or torch.device("cpu")),
         "libraries": {name: _installed(name) for name in LIBRARIES},
         "compiled_files": describe_compiled_files(torch),
     }
@@ -84,7 +77,7 @@ def measure_vectorisers(
         modes = ["auto"]
     else:
         modes = [*["native"] * has_vector_entry_point(env), "sync", "async"]
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     rates = []
     for mode in modes:
         for count in counts:

@@ -20,6 +20,7 @@ from qfleet.storage.state_checks import check_like
 from qfleet.training.best_policy import save_best
 from qfleet.training.callbacks import Hook
 from qfleet.training.early_stopping import EarlyStopping
+from qfleet.training.plateau import Plateau
 from qfleet.training.run_state import RunState
 
 
@@ -28,7 +29,9 @@ class Evaluate(Hook):
 
     def __init__(self, config: Config, save: Hook) -> None:
         """``save`` writes a checkpoint before a failing environment ends the run."""
-        self._early_stopping, self._save = EarlyStopping(config), save
+        if config.plateau_metric != "return":  # epochs count instead (``validate_data.py``)
+            config = config.replace(patience=0, lr_plateau_patience=0)
+        self._early_stopping, self._save, self.plateau = EarlyStopping(config), save, Plateau()
         self._begun_at: int | None = None
         """Env steps of the evaluation under way in the background."""
 
@@ -133,11 +136,12 @@ class Evaluate(Hook):
             run.stop(stop)
         self._save_best(run, better, weights)
         if lower_rate:
-            parts.model.lr_scale *= config.lr_plateau_factor
-            run.progress.message(f"plateau: learning rate scaled to {parts.model.lr_scale:g}")
+            self.plateau.reached(run)
         run.call("on_evaluation", evaluation)
 
     def _save_best(self, run: RunState, better: Iterable[int], weights: FlatWeights) -> None:
+        if run.config.plateau_metric != "return":
+            return  # the best epoch is kept instead (``validate_data.py``)
         save_best(
             run.folder, run.parts, run.standings, better, run.faults, weights, run.evaluated_at
         )
@@ -154,6 +158,7 @@ class Evaluate(Hook):
             "judge": self._early_stopping.state_dict(),
             "evaluation": None if evaluation is None else asdict(evaluation),
             "evaluated_at": run.evaluated_at,
+            **self.plateau.state_dict(run),
         }
 
     def load_state_dict(self, run: RunState, state: StateDict) -> None:
@@ -164,3 +169,4 @@ class Evaluate(Hook):
             check_like({"unfinished": 0} | state["evaluation"], like, "evaluation")
             run.evaluation = Evaluation(**state["evaluation"])
         run.evaluated_at = state["evaluated_at"]
+        self.plateau.load_state_dict(run, state)

@@ -21,12 +21,14 @@ from qfleet.training.evaluate import Evaluate
 from qfleet.training.publish import Publish
 from qfleet.training.result import learning_scalars
 from qfleet.training.run_state import RunState
+from qfleet.training.validate_data import Validate
 
 
 def standard_hooks(config: Config) -> list[Hook]:
     """Return the hooks of a run, in the order in which they run."""
     evaluate = Evaluate(config, Save())
-    return [HandleEngine(), Log(), evaluate, Compete(evaluate), Stop(), Save(), Publish()]
+    first = [HandleEngine(), Log(), evaluate, Validate(config, evaluate.plateau)]
+    return [*first, Compete(evaluate), Stop(), Save(), Publish()]
 
 
 class HandleEngine(Hook):

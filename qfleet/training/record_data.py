@@ -61,17 +61,16 @@ def record(
         actor = Actor([made], inference, config, Timers(), BLOCK_ROWS, seed, ladder=ladder)
         acted = {"training": False, "algo": config.algo, "epsilon": epsilon, "seed": seed}
         writer = Writer(url, Origin.of(config, made.spec, acted), "0")
-        failures = list[str]()
-        recorder = Recorder(writer, made.spec, envs, lambda _, failure: failures.append(failure))
+        recorder = Recorder(writer, made.spec, envs, faults)
         rows = -(-steps // envs)
         with contextlib.closing(recorder):  # what was played before an interrupt is kept
             for row in range(0, rows, BLOCK_ROWS):
                 recorder.add(actor.collect(min(BLOCK_ROWS, rows - row), 0, row * envs))
                 on_step(min(row + BLOCK_ROWS, rows) * envs)
-                if failures:
+                if recorder.failure:
                     break
-    if failures:
-        raise DataError(failures[0])
+    if recorder.failure:
+        raise DataError(recorder.failure)
     return Dataset(url)
 
 

@@ -19,7 +19,7 @@ from qfleet.engines.device import PopulationHook
 from qfleet.engines.parts import Parts
 from qfleet.telemetry.fleet import TRAFFIC
 from qfleet.telemetry.timers import Timers
-from qfleet.telemetry.usage import Usage, cost
+from qfleet.telemetry.usage import Usage, cost, hardware
 from qfleet.training.standings import Standings
 
 
@@ -65,6 +65,10 @@ class Result:
     """Energy of processors and accelerator, with other programs on them; null if not reported."""
     cost: dict[str, float | None] | None = None
     """``total`` of the processor- and device-hours and both prices; null without prices."""
+    eval_returns: list[float] = field(default_factory=list)
+    """Return of each episode of the last evaluation, agent-major; empty in older versions."""
+    hardware: dict[str, Any] | None = None
+    """System, cores and the accelerator that was used; null in results of older versions."""
 
 
 def peak_rss_bytes() -> int:
@@ -125,6 +129,8 @@ def make_result(
         peak_device_bytes=peak_device_bytes(parts.device),
         agents=agents,
         **asdict(usage),
+        eval_returns=list(evaluation.returns) if evaluation else [],
+        hardware=hardware(parts.device),
         cost=cost(usage, config.price_per_cpu_hour, config.price_per_gpu_hour),
         **own,
     )

@@ -25,6 +25,7 @@ from qfleet.core.errors import (
 )
 from qfleet.core.files import atomic_write_text, change_folder, writing
 from qfleet.core.signals import signals_request_stop
+from qfleet.core.urls import is_url
 from qfleet.engines import registry
 from qfleet.engines.auto import settle
 from qfleet.engines.cluster.liveness import RUN_AGAIN
@@ -33,7 +34,6 @@ from qfleet.engines.torch_settings import TorchSettings
 from qfleet.networks.factory import describe_choice
 from qfleet.storage.checkpoint import Checkpoint, list_checkpoints, load_policy
 from qfleet.storage.locks import RunLock
-from qfleet.storage.remote import is_url
 from qfleet.storage.rundir import RESERVE
 from qfleet.storage.state_checks import check_like, reading
 from qfleet.storage.vacancy import check_regular_files, check_vacant

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import ConfigError, StorageError, UnknownNameError
+from qfleet.core.urls import is_url
 from qfleet.storage.published import INDEX, fetch_to_read, require_index
-from qfleet.storage.remote import Store, is_url
+from qfleet.storage.remote import Store
 from qfleet.telemetry.runs import find_runs, resolve_run, run_name, seed_folders
 
 Needs = Literal["summary", "best", "last"]
@@ -36,7 +38,8 @@ def list_runs(root: Path | str) -> list[ListedRun]:
     if is_url(str(root)):
         store = Store(str(root))
         names = [n.removesuffix(f"/{INDEX}") for n in store.names() if n.endswith(f"/{INDEX}")]
-        runs = [_published(f"{store.url}/{name}", name) for name in names]
+        found = (_published(f"{store.url}/{name}", name) for name in names)
+        runs = [run for run in found if run is not None]
     else:
         runs = [
             ListedRun(run_name(path), str(path), path, _changed_s(path))
@@ -45,10 +48,15 @@ def list_runs(root: Path | str) -> list[ListedRun]:
     return sorted(runs, key=lambda run: (-run.changed_s, run.place))
 
 
-def _published(url: str, name: str) -> ListedRun:
+def _published(url: str, name: str) -> ListedRun | None:
+    """Return a run at a URL; None, with a line, if it cannot be read: it must not hide others."""
     store = Store(url)
-    changed_s = require_index(store).written_s
-    return ListedRun(name, store.shown, fetch_to_read(store, "summary"), changed_s)
+    try:
+        changed_s = require_index(store).written_s
+        return ListedRun(name, store.shown, fetch_to_read(store, "summary"), changed_s)
+    except (StorageError, UnknownNameError) as error:
+        print(f"qfleet: {error}", file=sys.stderr)
+        return None
 
 
 def _changed_s(path: Path) -> float:

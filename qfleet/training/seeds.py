@@ -12,9 +12,9 @@ from qfleet.config.files import read_fields
 from qfleet.config.trust import check_trust
 from qfleet.core.errors import ConfigError
 from qfleet.core.files import read_text
+from qfleet.core.urls import is_url
 from qfleet.storage.checkpoint import has_checkpoint
 from qfleet.storage.locks import RunLock, check_idle
-from qfleet.storage.remote import is_url
 from qfleet.storage.state_checks import check_like, reading
 from qfleet.storage.vacancy import CONFIG, EXPERIMENT, RESULT
 from qfleet.training.publisher import publishing

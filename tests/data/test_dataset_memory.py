@@ -187,7 +187,6 @@ def test_closing_does_not_wait_for_a_reader_that_hangs(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = threading.Event()
-    monkeypatch.setattr(dataset_memory, "CLOSE_S", 0.2)
     monkeypatch.setattr(dataset_memory, "READ_TIMEOUT_S", 0.2)
     monkeypatch.setattr(DatasetMemory, "_read_group", lambda *_: release.wait(60))
     memory = memory_of(dataset)

@@ -109,6 +109,17 @@ def test_a_recording_that_begins_in_an_episode_leaves_incomplete_stacks_out(tmp_
     assert (rows.flags[begun & ~early] & SKIP == 0).any()
 
 
+def test_an_episode_whose_beginning_was_not_recorded_has_no_step_0(tmp_path: Path) -> None:
+    block = scripted_block(BOX, 40, 2)
+    block.flags[0, 0] &= ~FIRST & 0xFF  # env 1 is the negative control
+    rows = read_all(record_block(tmp_path, block))
+    least = {int(number): rows.step[rows.episode == number].min() for number in rows.episode}
+    assert len(least) > 4
+    (begun,) = (number for number, step in least.items() if step)
+    steps = rows.step[rows.episode == begun]
+    assert sorted({*steps}) == list(range(1, len({*steps}) + 1))
+
+
 def test_unknown_probabilities_are_null(tmp_path: Path) -> None:
     block = scripted_block(BOX, 30, 1)
     assert block.probability is not None
@@ -207,6 +218,14 @@ def test_files_that_the_manifest_does_not_list_are_noticed_and_merged(tmp_path: 
     assert (merged.unlisted, merged.manifest.parts) == (0, parts)
 
 
+def test_a_description_of_another_file_is_refused(tmp_path: Path) -> None:
+    parts = record_block(tmp_path, scripted_block(BOX, 300, 1)).manifest.parts
+    first, second = (tmp_path / part.name.replace(".parquet", ".json") for part in parts[:2])
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(DataError, match=f"{second.name}.*describes '{parts[0].name}'"):
+        merge(str(tmp_path))
+
+
 def test_a_missing_file_is_named_and_can_be_left_out(tmp_path: Path) -> None:
     parts = record_block(tmp_path, scripted_block(BOX, 300, 1)).manifest.parts
     (tmp_path / parts[1].name).unlink()
@@ -230,6 +249,7 @@ PART: dict[str, Any] = {
         {"parts": 3},
         {"spec": {}},
         {"statistics": 3},
+        {"statistics": {"obs_mean": [10**400, 1], "obs_variance": [1.0, 1.0], "obs_count": 3}},
         {"statistics": {"obs_mean": [1.0], "obs_variance": [1.0], "obs_count": 3}},
         {"statistics": {"obs_mean": [1.0, 1.0], "obs_variance": [1.0, -1.0], "obs_count": 3}},
         {"env": {"env": 3}},

@@ -13,10 +13,10 @@ import pytest
 import qfleet
 from qfleet.cli.main import main
 from qfleet.core.errors import ConfigError, TransferError
+from qfleet.core.urls import public_url
 from qfleet.deploy.hub import FILE_LIST, pull, push
 from qfleet.deploy.model_card import Score, model_card
 from qfleet.storage.checkpoint import PUBLISHED_POLICY as POLICY
-from qfleet.storage.remote import public_url
 from support.configs import tiny_fields
 from support.hub import TOKEN, Hub, hub
 from support.messages import holds, says

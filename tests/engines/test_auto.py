@@ -25,7 +25,7 @@ ASYNC = SMALL.replace(envs=4, vectorize="async")
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four cores, no accelerator and nothing remembered, wherever the tests run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
 
 
@@ -41,7 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def learner_device(config: Config) -> torch.device:
         return torch.device("cpu") if config.device == "cpu" else CUDA
 
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(auto, "_learner_device", learner_device)
     monkeypatch.setattr(torch, "get_device_module", lambda _: Module)
 
@@ -125,7 +125,7 @@ def test_envs_in_this_process_run_on_serial(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_one_core_has_nothing_to_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = Trial(monkeypatch, 1, 100)
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(1)))
     config, sentence = settle(ASYNC)
     assert config.engine == "serial"
     assert sentence is not None
@@ -333,3 +333,14 @@ def test_without_replay_the_device_engine_takes_whole_rollouts(device: str) -> N
     assert (config.envs, config.block_rows) == (4, 0)
     config, _ = settle(asked.replace(envs=0, steps=100_000))
     assert (config.envs, config.block_rows) == (32, 0)
+
+
+def test_batches_that_grow_are_for_serial() -> None:
+    config, why = settle(ASYNC.replace(batch_plateau_factor=2.0, lr_plateau_patience=3))
+    assert config.engine == "serial"
+    assert "plateau" in (why or "")
+
+
+def test_a_dataset_needs_no_environment() -> None:
+    given = SMALL.replace(env="Nowhere-v0", data="somewhere", engine="parameter-server")
+    assert settle(given) == (given, None)

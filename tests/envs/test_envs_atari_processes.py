@@ -42,7 +42,7 @@ def breakout(**changes: Any) -> Config:
 def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put 3 envs into 2 processes."""
     monkeypatch.setattr(factory, "PROCESSES_FROM", 3)
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ def test_wrong_env_kwargs_are_refused_in_the_same_words(kwargs: str) -> None:
 def test_number_of_processes(
     monkeypatch: pytest.MonkeyPatch, cores: int, groups: int, num_envs: int, expected: int
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert pool_processes(Config(envs=num_envs, env_groups=groups), num_envs) == expected
 
 

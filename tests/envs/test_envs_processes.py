@@ -61,7 +61,7 @@ def pool(
     """ProcessEnvs as a machine with ``cores`` makes them; afterwards none of them may be alive."""
     faults = Faults()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "cpu_count", lambda: cores)
+        patch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
         envs = ProcessEnvs(config, num_envs, seed, faults)
     started = pids(envs)
     try:

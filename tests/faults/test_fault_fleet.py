@@ -17,6 +17,8 @@ import torch
 import qfleet
 from qfleet.data.manifest import Dataset
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
+from qfleet.telemetry.runs import read_metrics
+from qfleet.telemetry.timers import KINDS
 from qfleet.training.callbacks import Callback
 from qfleet.training.run import Run
 from support.clusters import RAY_MARKS, shared_cluster  # noqa: F401 (a fixture)
@@ -103,6 +105,9 @@ def test_one_worker_is_serial_and_a_run_resumes_with_two(tmp_path: Path) -> None
     assert not {"evaluate", "save"} & workers.keys()
     assert sum(driver.values()) == pytest.approx(1.0)
     assert sum(workers.values()) == pytest.approx(1.0)
+    rows = [row for row in read_metrics(tmp_path / "b" / "metrics.jsonl") if "time/fps" in row]
+    shares = [rows[-1][f"worker_0/time/share_{kind}"] for kind in KINDS]
+    assert 0.5 < sum(shares) <= 1.0 + 1e-9
 
     again = qfleet.resume(tmp_path / "b", workers=2, servers=1, steps=900)
     assert again.result.env_steps >= 900

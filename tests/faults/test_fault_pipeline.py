@@ -73,7 +73,7 @@ def doomed(way: str, at: int, once: Path, **changes: Any) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process per env of a group, on every machine; and no long measurement at the start."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2)))
     monkeypatch.setattr(placement, "MEASURE_S", 0.01)
 
 

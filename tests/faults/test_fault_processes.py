@@ -51,7 +51,7 @@ def mortal(way: str, at: int, **changes: Any) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process per env, on every machine."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2)))
 
 
 @pytest.mark.parametrize("way", ["SIGKILL", pytest.param("SIGSEGV", marks=pytest.mark.slow)])

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from qfleet.core.errors import ConfigError, StorageError, StorageOutage
+from qfleet.core.urls import is_url, public_url
 from qfleet.storage import remote
-from qfleet.storage.remote import Store, is_url, public_url
+from qfleet.storage.remote import Store
 from support.messages import says
 from support.s3 import BUCKET, FaultyS3, s3_server
 from support.webhdfs import NameNode, name_node
@@ -71,6 +72,8 @@ def test_objects_are_written_read_listed_and_removed(url: str, tmp_path: Path) -
     assert store.names() == ["a/b", "a/large", "c"]
     assert store.names("a") == ["a/b", "a/large"]
     assert store.names("nosuch") == []
+    assert store.names(is_deep=False) == ["c"]
+    assert store.names("nosuch", is_deep=False) == []
     assert store.exists("a/b")
     store.remove("a")
     store.remove("nosuch")

@@ -16,6 +16,7 @@ from qfleet.data.rows import PartFile, Rows, concatenate
 from qfleet.data.writer import Writer
 
 BOX = EnvSpec("Box-v0", (2,), "float32", 3)
+CARTPOLE = EnvSpec("CartPole-v1", (4,), "float32", 2)
 STACK = EnvSpec("Stack-v0", (3, 2, 2), "uint8", 3, frame_stack=3)
 
 
@@ -47,6 +48,19 @@ def scripted_block(
         flags=torch.from_numpy(flags),
         probability=torch.from_numpy(random.random((rows, num_envs)).astype(np.float32)),
     )
+
+
+def telling_block(rows: int) -> Block:
+    """Return rows with CartPole's shapes whose first observation tells the action.
+
+    It is 0 in an episode's first row and 1 in the others.
+    """
+    block = scripted_block(CARTPOLE, rows, 2)
+    first = block.flags & FIRST != 0
+    block.action = torch.where(first, 0, 1)
+    block.obs = torch.randn(block.obs.shape, generator=torch.Generator().manual_seed(0))
+    block.obs[..., 0] = torch.where(first, -1.0, 1.0)
+    return block
 
 
 def pieces_of(block: Block, rows: int) -> list[Block]:

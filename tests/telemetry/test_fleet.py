@@ -8,7 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from qfleet.telemetry.fleet import TRAFFIC, FleetAccount, ShardAccount, Staleness, fit_cost
+from qfleet.telemetry.fleet import (
+    LEARNER,
+    MOST_LOGGED,
+    TRAFFIC,
+    FleetAccount,
+    ShardAccount,
+    Staleness,
+    fit_cost,
+    share_scalars,
+)
 from qfleet.telemetry.fleet_table import fleet_lines
 from qfleet.telemetry.timers import COMMUNICATING, COMPUTING, KIND_OF, KINDS, STAGES, WAITING
 from support.fleets import QUICK, SLOW, fleet, server, worker
@@ -50,6 +59,17 @@ def test_time_is_computing_communicating_waiting_or_other() -> None:
     assert account.shares == pytest.approx(
         {COMPUTING: 1.6 / 3, COMMUNICATING: 0.1, WAITING: 1.0 / 3, "other": 0.1 / 3}
     )
+
+
+def test_shares_of_each_worker_are_scalars_for_the_log() -> None:
+    scalars = share_scalars(fleet().rows)
+    assert len(scalars) == len(KINDS) * len(fleet().workers)
+    assert scalars["worker_1/time/share_waiting"] == pytest.approx(0.5)
+    many = fleet(workers=[worker(k, 1, SLOW) for k in range(3 * MOST_LOGGED)])
+    assert len(share_scalars(many.rows)) == len(KINDS) * MOST_LOGGED
+    learning = [*many.rows, (LEARNER, None, fleet().shares)]
+    assert "learner/time/share_waiting" in share_scalars(learning)
+    assert len(share_scalars(learning)) == len(KINDS) * (MOST_LOGGED + 1)
 
 
 def test_a_worker_that_never_worked_does_not_count_in_the_mean() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from qfleet.core.errors import ConfigError
-from qfleet.telemetry.trace import PID, Trace, merge_lanes, write_chrome_trace
+from qfleet.telemetry.trace import PID, Trace, merge_lanes, read_chrome_trace, write_chrome_trace
 from support.messages import says
 from support.waiting import PHASE_S, deadline
 
@@ -143,3 +143,17 @@ def test_a_full_trace_shows_all_workers_up_to_one_moment() -> None:
     assert [span[1] for span in trace.lane("a").spans()] == [0.0, 1.0]
     assert [span[1] for span in trace.lane("b").spans()] == [0.5, 1.5]
     assert trace.dropped == 2
+
+
+def test_a_written_trace_is_read_again(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.lane("env 0").add("env", 1.0, 2.0)
+    trace.lane("learner")
+    trace.lane("env 0").add("copy", 2.0, 2.5)
+    path = write_chrome_trace(trace, tmp_path / "trace.json")
+    assert read_chrome_trace(path) == {
+        "env 0": [("env", 1.0, 2.0), ("copy", 2.0, 2.5)],
+        "learner": [],
+    }
+    path.write_text(path.read_text(encoding="utf-8")[:-20], encoding="utf-8")
+    assert read_chrome_trace(path) == read_chrome_trace(tmp_path / "none.json") == {}

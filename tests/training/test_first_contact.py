@@ -233,7 +233,7 @@ def test_every_head_and_engine_learns_without_hidden_layers(
 def test_a_slow_environment_gets_the_advice_and_a_quick_one_does_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
     name = f"{__name__}:Pixels"
     shared = [
         "--network",

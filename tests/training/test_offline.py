@@ -13,7 +13,7 @@ import torch
 
 import qfleet
 from qfleet.config.presets import resolve
-from qfleet.core.types import FIRST, SKIP, TERMINATED, EnvSpec
+from qfleet.core.types import SKIP, TERMINATED, EnvSpec
 from qfleet.data.manifest import Dataset
 from qfleet.data.operations import fit_statistics, split, store_statistics
 from qfleet.engines.offline import build, with_dataset
@@ -22,23 +22,16 @@ from qfleet.storage.checkpoint import has_checkpoint, load_checkpoint
 from qfleet.telemetry.faults import FaultLog
 from qfleet.training.record_data import record
 from support.configs import tiny_fields
-from support.datasets import read_all, record_block, scripted_block
+from support.datasets import CARTPOLE, read_all, record_block, scripted_block, telling_block
 from support.processes import start_qfleet
 from support.waiting import wait_until
-
-CARTPOLE = EnvSpec("CartPole-v1", (4,), "float32", 2)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Transitions with CartPole's shapes: an episode's first action is 0, the others are 1."""
     folder = tmp_path_factory.mktemp("data")
-    block = scripted_block(CARTPOLE, 400, 2)
-    first = block.flags & FIRST != 0
-    block.action = torch.where(first, 0, 1)
-    block.obs = torch.randn(block.obs.shape, generator=torch.Generator().manual_seed(0))
-    block.obs[..., 0] = torch.where(first, -1.0, 1.0)
-    record_block(folder, block, CARTPOLE)
+    record_block(folder, telling_block(400), CARTPOLE)
     return str(folder)
 
 
@@ -66,7 +59,7 @@ def test_steps_are_rows_and_every_batch_is_an_update(data: str, tmp_path: Path) 
     assert trained.result.eval_return_mean is not None
 
 
-@pytest.mark.parametrize("algo", ["dqn", "behaviour-cloning"])
+@pytest.mark.parametrize("algo", ["dqn", "behaviour-cloning", "cql", "bcq"])
 def test_a_resumed_run_equals_an_uninterrupted_one(algo: str, data: str, tmp_path: Path) -> None:
     fields = {"algo": algo, "steps": 2500, "batch_size": 8, "n_steps": 3, "block_rows": 0}
     whole = train(data, tmp_path / "whole", **fields)
@@ -203,7 +196,7 @@ def test_rewards_are_clipped_and_scaled_as_asked_for(tmp_path: Path) -> None:
         ({"env": "Acrobot-v1"}, "env must be 'CartPole-v1'"),
         ({"prioritized_replay": True}, "prioritized_replay"),
         ({"algo": "pqn"}, "replay"),
-        ({"engine": "serial"}, "data"),
+        ({"engine": "pipeline"}, "data"),
         ({"record": "x"}, "record"),
         ({"algo": "bc", "double": True}, "double"),
         ({"data": ""}, "epochs"),

@@ -435,10 +435,12 @@ def test_runs_at_a_url_have_their_own_names_and_the_newest_is_first(
         shutil.copytree(root / "run", root / name)
         body = json.loads((root / name / INDEX).read_text())
         (root / name / INDEX).write_text(json.dumps(body | {"written_s": written_s}))
-    shutil.rmtree(root / "run")
+    (root / "run" / INDEX).write_text('{"format": 3, "lease": Infinity}')
     for _ in range(2):  # also if the copies are in the cache already
         assert main(["runs", "--root", f"file://{root}", "--json"]) == 0
-        listed = json.loads(capsys.readouterr().out)
+        shown = capsys.readouterr()
+        assert "malformed" in shown.err  # and it hides no other run
+        listed = json.loads(shown.out)
         assert [run["name"] for run in listed] == ["d", "b", "a/c"]
         assert listed[0]["path"] == f"file://{root}/d"
 

@@ -35,6 +35,12 @@ def test_a_run_says_what_it_used(tmp_path: Path) -> None:
     assert result.cost["total"] == pytest.approx(result.processor_s)
     stored = read_result(tmp_path)
     assert {"processor_s", "device_s", "joules", "cost"} <= stored.keys()
+    assert stored["hardware"]["cores"] >= 1
+    assert stored["hardware"]["accelerator"] == "none (CPU only)"
+    assert len(stored["eval_returns"]) == config.n_eval_episodes
+    assert sum(stored["eval_returns"]) / config.n_eval_episodes == pytest.approx(
+        stored["eval_return_mean"]
+    )
 
 
 def test_without_a_price_there_is_no_cost(tmp_path: Path) -> None:

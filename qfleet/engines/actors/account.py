@@ -16,7 +16,14 @@ from typing import Any
 
 from qfleet.engines.actors.messages import Report, Tally
 from qfleet.engines.cluster.processes_hook import SteadyRate
-from qfleet.telemetry.fleet import TRAFFIC, FleetAccount, ShardAccount, WorkerAccount, shares_of
+from qfleet.telemetry.fleet import (
+    TRAFFIC,
+    FleetAccount,
+    ShardAccount,
+    ShareRow,
+    WorkerAccount,
+    shares_of,
+)
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.trace import Lane, SpanRecord
 
@@ -102,6 +109,10 @@ class Account:
     def env_steps_per_s(self) -> float | None:
         """Return the rate from when every actor had sent a block to the newest block."""
         return self._rate.env_steps_per_s()
+
+    def rows(self) -> list[ShareRow]:
+        account = self.account()  # without asking: actors report with every block
+        return [] if account is None else account.rows
 
     def account(self) -> FleetAccount | None:
         """Return the account of all processes; None before the first block."""

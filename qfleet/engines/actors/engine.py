@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable
 
 import torch
 
 from qfleet.agent.schedules import rows_per_block
 from qfleet.config.config import Config
+from qfleet.core.cores import usable_cores
 from qfleet.core.errors import ConfigError
 from qfleet.core.seeding import env_seeds
 from qfleet.core.types import Clock, EnvSpec
@@ -121,7 +121,7 @@ def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
 
 def _set_threads(config: Config, spec: EnvSpec) -> None:
     """Give the learner the cores that the actors leave: on a shared core both would wait."""
-    left = (os.cpu_count() or 1) - (0 if config.address else config.workers)
+    left = usable_cores() - (0 if config.address else config.workers)
     set_threads(config.threads, spec)
     if not config.threads:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), left)))

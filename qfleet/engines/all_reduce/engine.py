@@ -28,7 +28,7 @@ from qfleet.engines.all_reduce.rank import RankParts, build_rank, rank_config
 from qfleet.engines.all_reduce.world import World, launched_world
 from qfleet.engines.factories import check_replay_fits
 from qfleet.engines.parts import EngineHook, Parts, Setup
-from qfleet.telemetry.fleet import TRAFFIC
+from qfleet.telemetry.fleet import TRAFFIC, ShareRow, share_scalars, shares_of
 from qfleet.telemetry.usage import Usage
 
 REPORT_S = 5.0
@@ -43,7 +43,7 @@ def build(setup: Setup) -> Parts:
         try:
             parts = build_rank(setup, group, ranks_here)
             made.callback(parts.closing.close)
-            if config.replay:
+            if config.replay and not config.data:
                 # Every rank's memory here, and those of all others when a checkpoint is written.
                 held = ranks_here if parts.memory.device.type == "cpu" else 0
                 shares = held + group.size - 1
@@ -101,6 +101,14 @@ class RanksHook(EngineHook):
             self._reports[rank] = self._group.receive_state(rank)
             for kind, message in self._reports[rank].pop("faults"):
                 self._parts.faults(kind, f"rank {rank}: {message}")
+
+    def scalars(self, wall_s: float) -> Mapping[str, float | None]:  # noqa: ARG002
+        rows = list[ShareRow]()
+        for rank, report in enumerate((self._parts.report(), *self._reports.values())):
+            seconds = report["seconds"]
+            # Of the measured time: after a resume only rank 0 knows that of earlier invocations.
+            rows.append((f"rank {rank}", None, shares_of(seconds, sum(seconds.values()))))
+        return share_scalars(rows)
 
     def result(self) -> Mapping[str, Any]:
         group = self._group

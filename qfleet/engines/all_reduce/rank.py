@@ -27,10 +27,12 @@ from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import own_ladder
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
+from qfleet.core.cores import usable_cores
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.seeding import Seeds, mix_seeds
 from qfleet.core.types import EnvSpec, Memory, StateDict
-from qfleet.engines import pipeline
+from qfleet.data.dataset_memory import BatchShare
+from qfleet.engines import offline, pipeline
 from qfleet.engines.all_reduce.compression import Ranks, make_exchange
 from qfleet.engines.all_reduce.group import TUNED_S, Group, Order
 from qfleet.engines.all_reduce.inference import SharedInference
@@ -45,6 +47,7 @@ from qfleet.engines.placement import Placement, learner_device
 from qfleet.engines.tuning import Choice
 from qfleet.envs.latency import latency_of
 from qfleet.memory.columns import check_transitions
+from qfleet.networks.dropout import Dropout
 from qfleet.networks.factory import make_network
 from qfleet.networks.parallel.layout import Layout
 from qfleet.networks.parallel.split import split_network
@@ -96,7 +99,7 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
     own, whole = rank_config(config, rank), whole_config(config)
     together = whole.replace(envs=config.envs * group.size)
     if group.size > 1:
-        cores = max(1, (os.cpu_count() or 1) // ranks_here)
+        cores = max(1, usable_cores() // ranks_here)
         torch.set_num_threads(min(torch.get_num_threads(), cores))
 
     is_split = config.ranks_per_copy > 1
@@ -114,7 +117,7 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
             return place
         # What the host computes or adds up cannot be recorded.
         on_device = config.gradient_compression not in ("top-k", "powersgd")
-        is_recorded = place.capturable and group.has_nccl and on_device
+        is_recorded = place.capturable and group.has_nccl and on_device and not config.data
         if group.has_nccl:
             _check_alike(group, whole, f"replay on {place.replay.type}")
         why = ", because ranks share a GPU" if group.shares_gpus else ""
@@ -150,18 +153,33 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
         return SharedInference(meshes[0].copy, *given)
 
     updaters: list[AllReduceUpdater] = []
+    first = sum(rank_config(config, other).batch_size for other in range(rank))
 
-    def updater(weights: FlatWeights, timers: Timers, capturable: bool) -> AllReduceUpdater:
+    def updater(weights: FlatWeights, timers: Timers, capturable: bool = False) -> AllReduceUpdater:
         ranks: Ranks = group
         if meshes:
             use_whole_norm(weights, layouts[0], meshes[0].copy)
             ranks = meshes[0].data
-        local = make_updater(config, weights, capturable)
-        exchange, share = make_exchange(config, weights), own.batch_size / whole.batch_size
+        local, exchange = make_updater(config, weights, capturable), make_exchange(config, weights)
+        share = own.batch_size / whole.batch_size
         waits = weights.data.device.type != "cpu" and not group.has_nccl
         updaters.append(AllReduceUpdater(weights, local, ranks, exchange, share, timers, waits))
         return updaters[0]
 
+    if config.data:
+        # Every rank reads the same order and takes its own part of each batch.
+        together = whole.replace(train_freq=whole.batch_size)
+        offline_parts = offline.build(
+            setup._replace(config=own),
+            offline.Variant(
+                place=place,
+                updater=updater,
+                parts=functools.partial(RankParts, group=group, whole=whole, together=together),
+                order_seed=config.seed,
+                share=BatchShare(first, own.batch_size, whole.batch_size),
+            ),
+        )
+        return _finished(offline_parts, updaters[0], first)
     parts = pipeline.build(
         setup._replace(config=own),
         pipeline.Variant(
@@ -176,17 +194,26 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
             agree=agree,
         ),
     )
-    assert isinstance(parts, RankParts)
-    parts.updater = updaters[0]
+    finished = _finished(parts, updaters[0], first)
     if meshes:
-        parts.mesh = meshes[0]
+        finished.mesh = meshes[0]
         most = max(layouts[0].local_size(part) for part in range(config.ranks_per_copy))
-        parts.notes.append(
+        finished.notes.append(
             f"the network is split among {config.ranks_per_copy} ranks: each holds at most "
             f"{most:,} of {layouts[0].whole_size:,} weights"
         )
         if rank == 0:
-            _lead_whole(parts, own, layouts[0])
+            _lead_whole(finished, own, layouts[0])
+    return finished
+
+
+def _finished(parts: LoopParts, updater: AllReduceUpdater, first: int) -> RankParts:
+    """Return the parts of a rank whose samples begin with number ``first`` of every batch."""
+    assert isinstance(parts, RankParts)
+    parts.updater = updater
+    for module in parts.learner.online.modules():
+        if isinstance(module, Dropout):
+            module.first_sample = first  # so the ranks' masks are those of one process
     return parts
 
 
@@ -252,7 +279,7 @@ class RankParts(LoopParts):
 
     def load_own_state(self, state: StateDict) -> bool:
         """Restore; return False if the environments had to start new episodes."""
-        if self.config.replay:
+        if self.config.replay and not self.config.data:  # a dataset is checked where it is read
             check_transitions(state["memory"], self.spec)
         self.memory.load_state_dict(state["memory"])
         exchange = self.updater.exchange
@@ -286,6 +313,8 @@ class RankParts(LoopParts):
         if not stored:
             raise CheckpointError("there is no state of any rank")
         self.channel.restart(self.clock.updates)
+        if self.config.data and len(stored) != size:  # all ranks are at the same row
+            stored = [stored[0] | {"unsent": self.updater.exchange.state_dict()}] * size
         if len(stored) == size:
             self._others = stored[1:]
             return self.load_own_state(stored[0])

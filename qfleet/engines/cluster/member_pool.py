@@ -117,12 +117,15 @@ class MemberPool(Generic[M]):
                 self._cluster.stop(member.handle)
 
     def finish_recordings(
-        self, wait_s: float, on_fault: Callable[[str, str], None], members: Iterable[M] = ()
+        self,
+        wait_s: float,
+        on_fault: Callable[[str, str], None],
+        members: Iterable[M] | None = None,
     ) -> None:
         """Let these members, or all, write the rest of what they recorded; report failures."""
         asked = [
             (member, member.handle.finish_recording.remote())
-            for member in members or self.members.values()
+            for member in (self.members.values() if members is None else members)
             if member.handle is not None
         ]
         for member, reference in asked:

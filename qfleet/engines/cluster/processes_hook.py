@@ -11,7 +11,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import one_line
 from qfleet.engines.cluster.baseline import measured_for_s, serial_rate, stored_rate
 from qfleet.engines.parts import EngineHook
-from qfleet.telemetry.fleet import Processes
+from qfleet.telemetry.fleet import Processes, share_scalars
 from qfleet.telemetry.fleet_plots import draw_fleet
 from qfleet.telemetry.fleet_table import fleet_lines
 from qfleet.telemetry.formatting import format_rate
@@ -66,7 +66,7 @@ class ProcessesHook(EngineHook):
         """Find the baseline; say so if it is clearly faster than all workers together."""
         rate, measure_s = self.processes.env_steps_per_s(), measured_for_s(run_s)
         named = self.config.baseline
-        if rate is None or not (named or measure_s):
+        if rate is None or not (named or measure_s) or self.config.data:
             return ()
         try:
             if named:
@@ -82,6 +82,9 @@ class ProcessesHook(EngineHook):
             f"this run would be faster without workers: one process makes {alone} env "
             f"steps/s, all workers made {together}; use --engine serial",
         )
+
+    def scalars(self, wall_s: float) -> Mapping[str, float | None]:  # noqa: ARG002
+        return share_scalars(self.processes.rows())
 
     def result(self) -> Mapping[str, Any]:
         account = self.processes.account()

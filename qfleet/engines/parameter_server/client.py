@@ -131,6 +131,8 @@ class Servers:
         self._unanswered: dict[int, tuple[int, int]] = {}
         """By shard: epoch and number of the message that got no reply."""
         self.takes_part = False
+        self.is_behind = False
+        """Whether a shard has applied this worker's last gradient and sent no weights since."""
         self.on_entering: Callable[[int], None] = lambda _: None
         """Called when a worker that only looked takes part, with the turn of its first message."""
         self._under_way: _Calls | None = None
@@ -154,6 +156,7 @@ class Servers:
     def refresh(self, into: Tensor) -> None:
         """Fetch the weights that have changed since the last reply."""
         stamps = {number: self._stamp(number) for number in self._numbers}
+        self.is_behind = False
         self._take(self._ask({n: Pull(tuple(stamp)) for n, stamp in stamps.items()}), into)
 
     def ping(self) -> None:
@@ -200,6 +203,7 @@ class Servers:
         replies = self._finish(calls, at_once)
         self._count(replies)
         replies |= self._wait([number for number, reply in replies.items() if reply.waits])
+        self.is_behind = any(r.outcome == "applied" and r.weights is None for r in replies.values())
         self._take(replies, into)
         self._join_again(replies, into)
 

@@ -17,13 +17,15 @@ import torch
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.types import Clock, EnvSpec, StateDict
+from qfleet.data.manifest import Dataset
 from qfleet.engines.cluster.processes_hook import ProcessesHook
 from qfleet.engines.cluster.ray_cluster import LEAST_BYTES_WITH_TORCH, check_memory
 from qfleet.engines.factories import check_replay_fits
+from qfleet.engines.offline import EpochHook, make_evaluator_if_possible
 from qfleet.engines.parameter_server import resize_request
 from qfleet.engines.parameter_server.fleet import Fleet
 from qfleet.engines.parameter_server.limits import count_workers
-from qfleet.engines.parts import Parts, Setup
+from qfleet.engines.parts import EngineHook, Parts, PolicyEvaluator, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.factory import make_envs
@@ -35,11 +37,9 @@ from qfleet.telemetry.timers import Timers
 
 def build(setup: Setup) -> Parts:
     """Create the parts of the supervising process."""
-    config, faults, seeds = setup.config, setup.faults, setup.seeds
+    config, seeds = setup.config, setup.seeds
     device, closing = torch.device("cpu"), contextlib.ExitStack()
-    envs = make_envs(config, 1, seeds.envs, training=False, on_fault=faults)
-    spec = envs.spec  # all that this process needs of an environment
-    envs.close()
+    spec = _spec(setup)
     if not config.address:
         # Raises here what the workers would raise; those of a cluster may have other devices.
         Placement.of(config, spec, in_background=False)
@@ -54,6 +54,14 @@ def build(setup: Setup) -> Parts:
 
     fleet = Fleet(setup, clock, timers, weights, check_more)
     servers = f"{config.servers} server{'s' if config.servers > 1 else ''}"
+    notes = [f"{count_workers(config.workers)} and {servers}, {config.update}"]
+    evaluator: PolicyEvaluator | None
+    hooks: list[EngineHook] = [FleetHook(fleet, config)]
+    if config.data:
+        evaluator = make_evaluator_if_possible(setup, network, device, closing, notes)
+        hooks.append(EpochHook(clock, Dataset(config.data).manifest.transitions))
+    else:
+        evaluator = setup.make_evaluator(network, device, closing)
     return Parts(
         setup=setup,
         spec=spec,
@@ -63,13 +71,23 @@ def build(setup: Setup) -> Parts:
         timers=[timers],
         driver=Timers(name="driver"),
         collector=fleet,
-        evaluator=setup.make_evaluator(network, device, closing),
+        evaluator=evaluator,
         model=FetchedModel(network, weights, fleet),
-        notes=[f"{count_workers(config.workers)} and {servers}, {config.update}"],
-        hooks=[FleetHook(fleet, config)],
+        notes=notes,
+        hooks=hooks,
         draw_timeline=draw_workers,
         closing=closing,
     )
+
+
+def _spec(setup: Setup) -> EnvSpec:
+    """Return all that this process needs of an environment."""
+    config = setup.config
+    if config.data:
+        return Dataset(config.data).spec
+    envs = make_envs(config, 1, setup.seeds.envs, training=False, on_fault=setup.faults)
+    envs.close()
+    return envs.spec
 
 
 def run(parts: Parts, keep_going: Callable[[], bool]) -> None:
@@ -120,7 +138,7 @@ def _check_room(config: Config, spec: EnvSpec, processes: int, workers: int) -> 
     """
     if config.address:
         return
-    if config.replay:
+    if config.replay and not config.data:
         share = min(-(-config.buffer_size // config.workers), config.replay_capacity)
         check_replay_fits(config, spec, workers * share, torch.device("cpu"))
     check_memory(processes, LEAST_BYTES_WITH_TORCH)

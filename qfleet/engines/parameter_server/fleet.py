@@ -13,15 +13,17 @@ from typing import Any
 from qfleet.agent.weights import FlatWeights
 from qfleet.core.errors import CheckpointError, ClusterLost
 from qfleet.core.types import Clock, Episode, StateDict
+from qfleet.data.manifest import Dataset
 from qfleet.engines.cluster.ray_cluster import STORE_BYTES, Cluster, open_cluster
 from qfleet.engines.parameter_server import limits
+from qfleet.engines.parameter_server.row_shares import RowShares
 from qfleet.engines.parameter_server.servers import LOOK_S, ServerRow
 from qfleet.engines.parameter_server.store import check_store, store_bytes
 from qfleet.engines.parameter_server.supervisor import Supervisor
 from qfleet.engines.parameter_server.wire import INLINE_VECTOR_BYTES
 from qfleet.engines.parameter_server.worker import Report
 from qfleet.engines.parts import Setup
-from qfleet.telemetry.fleet import TRAFFIC, FleetAccount
+from qfleet.telemetry.fleet import TRAFFIC, FleetAccount, ShareRow
 from qfleet.telemetry.timers import STAGES, Timers
 from qfleet.telemetry.trace import SpanRecord
 
@@ -48,6 +50,9 @@ class Fleet:
         self._check_more = check_more
         self._optimiser: StateDict | None = None
         """The optimiser state of all servers together, as last fetched or loaded."""
+        self._rows: RowShares | None = None
+        self._rows_left: StateDict | None = None
+        """Rows of the dataset that were not read at the time of the clock."""
         self._base_env_steps = self._base_updates = 0
         self._base_skipped = 0.0
         self._base_seconds: dict[str, float] = {}
@@ -77,7 +82,9 @@ class Fleet:
             servers = ServerRow(
                 config, cluster, faults, self._weights, self._optimiser, self._rate_factors
             )
-            supervisor = Supervisor(self._setup, cluster, servers, self._base_env_steps, lr_scale)
+            supervisor = Supervisor(
+                self._setup, cluster, servers, self._base_env_steps, lr_scale, self._open_rows()
+            )
             supervisor.resize(self._wanted)  # a request may have come before the start
             self._servers, self._supervisor = servers, supervisor
             has_started = False
@@ -102,6 +109,18 @@ class Fleet:
                     servers.ask_accounts()
                 servers.stop()
 
+    def _open_rows(self) -> RowShares | None:
+        """Return the rows of the dataset that are left to read; None without a dataset."""
+        config = self._config
+        if not config.data:
+            return None
+        transitions = Dataset(config.data).manifest.transitions
+        rows = RowShares(transitions, config.batch_size, config.steps, self._base_env_steps)
+        if self._rows_left is not None:
+            rows.load_state_dict(self._rows_left)
+        self._rows = rows
+        return rows
+
     def _watch(
         self, servers: ServerRow, supervisor: Supervisor, keep_going: Callable[[], bool]
     ) -> None:
@@ -119,6 +138,7 @@ class Fleet:
 
     def _settle_clock(self, supervisor: Supervisor) -> None:
         with supervisor.lock:
+            self._rows_left = None if self._rows is None else self._rows.state_dict()
             heard = [worker.reports for worker in supervisor.workers.values() if worker.reports]
         reports = [report for lives in heard for report in lives]
         self._clock.env_steps = self._base_env_steps + sum(report.env_steps for report in reports)
@@ -197,6 +217,7 @@ class Fleet:
             "update": self._config.update,
             "optimiser": self._optimiser or {},
             "skipped": self._skipped(),
+            **({} if self._rows_left is None else {"rows": self._rows_left}),
         }
 
     def load_state_dict(self, state: StateDict) -> bool:
@@ -207,6 +228,7 @@ class Fleet:
             )
         self._optimiser = dict(state["optimiser"]) or None
         self._base_skipped = state.get("skipped", 0.0)  # older checkpoints have none
+        self._rows_left = state.get("rows")
         return False
 
     # --- accounts -----------------------------------------------------------------------------
@@ -221,6 +243,13 @@ class Fleet:
         """Return what the workers sent and received."""
         account = self.account()
         return {name: account.total(name) if account else None for name in TRAFFIC}
+
+    def rows(self) -> list[ShareRow]:
+        if self._supervisor is None:
+            return []
+        with self._supervisor.lock:
+            workers = [worker for _, worker in sorted(self._supervisor.workers.items())]
+            return [worker.account().row("worker") for worker in workers]
 
     def account(self) -> FleetAccount | None:
         """Return the account of all processes; None before the first report."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qfleet.agent.updaters.optimisers import SGD, FlatOptimiser, make_optimiser
 from qfleet.config.config import Config
+from qfleet.core.cores import usable_cores
 from qfleet.core.errors import GivenUp
 from qfleet.core.types import StateDict
 from qfleet.engines.cluster.state_arrays import as_arrays, as_tensors
@@ -270,7 +271,7 @@ def _threads(config: Config, weights: int) -> int:
     """Return the threads of an optimiser's step: several for a long vector (memory-bound)."""
     if weights < THREADED_FROM:
         return 1
-    return max(1, min(MOST_THREADS, (os.cpu_count() or 1) // config.servers))
+    return max(1, min(MOST_THREADS, usable_cores() // config.servers))
 
 
 def join_states(states: list[StateDict], sizes: list[int]) -> StateDict:

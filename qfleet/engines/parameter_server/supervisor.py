@@ -20,6 +20,7 @@ from qfleet.data.recorder import WRITE_TIMEOUT_S
 from qfleet.engines.cluster.member_pool import Member, MemberPool
 from qfleet.engines.cluster.processes_hook import SteadyRate
 from qfleet.engines.cluster.ray_cluster import Cluster
+from qfleet.engines.parameter_server.row_shares import RowShares
 from qfleet.engines.parameter_server.servers import LOOK_S, ServerRow
 from qfleet.engines.parameter_server.worker import RemoteWorker, Report, WorkOrder
 from qfleet.engines.parts import Setup
@@ -51,6 +52,8 @@ class WorkerState(Member):
     logged_faults: Counter[str] = field(default_factory=Counter)
     """Faults of this life that are in the run's log, by kind."""
     spans: list[SpanRecord] = field(default_factory=list)
+    rows_per_s: float = 0.0
+    """Rows of a dataset per second, mostly in the last pieces; 0: not known."""
 
     @property
     def reports(self) -> list[Report]:
@@ -63,8 +66,18 @@ class WorkerState(Member):
     def forget_life(self) -> None:
         """Start the next life without a report; what this one did still counts."""
         self.earlier = self.reports
-        self.report, self.granted = None, 0
+        self.report, self.granted, self.rows_per_s = None, 0, 0.0
         self.logged_faults.clear()
+
+    def measure_rows(self, report: Report) -> int:
+        """Return the rows of a dataset that were read since the last report; note their speed."""
+        rows, seconds = report.env_steps, report.wall_s
+        if self.report is not None:
+            rows, seconds = rows - self.report.env_steps, seconds - self.report.wall_s
+        if rows > 0:
+            speed = rows / max(seconds, 1e-9)
+            self.rows_per_s = (self.rows_per_s + speed) / 2 if self.rows_per_s else speed
+        return rows
 
     def account(self) -> WorkerAccount:
         reports = self.reports
@@ -94,8 +107,10 @@ class Supervisor:
         servers: ServerRow,
         base_env_steps: int,
         lr_scale: Callable[[], float],
+        rows: RowShares | None = None,
     ) -> None:
-        """``base_env_steps`` were taken before this run was resumed."""
+        """``base_env_steps`` were taken before this run was resumed; ``rows``: of a dataset."""
+        self._rows = rows
         config = setup.config
         self._setup, self._config, self._faults = setup, config, setup.faults
         self._cluster, self._servers = cluster, servers
@@ -221,12 +236,13 @@ class Supervisor:
                 self._pool.spawn(self.workers[number])
                 self._set_to_work(self.workers[number])
         above = [w for n, w in self.workers.items() if n >= self._wanted and w.handle is not None]
-        for worker in above:
-            if worker.call is None or not worker.is_ready:
-                if self._config.record and worker.is_ready:
-                    self._pool.finish_recordings(WRITE_TIMEOUT_S, self._faults, [worker])
-                self._servers.leave({worker.number: worker.life + 1})
-                self._end_life(worker)
+        dismissed = [worker for worker in above if worker.call is None or not worker.is_ready]
+        if self._config.record:
+            ready = [worker for worker in dismissed if worker.is_ready]
+            self._pool.finish_recordings(WRITE_TIMEOUT_S, self._faults, ready)
+        for worker in dismissed:
+            self._servers.leave({worker.number: worker.life + 1})
+            self._end_life(worker)
         if above:
             self._set_idle_to_work()
 
@@ -234,6 +250,8 @@ class Supervisor:
         self._pool.end(worker)
         with self.lock:
             worker.forget_life()
+            if self._rows is not None:
+                self._rows.lose(worker.number)
 
     def _finish(self) -> None:
         """Take the last reports; servers stop waiting for each worker that has reported."""
@@ -282,12 +300,17 @@ class Supervisor:
             return
         if worker.number >= self._wanted:
             return  # it is dismissed in a moment
+        slice_s = min(MAX_SLICE_S, max(MIN_SLICE_S, SLICE_S_PER_WORKER * self._wanted))
+        piece: range | None = None
         with self.lock:
             granted = sum(other.granted for other in self.workers.values())
             done = self._base_env_steps + self.env_steps()
             left = self._config.steps - done - granted
             over = left <= 0 or self._stopping.is_set()
             worker.granted = 0 if over else -(-left // self._wanted)
+            if self._rows is not None:
+                piece = None if over else self._rows.take(worker.number, self._speeds(), slice_s)
+                worker.granted = len(piece or ())
         if worker.granted == 0:
             self._servers.leave({worker.number: worker.life})
             return
@@ -295,13 +318,19 @@ class Supervisor:
         order = WorkOrder(
             done - own,
             own + worker.granted,
-            min(MAX_SLICE_S, max(MIN_SLICE_S, SLICE_S_PER_WORKER * self._wanted)),
+            slice_s,
             self._lr_scale(),
             self._share(worker.number),
             self._servers.renewed_since(worker.renewals),
+            piece,
         )
         worker.renewals = self._servers.renewals
         self._pool.call(worker, worker.handle.work.remote(order))
+
+    def _speeds(self) -> dict[int, float]:
+        """Return the rows per second of each worker at work; 0 before its first report."""
+        at_work = {n: w for n, w in self.workers.items() if w.is_ready and n < self._wanted}
+        return {number: worker.rows_per_s for number, worker in at_work.items()}
 
     def _share(self, number: int) -> float:
         """Return a worker's pace in its own working time, as a share of the fastest one's."""
@@ -316,6 +345,8 @@ class Supervisor:
     def _take_report(self, worker: WorkerState, report: Report) -> None:
         self._servers.record_sent(worker.number, report.traffic["sent"])
         with self.lock:
+            if self._rows is not None:
+                self._rows.report(worker.number, worker.measure_rows(report))
             worker.report, worker.granted, worker.failures = report, 0, 0
             worker.spans += _shifted(report, time.perf_counter())
             self._episodes += [Episode(*episode) for episode in report.episodes]

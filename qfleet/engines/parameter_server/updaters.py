@@ -87,14 +87,15 @@ class RemoteGradients(RemoteUpdater):
 
     def before_gradient(self) -> None:
         """Fetch weights that other workers have changed while this one collected."""
-        if self.own_clock is None or self._fetched_at == self.own_clock.env_steps:
+        clock, servers = self.own_clock, self._servers
+        if clock is None or (self._fetched_at == clock.env_steps and not servers.is_behind):
             return
         held = self._held()
         self._servers.finish_push(held)
         if fetches_before_gradients(self._config):
             self._servers.refresh(held)
         self._put(held)
-        self._fetched_at = self.own_clock.env_steps
+        self._fetched_at = clock.env_steps
 
     def finish(self) -> None:
         held = self._held()

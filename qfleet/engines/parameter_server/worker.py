@@ -6,6 +6,7 @@ runs the loop of the serial engine, with an updater that calls the servers.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -17,7 +18,8 @@ from qfleet.config.config import Config
 from qfleet.core.errors import GivenUp
 from qfleet.core.seeding import mix_seeds
 from qfleet.core.signals import ignore_sigterm_if_blocked
-from qfleet.engines import serial
+from qfleet.data.dataset_memory import DatasetMemory
+from qfleet.engines import offline, serial
 from qfleet.engines.cluster.ray_cluster import TIMEOUT_S, from_inside
 from qfleet.engines.parameter_server.client import Line, RemoteLine, Servers, ServersLost
 from qfleet.engines.parameter_server.compression import make_compressor
@@ -50,6 +52,8 @@ class WorkOrder(NamedTuple):
     """Steps and samples per round, as a share of those of the fastest worker."""
     renewed: tuple[tuple[int, Any], ...] = ()
     """Number and connection of each server that was replaced since the last slice."""
+    rows: range | None = None
+    """With a dataset: the rows of its order to read, all in this slice."""
 
 
 class Report(NamedTuple):
@@ -82,7 +86,7 @@ def worker_config(config: Config, number: int) -> Config:
     workers = config.workers
     least = (config.n_steps + 2) * max(config.envs, 1) + config.batch_size
     return config.replace(
-        engine="serial",
+        engine="offline" if config.data else "serial",
         learning_starts=-(-config.learning_starts // workers),
         buffer_size=max(least, config.buffer_size // workers),
         seed=config.seed if number == 0 else mix_seeds(config.seed, number),
@@ -125,11 +129,13 @@ class Worker:
             return self._updater
 
         self._own = worker_config(config, number)
-        self._parts = serial.build(
-            Setup(self._own, self._faults, restarted_at, self._trace),
-            updater_factory=remote,
-            ladder=own_ladder(config, number),
-        )
+        setup = Setup(self._own, self._faults, restarted_at, self._trace)
+        if config.data:
+            variant = offline.Variant(updater=remote, order_seed=config.seed)
+            self._parts = offline.build(setup, variant)
+        else:
+            ladder = own_ladder(config, number)
+            self._parts = serial.build(setup, updater_factory=remote, ladder=ladder)
         fetches = fetches_before_gradients(config) or config.overlap
         if isinstance(self._updater, RemoteGradients) and fetches:
             self._updater.own_clock = self._parts.clock
@@ -144,13 +150,16 @@ class Worker:
 
     def work(self, order: WorkOrder) -> Report:
         """Run the loop until the slice's time or steps are used up, or a server is lost."""
-        parts = self._parts
-        parts.clock.elsewhere_env_steps = order.elsewhere_env_steps
+        parts, clock = self._parts, self._parts.clock
+        env_steps, updates = clock.env_steps, clock.updates
+        clock.elsewhere_env_steps = order.elsewhere_env_steps
         parts.learner.lr_scale = order.lr_scale
         if order.share != self._share:
             self._take_share(order.share)
         began_s = self._clock()
-        until_s = began_s + order.slice_s
+        until_s = math.inf if order.rows else began_s + order.slice_s
+        if order.rows:
+            self._go_to(order.rows)
         self._began_s = began_s if self._began_s is None else self._began_s
         try:
             self._join(order)
@@ -160,9 +169,7 @@ class Worker:
             try:
                 serial.run(
                     parts,
-                    lambda: (
-                        parts.clock.env_steps < order.until_env_steps and self._clock() < until_s
-                    ),
+                    lambda: clock.env_steps < order.until_env_steps and self._clock() < until_s,
                 )
                 self._updater.finish()
             finally:
@@ -171,12 +178,25 @@ class Worker:
             self._lost = error.numbers
             if self._own.replay:
                 # The burst was interrupted: its finished updates count. (A rollout starts again.)
-                parts.clock.updates = self._updater.made
+                clock.updates = self._updater.made
+            if order.rows:
+                # Rows without an update are not read: they are given out again. A gradient of the
+                # piece before may be lost too; its rows were counted.
+                made = max(0, clock.updates - updates)
+                clock.env_steps = env_steps + made * self._own.batch_size
+                parts.limiter.forgive(parts.limiter.updates_owed())
         return self._report()
 
     def _waiting_s(self) -> float:
         seconds = self._parts.timers[0].seconds
         return seconds["communicate"] + seconds["idle"]
+
+    def _go_to(self, rows: range) -> None:
+        memory, collector = self._parts.memory, self._parts.collector
+        assert isinstance(memory, DatasetMemory)
+        assert isinstance(collector, offline.NoCollector)
+        memory.go_to_row(rows.start)
+        collector.rows_left = len(rows)
 
     def _take_share(self, share: float) -> None:
         """Collect and learn from less in each round, if other workers are faster."""

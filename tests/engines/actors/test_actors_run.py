@@ -34,6 +34,7 @@ from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint, save_ch
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.fleet import FleetAccount
 from qfleet.telemetry.fleet_table import fleet_lines
+from qfleet.telemetry.runs import read_metrics
 from qfleet.training.run import Run
 from qfleet.training.run_state import RunOptions
 from support.in_process_cluster import Handle, OneProcess, small
@@ -108,6 +109,9 @@ def test_a_run_goes_through_and_says_what_it_cost(
     # (400 − 40) / 4, to within the last block.
     assert result.updates == (result.env_steps - 40) // 4
     assert result.faults == {}
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "time/fps" in row]
+    logged = {name.partition("/")[0] for name in rows[-1] if name.endswith("share_waiting")}
+    assert logged == {"learner", *(f"actor_{k}" for k in range(config.workers))}
     assert clusters[0].address == "gone"
     fleet = result.fleet
     assert fleet is not None

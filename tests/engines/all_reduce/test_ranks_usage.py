@@ -17,7 +17,8 @@ HERE = Usage(processor_s=10.0, device_s=8.0, joules=5.0)
 def make_hook(*ranks: tuple[str, str]) -> RanksHook:
     """Ranks by host and GPU; each has used 3 s."""
     reports: list[Any] = [
-        {"host": host, "device": device, "processor_s": 3.0} for host, device in ranks
+        {"host": host, "device": device, "processor_s": 3.0, "seconds": {"learn": 3.0, "idle": 1.0}}
+        for host, device in ranks
     ]
     parts: Any = SimpleNamespace(group=SimpleNamespace(), report=lambda: reports[0])
     hook = RanksHook(parts)
@@ -47,3 +48,10 @@ def test_every_gpu_is_held_once(
 ) -> None:
     used = make_hook(*ranks).usage(HERE)
     assert (used.device_s, used.joules) == (device_s, joules)
+
+
+def test_shares_of_every_rank_are_logged() -> None:
+    scalars = make_hook(("a", ""), ("b", "")).scalars(wall_s=100.0)
+    assert scalars["rank_1/time/share_computing"] == 0.75
+    assert scalars["rank_0/time/share_waiting"] == 0.25
+    assert len(scalars) == 2 * 3

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import GivenUp
+from qfleet.core.types import Clock
 from qfleet.engines.parameter_server.client import Servers
 from qfleet.engines.parameter_server.compression import Cast, TopK, bytes_of, unpack
 from qfleet.engines.parameter_server.layout import cut
@@ -21,6 +23,7 @@ from qfleet.engines.parameter_server.server import (
     cut_state,
     join_states,
 )
+from qfleet.engines.parameter_server.updaters import RemoteGradients
 from qfleet.engines.parameter_server.wire import (
     Exchange,
     Join,
@@ -309,3 +312,22 @@ def test_a_reply_has_no_weights_that_would_be_old_at_the_next_gradient(
     else:
         assert (second.stamp, second.weights.tolist()) == (Stamp(0, 2), [-2.0] * 3)
     assert server.pull(Pull(tuple(old))).weights.tolist() == [-2.0] * 3
+
+
+def test_a_worker_without_the_weights_of_its_gradient_fetches_them_before_the_next_one() -> None:
+    server = make_server(update="async", train_freq=2, envs=1)
+    first, second = (Servers(number, 3, [DirectLine(server)], Timers()) for number in (0, 1))
+    weights = {client: torch.zeros(3) for client in (first, second)}
+    for client, own in weights.items():
+        client.join(own)
+    for client, own in weights.items():
+        client.push(torch.ones(3), 1.0, None, 1.0, own)
+    assert (first.is_behind, second.is_behind) == (False, True)
+    config = Config(update="async", train_freq=2, envs=1, max_grad_norm=0.0)
+    made = FlatWeights(torch.nn.Linear(2, 1))
+    updater = RemoteGradients(config, made, second)
+    updater.own_clock = Clock()
+    updater._fetched_at = 0  # it has collected nothing since
+    updater.before_gradient()
+    assert made.data.tolist() == [-2.0] * 3
+    assert not second.is_behind

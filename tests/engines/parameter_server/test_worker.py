@@ -197,7 +197,7 @@ def test_a_slower_worker_takes_its_share() -> None:
     assert len(whole) + len(half) == len(seen)
     assert [b - a for a, b in itertools.pairwise(sorted(set(whole)))] == [8] * (len(set(whole)) - 1)
     assert [b - a for a, b in itertools.pairwise(sorted(set(half)))] == [4] * (len(set(half)) - 1)
-    assert min(half) > max(whole)
+    assert min(half) >= max(whole)  # 4 steps behind the last whole burst were left
 
 
 class Dying(DirectLine):

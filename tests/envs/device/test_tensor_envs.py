@@ -188,7 +188,8 @@ def test_states_are_exact() -> None:
 
 @pytest.mark.parametrize("engine", ["serial", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_a_run_trains_resumes_and_is_filmed(engine: str, tmp_path: Path) -> None:
-    fields = {**QUICK, "engine": engine}
+    # The interval follows the number of steps otherwise, which is another one for the first half.
+    fields = {**QUICK, "engine": engine, "target_update_interval": 20}
     whole = qfleet.train("MinAtar/Breakout-v1", run_dir=tmp_path / "whole", **fields)
     assert whole.result.updates == 37
     qfleet.train("MinAtar/Breakout-v1", run_dir=tmp_path / "half", **{**fields, "steps": 200})

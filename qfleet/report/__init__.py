@@ -1,0 +1,1 @@
+"""Reports of runs as a web page: one file on disk, or live while runs train."""

@@ -1,0 +1,348 @@
+"""Off-policy evaluation: estimates of a policy's return from a dataset, without an environment.
+
+In: a dataset and greedy policies. Out: for each policy two estimates of its discounted return per
+episode, with bootstrap intervals over episodes, and how well the data covers its actions. Fitted Q
+evaluation (FQE; Le et al. 2019, 1903.08738) learns the policy's Q-function; the weighted doubly
+robust estimate (WDR; Thomas and Brunskill 2016, 1604.00923) corrects that function by the rewards
+of the data, weighted by how likely the policy would have taken the same actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from qfleet.agent.policy import Policy
+from qfleet.agent.updaters.local import LocalUpdater
+from qfleet.agent.updaters.optimisers import make_optimiser
+from qfleet.agent.weights import FlatWeights
+from qfleet.algorithms.losses import action_cross_entropy
+from qfleet.algorithms.targets import take, td_target
+from qfleet.config.config import Config
+from qfleet.core.errors import ConfigError, DataError, require
+from qfleet.core.seeding import mix_seeds
+from qfleet.core.types import Batch
+from qfleet.data.dataset_memory import DatasetMemory
+from qfleet.data.manifest import Dataset
+from qfleet.data.operations import fit_statistics
+from qfleet.data.rows import PartFile
+from qfleet.networks.factory import make_network
+from qfleet.networks.qnetwork import QNetwork
+
+HOST = torch.device("cpu")
+BATCH, CHUNK = 256, 4096
+"""Transitions per update, and per pass without a gradient."""
+LEARNING_RATE, TAU = 1e-3, 0.05
+NETWORK: dict[str, Any] = {"net_arch": (128, 128), "algo": "dqn"}
+BOOTSTRAP_SAMPLES = 1000
+RARE, MOST_RARE = 0.05, 0.1
+"""An action with a smaller probability in the data is rare; warn if this share of the actions
+is rare."""
+FEWEST_EPISODES = 10.0
+"""Warn if the weights of the weighted estimate are worth fewer episodes."""
+
+
+class Recording(NamedTuple):
+    """All transitions of a dataset, in the order of its files."""
+
+    memory: DatasetMemory
+    episode: Tensor
+    """Place of each transition's episode, from 0."""
+    step: Tensor
+    """Steps of the episode before each transition."""
+    probability: Tensor
+    """Of each action under the policy that acted; NaN or 0: unknown."""
+    statistics: dict[str, Any]
+    """Of the observations, by which fitted networks normalise them."""
+
+    def batch(self, rows: Tensor) -> Batch:
+        return self.memory.in_file_order(rows)
+
+    def map(self, function: Callable[[Batch], Tensor]) -> Tensor:
+        """Return what a function without a gradient returns for every transition."""
+        with torch.no_grad():
+            chunks = torch.split(torch.arange(len(self.step)), CHUNK)
+            return torch.cat([function(self.batch(rows)) for rows in chunks])
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the data says about one policy; returns are discounted, per episode."""
+
+    policy: str
+    fqe: float
+    fqe_interval: tuple[float, float]
+    """95 % of bootstrap samples of the episodes; the error of the Q-function is not in it."""
+    wdr: float
+    wdr_interval: tuple[float, float]
+    agreement: float
+    """Share of transitions where the policy takes the action of the data."""
+    rare: float
+    """Share of transitions where the policy's action has a probability below ``RARE`` in the data,
+    by a model of the data's policy."""
+    effective_episodes: float
+    """Episodes of equal weight that the weights of ``wdr`` are worth, as a mean over steps."""
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence if the data does not cover the policy's actions."""
+        if self.rare > MOST_RARE:
+            return (
+                f"{self.policy}: {self.rare:.0%} of its actions are rare in the data (probability "
+                f"below {RARE:g}); both estimates are extrapolations"
+            )
+        if self.effective_episodes < FEWEST_EPISODES:
+            return (
+                f"{self.policy}: the weights of wdr are worth {self.effective_episodes:.1f} "
+                "episodes; rely on fqe, or record more episodes with a similar policy"
+            )
+        return None
+
+
+def compare(
+    policies: Mapping[str, Policy],
+    dataset: Dataset,
+    *,
+    gamma: float = 0.99,
+    updates: int = 5000,
+    seed: int = 0,
+    on_policy: Callable[[str], None] = lambda _: None,
+) -> list[Estimate]:
+    """Return estimates of the policies, the best by fitted Q evaluation first.
+
+    ``updates``: gradient steps of each fitted function; ``on_policy`` is called with each name.
+    """
+    if not policies:
+        raise ConfigError("compare needs at least one run; name its folder or URL")
+    require(0 <= gamma < 1, "gamma", gamma, "≥ 0 and < 1")
+    require(updates > 0, "updates", updates, "> 0")
+    for policy in policies.values():
+        policy.check_spec(dataset.spec)
+    recording = _read(dataset, gamma, seed)
+    try:
+        behaviour = _fit_behaviour(recording, dataset, updates, seed)
+        found = list[Estimate]()
+        for name, policy in policies.items():
+            on_policy(name)
+            found.append(
+                _estimate(name, policy, recording, dataset, behaviour, gamma, updates, seed)
+            )
+    finally:
+        recording.memory.close()
+    return sorted(found, key=lambda one: -one.fqe)
+
+
+def _read(dataset: Dataset, gamma: float, seed: int) -> Recording:
+    scale = Config(**dataset.manifest.origin.env).reward_scale
+    memory = DatasetMemory(dataset, 1, gamma, 2**62, 2, seed, HOST, lambda reward: reward / scale)
+    columns = list[list[NDArray[Any]]]()
+    for part in dataset.manifest.parts:
+        file = PartFile(part, dataset.local(part), dataset.spec)
+        for group in range(len(part.groups)):
+            names = ("episode", "step", "probability", "skip")
+            *kept, skip = file.read_columns(group, names)
+            columns.append([np.asarray(column)[~skip] for column in kept])
+    episode, step, probability = map(np.concatenate, zip(*columns, strict=True))
+    _, place = np.unique(episode, return_inverse=True)
+    if not (step == 0).any():
+        raise DataError(f"dataset '{dataset.url}' has no beginning of an episode; record more")
+    return Recording(
+        memory,
+        torch.from_numpy(place),
+        torch.from_numpy(step.astype(np.int64)),
+        torch.from_numpy(probability.astype(np.float64)),
+        fit_statistics(dataset),
+    )
+
+
+def _fit(
+    recording: Recording,
+    dataset: Dataset,
+    updates: int,
+    seed: int,
+    loss: Callable[[QNetwork, QNetwork, Tensor, Batch], Tensor],
+) -> QNetwork:
+    """Return a network fitted with ``loss(online, target, rows, batch)``; the target follows."""
+    statistics = recording.statistics
+    config = Config(**NETWORK, normalize_observations="obs_mean" in statistics)
+    online, target = (make_network(config, dataset.spec, HOST, seed) for _ in range(2))
+    if config.normalize_observations:
+        mean, variance = (torch.tensor(statistics[f"obs_{name}"]) for name in ("mean", "variance"))
+        for network in (online, target):
+            network.set_statistics(mean, variance, statistics["obs_count"])
+    weights, old_weights = FlatWeights(online), FlatWeights(target)
+    adam = make_optimiser("adam", weights.data, 1e-8, 0.0, None)
+    updater = LocalUpdater(weights, adam, max_grad_norm=10.0)
+    generator = torch.Generator().manual_seed(seed)
+    for update in range(updates):
+        rows = torch.randint(len(recording.step), (BATCH,), generator=generator)
+        error = loss(online, target, rows, recording.batch(rows))
+        weights.set_grad(torch.autograd.grad(error, weights.parameters))
+        updater.apply(LEARNING_RATE * (1 - update / updates))
+        old_weights.data.lerp_(weights.data, TAU)
+    return online
+
+
+def _fit_behaviour(recording: Recording, dataset: Dataset, updates: int, seed: int) -> Tensor:
+    """Return log-probabilities ``[transitions, actions]`` of a model of the data's policy."""
+
+    def loss(online: QNetwork, _: QNetwork, rows: Tensor, batch: Batch) -> Tensor:
+        del rows
+        return action_cross_entropy(online.q_values(batch.obs), batch.action).mean()
+
+    model = _fit(recording, dataset, updates, mix_seeds(seed, 1), loss)
+    return recording.map(lambda batch: model.q_values(batch.obs).log_softmax(1))
+
+
+def _estimate(
+    name: str,
+    policy: Policy,
+    recording: Recording,
+    dataset: Dataset,
+    behaviour: Tensor,
+    gamma: float,
+    updates: int,
+    seed: int,
+) -> Estimate:
+    def chosen(obs: Tensor) -> Tensor:
+        return torch.from_numpy(policy.greedy(obs.numpy()))
+
+    action = recording.map(lambda batch: batch.action)
+    here = recording.map(lambda batch: chosen(batch.obs))
+    ahead = recording.map(lambda batch: chosen(batch.next_obs))
+
+    def loss(online: QNetwork, target: QNetwork, rows: Tensor, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            value = take(target(batch.next_obs), ahead[rows])
+            wanted = td_target(batch.reward, batch.discount, value)
+        return F.mse_loss(take(online(batch.obs), batch.action), wanted)
+
+    fitted = _fit(recording, dataset, updates, seed, loss)
+    values = recording.map(lambda batch: fitted(batch.obs))
+    last = recording.map(lambda batch: fitted(batch.next_obs))
+    steps = Steps.of(
+        recording,
+        reward=recording.map(lambda batch: batch.reward),
+        q=take(values, action),
+        v=take(values, here),
+        v_next=take(last, ahead),
+        goes_on=recording.map(lambda batch: batch.discount) > 0,
+        log_ratio=_log_ratio(recording.probability, take(behaviour, action), here == action),
+    )
+    samples = _resample(len(steps.value), seed)
+    fqe = samples @ steps.value / samples.sum(1)
+    wdr = weighted_doubly_robust(steps, gamma, samples)
+    rare = take(behaviour, here).exp() < RARE
+    return Estimate(
+        name,
+        *_mean_and_interval(fqe),
+        *_mean_and_interval(wdr),
+        agreement=float((here == action).double().mean()),
+        rare=float(rare.double().mean()),
+        effective_episodes=steps.effective_episodes(),
+    )
+
+
+def _log_ratio(probability: Tensor, log_model: Tensor, agrees: Tensor) -> NDArray[np.float64]:
+    """Return log π(a|s)/b(a|s) of a greedy policy π; b is the model's where it was not recorded."""
+    # A comparison with NaN is False: the model's also replaces that, and 0, which no action has.
+    known = torch.where(probability > 0, probability, log_model.double().exp())
+    ratio = -known.clamp(min=1e-6).log()
+    return torch.where(agrees, ratio, -torch.inf).numpy()
+
+
+def _resample(episodes: int, seed: int) -> NDArray[np.float64]:
+    """Return how often each sample holds each episode; the first one holds every episode once."""
+    random = np.random.default_rng([seed, 2])
+    drawn = random.multinomial(episodes, np.full(episodes, 1 / episodes), BOOTSTRAP_SAMPLES)
+    return np.concatenate((np.ones((1, episodes)), drawn))
+
+
+def _mean_and_interval(estimates: NDArray[np.float64]) -> tuple[float, tuple[float, float]]:
+    low, high = np.quantile(estimates[1:], [0.025, 0.975])
+    return float(estimates[0]), (float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Episodes that were recorded from their beginning, as matrices ``[episodes, steps]``.
+
+    After its end, an episode's rewards and values are 0, and its ratio stays as it is. Where it was
+    truncated, the step behind its last one holds the value of its last observation.
+    """
+
+    reward: NDArray[np.float64]
+    q: NDArray[np.float64]
+    v: NDArray[np.float64]
+    ratio: NDArray[np.float64]
+    """Π π/b over the steps up to and including this one, divided by the largest of this step."""
+
+    @classmethod
+    def of(
+        cls,
+        recording: Recording,
+        *,
+        reward: Tensor,
+        q: Tensor,
+        v: Tensor,
+        v_next: Tensor,
+        goes_on: Tensor,
+        log_ratio: NDArray[np.float64],
+    ) -> Steps:
+        step, episode = recording.step.numpy(), recording.episode.numpy()
+        complete = np.unique(episode[step == 0])
+        place = np.full(episode.max() + 1, -1)
+        place[complete] = np.arange(len(complete))
+        kept = place[episode] >= 0
+        at = (place[episode[kept]], step[kept])
+        shape = (len(complete), int(step[kept].max()) + 2)
+        columns = {}
+        for name, values in {"reward": reward, "q": q, "v": v}.items():
+            columns[name] = np.zeros(shape)
+            columns[name][at] = values.double().numpy()[kept]
+        logs = np.zeros(shape)
+        logs[at] = log_ratio[kept]
+        cumulated = np.cumsum(logs, axis=1)
+        longest = np.zeros(len(complete), np.int64)
+        np.maximum.at(longest, *at)
+        last = kept & (step == longest[np.maximum(place[episode], 0)]) & goes_on.numpy()
+        columns["v"][place[episode[last]], step[last] + 1] = v_next.double().numpy()[last]
+        largest = cumulated.max(axis=0, keepdims=True)
+        ratio = np.exp(cumulated - np.where(np.isfinite(largest), largest, 0.0))
+        return cls(**columns, ratio=ratio)
+
+    @property
+    def value(self) -> NDArray[np.float64]:
+        """The value of each episode's first observation."""
+        return self.v[:, 0]
+
+    def effective_episodes(self) -> float:
+        """Return (Σ w)² / Σ w² of the ratios of each step, as a mean over steps."""
+        squares = (self.ratio**2).sum(0)
+        return float(np.mean(self.ratio.sum(0) ** 2 / np.where(squares > 0, squares, 1.0)))
+
+
+def weighted_doubly_robust(
+    steps: Steps, gamma: float, samples: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return Σ_t γᵗ Σ_i [w_t (r − Q) + w_{t−1} V] for every bootstrap sample (1604.00923, eq. 9).
+
+    w are the ratios of each step divided by their sum over the episodes; where no episode has any
+    weight left, the value of the step before stands for the rest.
+    """
+    episodes, length = steps.ratio.shape
+    before = np.concatenate((np.ones((episodes, 1)), steps.ratio[:, :-1]), axis=1)
+    discounts = gamma ** np.arange(length)
+
+    def weighted(ratio: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+        total = samples @ ratio
+        return (samples @ (ratio * values)) / np.where(total > 0, total, 1.0)
+
+    return (weighted(steps.ratio, steps.reward - steps.q) + weighted(before, steps.v)) @ discounts
