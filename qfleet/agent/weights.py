@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,8 @@ class FlatWeights:
         first = self.parameters[0]
         self.data = torch.zeros((*rows, size), dtype=first.dtype, device=first.device)
         self.grad = torch.zeros_like(self.data)
+        self.grad_norm: Callable[[Tensor], Tensor] = torch.linalg.vector_norm
+        """The norm of a gradient; of a part of a network, that of all parts together."""
         for parameter, view in zip(self.parameters, self._views(self.data), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view

@@ -36,6 +36,10 @@ class ResumeOptions:
     """Device to use instead of the run's own: cpu, cuda …"""
     workers: int | None = None
     """Parameter server, all-reduce: new number of workers."""
+    tensor_parallel: int | None = None
+    """All-reduce: new number of ranks that hold parts of each layer."""
+    pipeline_parallel: int | None = None
+    """All-reduce: new number of stages of the network."""
     servers: int | None = None
     """New number of servers (parameter server) or replay shards (actors)."""
     address: str | None = None

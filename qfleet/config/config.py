@@ -461,6 +461,11 @@ class Config:
     measurements and teaching."""
     straggler: float = field(1.0, "cluster", low=1, engines=PROCESSES)
     """Parameter server, actors, all-reduce: factor on step_latency_s of worker 0."""
+    tensor_parallel: int = field(1, "cluster", low=1, engines=RANKS)
+    """All-reduce: ranks that hold parts of each layer of one network (docs/model-parallel.md)."""
+    pipeline_parallel: int = field(1, "cluster", low=1, engines=RANKS)
+    """All-reduce: stages of consecutive layers, each on tensor_parallel ranks of its own. There are
+    workers / (tensor_parallel × pipeline_parallel) copies of the network."""
     batch_per_rank: int = field(0, "cluster", low=0, engines=RANKS)
     """All-reduce: samples of each rank per update; 0: batch_size / workers, so that the number of
     ranks does not change the algorithm."""
@@ -497,6 +502,11 @@ class Config:
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @property
+    def ranks_per_copy(self) -> int:
+        """Ranks that hold the parts of one network."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def updates_per_env_step(self) -> float:

@@ -176,6 +176,8 @@ def _rules(c: Config) -> Rules:
             "cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs")
         yield c.lr_scaling == "none" or c.batch_per_rank > 0, "lr_scaling", (
             "is for a batch that grows with the ranks; set batch_per_rank or use none")
+    if c.ranks_per_copy > 1:
+        yield from _split_rules(c)
     if c.population > 1:
         no = "does not go with a population"
         yield c.head in ("q", "c51", "qr"), "head", f"{no}; use q, c51 or qr"
@@ -219,6 +221,29 @@ def _rules(c: Config) -> Rules:
         "must be > 0 and < 1 with exploration_ladder; Ape-X uses 0.4")
     yield not (c.exploration_ladder and c.noisy), "exploration_ladder", (
         "does not go with noisy, which explores without ε; switch one of them off")
+
+
+def _split_rules(c: Config) -> Rules:
+    """Yield the rules of networks that are split among ranks."""
+    name = "tensor_parallel" if c.tensor_parallel > 1 else "pipeline_parallel"
+    no = f"does not go with {name}"
+    batch_size = c.batch_per_rank * c.workers or c.batch_size
+    yield c.workers % c.ranks_per_copy == 0, "workers", (
+        f"must be a multiple of tensor_parallel × pipeline_parallel, {c.ranks_per_copy}")
+    yield batch_size % c.workers == 0, "workers", (
+        f"must divide batch_size {batch_size} with {name}, where ranks draw equal shares")
+    yield c.replay, "replay", f"{no}, whose ranks gather batches; choose an algorithm with replay"
+    yield c.device in ("auto", "cpu"), "device", f"{no}, which is for CPUs so far; use cpu"
+    yield ":" not in c.network, "network", f"{no}, which splits qfleet's own networks; use one"
+    yield c.precision in ("auto", "fp32", "fp64"), "precision", f"{no}; use fp32"
+    yield c.compile != "on", "compile", f"{no}; switch it off"
+    yield c.gradient_compression in ("none", "fp16", "bf16"), "gradient_compression", (
+        f"{no}, whose ranks would send different entries of the layers that all hold; use bf16")
+    for field in ("noisy", "normalize_observations", "dropout"):
+        yield not getattr(c, field), field, (
+            f"{no}, because ranks would have different noise or statistics; switch it off")
+    yield not c.data, "data", f"{no}, whose ranks gather batches of replay; leave one of them out"
+    yield c.head != "iqn", "head", f"{no}, because ranks would draw different fractions; use qr"
 
 
 def _rollout_rules(c: Config, default: Config) -> Rules:

@@ -184,18 +184,20 @@ def make_learner(
     *,
     members: Sequence[int] = (0,),
     updater_factory: Callable[[FlatWeights], Updater] | None = None,
+    network_factory: Callable[[], QNetwork] | None = None,
     draw_stage: str | None = None,
     use_kernels: bool = False,
 ) -> Learner:
     """Return the learner: ``RecordedLearner`` on accelerators and for populations.
 
-    ``updater_factory``: default: the updater of the configuration. ``use_kernels``: let our own
-    kernels replace the network if they can.
+    ``updater_factory``, ``network_factory``: default: those of the configuration. ``use_kernels``:
+    let our own kernels replace the network if they can.
     """
     device, seeds = place.device, Seeds.of(config.seed)
-    online = make_networks(config, spec, device, members)
-    has_target = config.replay or config.target_network
-    target = make_networks(config, spec, device, members) if has_target else online
+    plain = functools.partial(make_networks, config, spec, device, members)
+    build = network_factory or plain
+    online = build()
+    target = build() if config.replay or config.target_network else online
     target.share_statistics(online)
     for network in (online, target):  # first: the learner chooses a gradient that fits
         network.autocast_dtype = AUTOCAST.get(config.precision)

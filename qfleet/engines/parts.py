@@ -98,8 +98,15 @@ class Model(Protocol):
     """The network that a run trains: what is evaluated, saved and resumed."""
 
     online: QNetwork
-    weights: FlatWeights
-    lr_scale: float
+
+    @property
+    def weights(self) -> FlatWeights: ...
+
+    @property
+    def lr_scale(self) -> float: ...
+
+    @lr_scale.setter
+    def lr_scale(self, scale: float) -> None: ...
 
     def read_metrics(self) -> dict[str, float]:
         """Return numbers of the newest update; none before the first one."""

@@ -56,6 +56,7 @@ from qfleet.engines.recording import Prepared, prepare_learner
 from qfleet.engines.stage_rates import Stages, env_rate, learner_rate, make_stages
 from qfleet.engines.torch_settings import set_threads
 from qfleet.engines.tuning import Choice, Tuning, apply_precision
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.bottleneck import StageRates
 from qfleet.telemetry.timers import Timers
 
@@ -71,6 +72,10 @@ class Variant:
     memory: Callable[..., Memory] = make_memory
     updater: Callable[..., Updater] | None = None
     """``updater(weights, timers=…, capturable=…)``; None: the updater of the configuration."""
+    network: Callable[[EnvSpec], QNetwork] | None = None
+    """Makes the learner's networks; None: those of the configuration."""
+    inference: Callable[..., HostInference] = HostInference
+    """Acts in turn with learning."""
     parts: Callable[..., LoopParts] = LoopParts
     ladder: NDArray[np.float32] | None = None
     """One constant ε per env."""
@@ -98,8 +103,10 @@ def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B00
             variant.updater, timers=timers[0], capturable=place.capturable
         )
         learner: Learner = make_learner(
-            config, spec, place, memory, clock, timers[0], updater_factory=updater
-        )
+            config, spec, place, memory, clock, timers[0],
+            updater_factory=updater,
+            network_factory=variant.network and functools.partial(variant.network, spec),
+        )  # fmt: skip
         notes, hooks, prepared = list(place.notes), list[EngineHook](), None
         if place.capturable:
             assert isinstance(learner, RecordedLearner), "devices with streams record updates"
@@ -124,7 +131,7 @@ def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B00
         else:
             # These environments run in this interpreter: a thread would gain nothing.
             acting = None
-            inference = HostInference(learner.online, place.device, spec.obs_dtype, seeds.actor)
+            inference = variant.inference(learner.online, place.device, spec.obs_dtype, seeds.actor)
             blocks = min(2, len(envs))  # groups in flight begin a block before the last is returned
         rows = rows_per_block(config)
         actor = Actor(

@@ -9,8 +9,10 @@ are threads here, each of which learns from its part of every batch.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from queue import Queue
 from typing import TypeAlias
 
 import torch
@@ -26,6 +28,7 @@ from qfleet.core.seeding import Seeds
 from qfleet.core.types import BATCH_FIELDS, Batch, Block, Clock, EnvSpec, Memory, StateDict
 from qfleet.engines import serial
 from qfleet.engines.all_reduce.compression import make_exchange
+from qfleet.engines.all_reduce.mesh import use_whole_norm
 from qfleet.engines.all_reduce.rank import rank_config, whole_config
 from qfleet.engines.all_reduce.updater import AllReduceUpdater
 from qfleet.engines.factories import make_learner, make_updater
@@ -34,6 +37,9 @@ from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import TorchSettings
 from qfleet.engines.tuning import apply_precision
 from qfleet.networks.factory import make_network
+from qfleet.networks.parallel.layout import Layout
+from qfleet.networks.parallel.split import split_network
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 
@@ -43,8 +49,10 @@ RANKS_S = 60.0
 """Deadline of the ranks for each other."""
 
 
-OnUpdate: TypeAlias = "Callable[[int, Learner, FixedBatches], None]"
+OnUpdate: TypeAlias = "Callable[[int, Learner, FixedBatches, Whole], None]"
 """Called after every update with the rank, its learner and its memory."""
+Whole: TypeAlias = Callable[[Tensor], Tensor]
+"""Returns a whole flat vector, given a rank's part of it; all ranks call it together."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +73,19 @@ class Comparison:
 class ThreadRanks:
     """Ranks that are threads; a thread's name is its rank."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.exchanges = size, size > 1
+    def __init__(self, size: int, stride: int = 1) -> None:
+        """``stride``: the difference of the names of two consecutive ranks."""
+        self.size, self.exchanges, self._stride = size, size > 1, stride
         self.bytes_sent = self.messages = 0
         self._tensors: dict[str, Tensor] = {}
         self._barrier = threading.Barrier(size)
+        self._sent = defaultdict[tuple[int, int], Queue[Tensor]](Queue)
+        """By sender and receiver."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this thread among these ranks."""
+        return int(threading.current_thread().name) // self._stride % self.size
 
     def sum(self, tensor: Tensor) -> None:
         tensor.copy_(torch.stack(self.gather(tensor)).sum(0))
@@ -80,6 +96,23 @@ class ThreadRanks:
         gathered = [self._tensors[name] for name in sorted(self._tensors)]
         self._barrier.wait(RANKS_S)
         return gathered
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        self._sent[self.rank, rank].put(tensor.clone())
+
+    def receive(self, dtype: torch.dtype, rank: int) -> Tensor:
+        tensor = self._sent[rank, self.rank].get(timeout=RANKS_S)
+        assert tensor.dtype == dtype
+        return tensor
+
+    def broadcast(self, tensor: Tensor | None, dtype: torch.dtype, rank: int) -> Tensor:
+        if self.rank != rank:
+            return self.receive(dtype, rank)
+        assert tensor is not None
+        for other in range(self.size):
+            if other != rank:
+                self.send(tensor, other)
+        return tensor
 
     def run(self, work: Callable[[int], None]) -> None:
         """Call ``work`` with each rank, in a thread of its own; raise the first error."""
@@ -156,7 +189,8 @@ def collect_batches(config: Config, updates: int) -> tuple[EnvSpec, list[Batch]]
         engine="serial", steps=10**9, learning_starts=10**8, precision="auto", compile="off",
         exploration_initial_eps=1.0, exploration_final_eps=1.0, exploration_ladder=False,
         buffer_size=2 * steps, gradient_compression="none", workers=Config.workers,
-        batch_per_rank=0, lr_scaling="none",
+        batch_per_rank=0, lr_scaling="none", tensor_parallel=1,
+        pipeline_parallel=1,
     )  # fmt: skip
     parts = serial.build(Setup(plain, FaultLog()))
     try:
@@ -178,35 +212,69 @@ def learn_batches(
     initial: Tensor,
     on_update: OnUpdate,
     ranks: ThreadRanks | None = None,
+    tensor_ranks: Callable[..., ThreadRanks] = ThreadRanks,
 ) -> None:
-    """Learn from the batches, from ``initial`` weights on: one learner, or one per rank."""
-    size = config.workers if config.engine == "all-reduce" else 1
+    """Learn from the batches, from ``initial`` weights on: one learner, or one per rank.
+
+    ``ranks`` add gradients up, ``tensor_ranks`` hold the parts of layers and the stages.
+    """
+    has_ranks = config.engine == "all-reduce"
+    size, parts = (config.workers, config.ranks_per_copy) if has_ranks else (1, 1)
     if size > 1:
         config = config.replace(device="cpu")  # threads would share the streams of a GPU
     ranks = ranks or ThreadRanks(size)
+    # Along the axes of the mesh: other copies, other parts of a copy, its stages, parts of layers.
+    stages, tensor = config.pipeline_parallel, config.tensor_parallel
+    copies = [ranks] if parts == 1 else [type(ranks)(size // parts) for _ in range(parts)]
+    peers = [ThreadRanks(parts) for _ in range(size // parts)]
+    pipelines = [tensor_ranks(stages, tensor) for _ in range(size // stages)]
+    tensors = [tensor_ranks(tensor) for _ in range(size // tensor)]
 
     def learn(rank: int) -> None:
         whole = whole_config(config)
         own = rank_config(config, rank) if size > 1 else whole
-        first = sum(rank_config(config, r).batch_size for r in range(rank))
+        mine, layouts = peers[rank // parts], list[Layout]()
+        first = sum(rank_config(config, r).batch_size for r in range(rank // parts))
         memory = FixedBatches(batches, slice(first, first + own.batch_size))
         place, clock, timers = Placement.of(own, spec, in_background=False), Clock(), Timers()
 
-        def updater(weights: FlatWeights) -> AllReduceUpdater:
-            local, share = make_updater(own, weights, False), own.batch_size / whole.batch_size
-            exchange = make_exchange(config, weights)
-            return AllReduceUpdater(weights, local, ranks, exchange, share, timers)
+        def network() -> QNetwork:
+            device, seed = torch.device("cpu"), Seeds.of(config.seed).network
+            pipeline = pipelines[rank // parts * tensor + rank % tensor]
+            axes = tensors[rank // tensor], pipeline
+            return make_network(
+                own, spec, device, seed, lambda net: layouts.append(split_network(net, *axes))
+            )
 
-        learner = make_learner(own, spec, place, memory, clock, timers, updater_factory=updater)
+        def updater(weights: FlatWeights) -> AllReduceUpdater:
+            if parts > 1:
+                use_whole_norm(weights, layouts[0], mine)
+            local, share = make_updater(own, weights, False), own.batch_size / whole.batch_size
+            exchange, sums = make_exchange(config, weights), copies[rank % parts]
+            return AllReduceUpdater(weights, local, sums, exchange, share, timers)
+
+        def joined(flat: Tensor) -> Tensor:
+            if parts == 1:
+                return flat
+            # Parts of stages differ in size.
+            for part in range(parts):
+                mine.send(flat, part)
+            return layouts[0].join([mine.receive(flat.dtype, part) for part in range(parts)])
+
+        learner = make_learner(
+            own, spec, place, memory, clock, timers,
+            updater_factory=updater, network_factory=network if parts > 1 else None,
+        )  # fmt: skip
         apply_precision(own, learner.networks)
-        if initial.shape != learner.weights.data.shape:
+        size_of_all = layouts[0].whole_size if parts > 1 else learner.weights.data.numel()
+        if initial.numel() != size_of_all:
             raise ConfigError("the two configurations have different networks")
-        learner.weights.data.copy_(initial)
+        learner.weights.data.copy_(layouts[0].cut(initial, mine.rank) if parts > 1 else initial)
         learner.move_target(1.0)
         for _ in batches:
             learner.learn(1)
             clock.env_steps += max(1, config.train_freq // config.gradient_steps)
-            on_update(rank, learner, memory)
+            on_update(rank, learner, memory, joined)
 
     ranks.run(learn)
 
@@ -232,16 +300,16 @@ def compare(first: Config, second: Config, updates: int) -> Comparison:
         ours: list[Tensor] = []
         largest, relative = list[float](), list[float]()
 
-        def keep(rank: int, learner: Learner, _: FixedBatches) -> None:
+        def keep(rank: int, learner: Learner, _: FixedBatches, whole: Whole) -> None:
+            weights = whole(learner.weights.data)
             if rank == 0:
-                ours.append(learner.weights.data.cpu().clone())
+                ours.append(weights.cpu().clone())
 
-        def measure(rank: int, learner: Learner, _: FixedBatches) -> None:
+        def measure(rank: int, learner: Learner, _: FixedBatches, whole: Whole) -> None:
+            weights = whole(learner.weights.data)
             if rank == 0:
                 mine = ours[len(largest)].double()
-                difference, moved = (
-                    mine - w.cpu().double() for w in (learner.weights.data, initial)
-                )
+                difference, moved = (mine - w.cpu().double() for w in (weights, initial))
                 largest.append(float(difference.abs().max()))
                 relative.append(float(difference.norm() / moved.norm()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -153,11 +154,22 @@ def _features(torso: nn.Module, path: str, spec: EnvSpec) -> int:
     return output.shape[1]
 
 
-def make_network(config: Config, spec: EnvSpec, device: torch.device, seed: int) -> QNetwork:
-    """Build the network with weights drawn from ``seed`` and apply the model transform."""
+def make_network(
+    config: Config,
+    spec: EnvSpec,
+    device: torch.device,
+    seed: int,
+    split: Callable[[QNetwork], object] | None = None,
+) -> QNetwork:
+    """Build the network with weights drawn from ``seed`` and apply the model transform.
+
+    ``split`` replaces its layers by parts of them (docs/model-parallel.md).
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = build_network(spec, config)
+    if split is not None:
+        split(network)
     if config.precision == "fp64":
         _double(network)
     return model_transform(network.to(device), config, device)

@@ -92,14 +92,15 @@ class ActionHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         if self.value is None:
-            return self._by_action(self.advantage(features))
+            return self.by_action(self.advantage(features))
         if self._noisy and not features.is_cpu:
             value, advantage = _two_noisy(features, self.value, self.advantage)
         else:
             value, advantage = self.value(features), self.advantage(features)
-        return combine_streams(self._by_action(value), self._by_action(advantage))
+        return combine_streams(self.by_action(value), self.by_action(advantage))
 
-    def _by_action(self, output: Tensor) -> Tensor:
+    def by_action(self, output: Tensor) -> Tensor:
+        """Return a stream's output, ``[B, A × K]``, as ``[B, A, K]``, if the head has a width."""
         return output if self.width is None else output.view(output.shape[0], -1, self.width)
 
 

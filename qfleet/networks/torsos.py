@@ -75,7 +75,7 @@ def _require_image(spec: EnvSpec, network: str, least_pixels: int) -> ImageLayou
     return layout
 
 
-def _as_image(obs: Tensor, layout: ImageLayout) -> Tensor:
+def as_image(obs: Tensor, layout: ImageLayout) -> Tensor:
     """Return the observation as ``[B, channels, height, width]``; pixels are scaled to [0, 1]."""
     image = obs.movedim(-1, -3) if layout.channels_last else obs
     if image.dim() == 3:
@@ -131,13 +131,14 @@ class MLP(nn.Module):
             self.layers = Dense(sizes, relu_last=True)
 
     def forward(self, obs: Tensor) -> Tensor:
-        encoded = self._encode(obs)
+        encoded = self.encode(obs)
         if self.layers is None:
             return encoded
         features: Tensor = self.layers(encoded)
         return features
 
-    def _encode(self, obs: Tensor) -> Tensor:
+    def encode(self, obs: Tensor) -> Tensor:
+        """Return the input of the first layer, ``[B, inputs]``."""
         flat = obs if obs.dim() == 2 else obs.reshape(obs.shape[0], -1)
         if self.num_obs_values:
             # Not F.one_hot: it reads the largest value, which synchronises a GPU with the host.
@@ -210,7 +211,7 @@ class NatureCNN(nn.Module):
         self.features = dense or flat
 
     def forward(self, obs: Tensor) -> Tensor:
-        image = _as_image(obs, self.layout)
+        image = as_image(obs, self.layout)
         features: Tensor = self.convolutions(image) if image.is_cpu else self._folded(image)
         return features if self.dense is None else self.dense(features)
 
@@ -255,7 +256,7 @@ class MinAtarCNN(nn.Module):
         self.features = dense or flat
 
     def forward(self, obs: Tensor) -> Tensor:
-        image = _as_image(obs, self.layout)
+        image = as_image(obs, self.layout)
         features = F.relu(self.convolution(image))
         if self.by_position:
             features = features.movedim(1, -1)
@@ -263,7 +264,9 @@ class MinAtarCNN(nn.Module):
         return features if self.dense is None else self.dense(features)
 
 
-class _Residual(nn.Module):
+class Residual(nn.Module):
+    """Two convolutions whose output is added to their input, ``[B, C, H, W]``."""
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(channels, channels, 3, padding=1)
@@ -290,7 +293,7 @@ class ImpalaResNet(nn.Module):
             stages += [
                 nn.Conv2d(channels, wider, 3, padding=1),
                 nn.MaxPool2d(3, stride=2, padding=1),
-                *(_Residual(wider) for _ in range(depth)),
+                *(Residual(wider) for _ in range(depth)),
             ]
             channels, rows, columns = wider, (rows + 1) // 2, (columns + 1) // 2
         self.stages = nn.Sequential(*stages, nn.ReLU(), nn.Flatten())
@@ -299,5 +302,5 @@ class ImpalaResNet(nn.Module):
         self.features = dense or flat
 
     def forward(self, obs: Tensor) -> Tensor:
-        features: Tensor = self.stages(_as_image(obs, self.layout))
+        features: Tensor = self.stages(as_image(obs, self.layout))
         return features if self.dense is None else self.dense(features)

@@ -62,7 +62,7 @@ FREE_ON_RESUME = {
     "tensorboard", "track", "replay_dir", "max_fault_rate", "max_env_restarts", "env_timeout_s",
     "max_abs_q", "target_return", "patience", "eval_max_steps", "workers", "servers", "address",
     "snapshot_s", "worker_timeout_s", "baseline", "price_per_cpu_hour", "price_per_gpu_hour",
-    "record", "data", "data_readers",
+    "record", "data", "data_readers", "tensor_parallel", "pipeline_parallel",
 }  # fmt: skip
 
 
@@ -191,6 +191,8 @@ def resume(
     steps: int | None = None,
     device: str | None = None,
     workers: int | None = None,
+    tensor_parallel: int | None = None,
+    pipeline_parallel: int | None = None,
     servers: int | None = None,
     address: str | None = None,
     replay_dir: str | None = None,
@@ -211,11 +213,10 @@ def resume(
     asked: dict[str, Any] = {
         "steps": steps, "device": device, "workers": workers, "servers": servers,
         "address": address, "replay_dir": replay_dir, "track": track, "record": record,
-        "data": data,
+        "data": data, "tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel,
     }  # fmt: skip
     asked = {name: value for name, value in asked.items() if value is not None}
-    how: dict[str, Any] = {"options": _options(options, progress)}
-    how |= {"callbacks": callbacks, "trust": trust}
+    how = dict[str, Any](options=_options(options, progress), callbacks=callbacks, trust=trust)
     if is_url(str(run)):
         with Publisher(str(run), resumes=True) as publisher:
             how["callbacks"] = [*as_callbacks(callbacks), publisher]
@@ -235,7 +236,7 @@ def resume(
     check_trust(Config(**kept), trust)
     config = Config(**stored).replace(**asked)
     # An empty address is the default of every engine, so every run accepts it.
-    fleet = [name for name in ("workers", "servers", "address") if asked.get(name, "") != ""]
+    fleet = [n for n, value in asked.items() if OPTIONS[n].group == "cluster" and value != ""]
     if any(config.engine not in OPTIONS[name].engines for name in fleet):
         raise ConfigError(f"{', '.join(fleet)} cannot be set: '{folder}' runs on {config.engine}")
     if not has_checkpoint(folder / "checkpoints"):

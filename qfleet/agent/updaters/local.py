@@ -31,7 +31,7 @@ class LocalUpdater(Updater):
         if grad.device.type != "cpu" or isinstance(learning_rate, Tensor):
             norm, found_bad = self._apply_capturable(learning_rate)
             return {"grad_norm": norm, "skipped": found_bad}
-        value = float(torch.linalg.vector_norm(grad))
+        value = float(self._weights.grad_norm(grad))
         if not math.isfinite(value):
             return {"grad_norm": value, "skipped": 1.0}
         if value > self._max_norm:

@@ -120,6 +120,9 @@ class RanksHook(EngineHook):
         config, updates = self._parts.config, self._parts.clock.updates - self._parts.first_update
         # Not what the group has counted: recorded exchanges run without it.
         sent, messages = (updates * number for number in self._parts.updater.traffic)
+        if self._parts.mesh is not None:
+            for axis in self._parts.mesh[1:]:  # those of a copy
+                sent, messages = sent + axis.bytes_sent, messages + axis.messages
         fleet = {
             "ranks": ranks,
             "effective_batch_size": config.batch_size,

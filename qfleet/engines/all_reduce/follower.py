@@ -124,5 +124,9 @@ def _obey(parts: RankParts, faults: UnsentFaults) -> bool:
             return True
         if order == Order.SEND_STATE:
             group.send_state(parts.own_state(), 0)
+        elif order == Order.SEND_WEIGHTS:
+            group.send_state({"weights": parts.learner.weights.data}, 0)
+        elif order == Order.SEND_LEARNER:
+            group.send_state(parts.learner.state_dict(), 0)
         else:
             group.send_state({**parts.report(), "faults": faults.take()}, 0)

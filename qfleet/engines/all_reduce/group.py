@@ -57,6 +57,8 @@ class Order(IntEnum):
     SEND_STATE = 2
     SEND_REPORT = 3
     TAKE_STATE = 4
+    SEND_WEIGHTS = 5
+    SEND_LEARNER = 6
 
 
 class Group:
@@ -221,6 +223,37 @@ class Group:
                 on_host = tensor.cpu()  # itself, if it is there
                 dist.all_reduce(on_host, operation)
                 tensor.copy_(on_host)
+
+    def open_channels(self, every: Sequence[Sequence[int]]) -> Any:
+        """Connect the ranks of each list; return the channel of this rank's list."""
+        limit = timedelta(seconds=0.75 * self._timeout_s)
+        with self._exchange(), _on_loopback(self._world):
+            channels = [dist.new_group(list(ranks), timeout=limit) for ranks in every]
+        return next(c for c, ranks in zip(channels, every, strict=True) if self.rank in ranks)
+
+    def sum_within(self, channel: Any, tensor: Tensor) -> None:
+        """Replace the tensor by its sum over the ranks of a channel."""
+        with self._exchange():
+            dist.all_reduce(tensor, group=channel)
+
+    def gather_within(self, channel: Any, tensor: Tensor, size: int) -> list[Tensor]:
+        """Return the tensors of the ``size`` ranks of a channel."""
+        gathered = [torch.empty_like(tensor) for _ in range(size)]
+        with self._exchange():
+            dist.all_gather(gathered, tensor, group=channel)
+        return gathered
+
+    def send_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
+        with self._exchange(of_all=False):
+            dist.send(tensor, rank, group=channel)
+
+    def receive_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
+        with self._exchange(of_all=False):
+            dist.recv(tensor, rank, group=channel)
+
+    def broadcast_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
+        with self._exchange():
+            dist.broadcast(tensor, rank, group=channel)
 
     def give_order(self, order: Order, number: float = 0.0) -> None:
         """Tell all other ranks what to do (rank 0).

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from qfleet.agent.inference import HostInference
 from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import own_ladder
 from qfleet.agent.weights import FlatWeights
@@ -32,10 +33,13 @@ from qfleet.core.seeding import Seeds, mix_seeds
 from qfleet.core.types import EnvSpec, Memory, StateDict
 from qfleet.data.dataset_memory import BatchShare
 from qfleet.engines import offline, pipeline
-from qfleet.engines.all_reduce.compression import make_exchange
+from qfleet.engines.all_reduce.compression import Ranks, make_exchange
 from qfleet.engines.all_reduce.group import TUNED_S, Group, Order
+from qfleet.engines.all_reduce.inference import SharedInference
+from qfleet.engines.all_reduce.mesh import Mesh, use_whole_norm
 from qfleet.engines.all_reduce.replay import SharedReplay, deal, in_order
 from qfleet.engines.all_reduce.updater import AllReduceUpdater
+from qfleet.engines.all_reduce.whole_model import WholeEvaluator, WholeModel
 from qfleet.engines.factories import make_memory, make_ring, make_updater
 from qfleet.engines.loop import RateLimiter
 from qfleet.engines.parts import LoopParts, Parts, Setup
@@ -44,6 +48,10 @@ from qfleet.engines.tuning import Choice
 from qfleet.envs.latency import latency_of
 from qfleet.memory.columns import check_transitions
 from qfleet.networks.dropout import Dropout
+from qfleet.networks.factory import make_network
+from qfleet.networks.parallel.layout import Layout
+from qfleet.networks.parallel.split import split_network
+from qfleet.networks.qnetwork import QNetwork
 from qfleet.storage.state_checks import check_like
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.usage import device_id
@@ -67,7 +75,9 @@ def whole_config(config: Config) -> Config:
 def rank_config(config: Config, rank: int) -> Config:
     """Return a rank's settings: its share of those that count over all ranks."""
     whole, size = whole_config(config), config.workers
+    # Ranks that hold parts of one network learn from what all of them have drawn.
     batch_size = whole.batch_size // size + (rank < whole.batch_size % size)
+    batch_size *= config.ranks_per_copy
     capacity = whole.replace(envs=config.envs * size).replay_capacity
     least = (config.n_steps + 2) * config.envs + batch_size
     return whole.replace(
@@ -78,6 +88,7 @@ def rank_config(config: Config, rank: int) -> Config:
         step_latency_s=latency_of(config, rank),
         # One that hangs must be replaced before the other ranks lose their patience.
         env_timeout_s=min(config.env_timeout_s, config.worker_timeout_s / 2),
+        device="cpu" if config.ranks_per_copy > 1 else config.device,
         replay_dir=os.path.join(config.replay_dir, f"rank-{rank}") if config.replay_dir else "",
     )
 
@@ -91,9 +102,14 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
         cores = max(1, usable_cores() // ranks_here)
         torch.set_num_threads(min(torch.get_num_threads(), cores))
 
+    is_split = config.ranks_per_copy > 1
+    meshes, layouts = list[Mesh](), list[Layout]()
+
     def place(own: Config, spec: EnvSpec, in_background: bool) -> Placement:
         device = learner_device(own, spec)
         group.connect(device)
+        if is_split:
+            meshes.append(Mesh.of(group, config))
         if device.type != "cpu" and not group.has_nccl and own.replay_device == "auto":
             own = own.replace(replay_device="cpu")  # ranks that share a GPU do not see who fits
         place = Placement.of(own, spec, in_background)
@@ -119,16 +135,35 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
         if not config.replay:
             return make_memory(config, spec, place, values)
         seed = Seeds.of(own.seed).memory
-        return make_ring(config, spec, place, seed, functools.partial(SharedReplay, group))
+        peers = meshes[0].copy if meshes else None
+        share = own.batch_size // (peers.size if peers else 1)
+        ring = functools.partial(SharedReplay, group, peers=peers, share=share)
+        return make_ring(config, spec, place, seed, ring)
+
+    def network(spec: EnvSpec) -> QNetwork:
+        """Return this rank's part of the network that rank 0 would have alone."""
+
+        def split(whole: QNetwork) -> None:
+            layouts.append(split_network(whole, meshes[0].tensor, meshes[0].stages))
+
+        seed = Seeds.of(config.seed).network
+        return make_network(own, spec, torch.device("cpu"), seed, split)
+
+    def inference(*given: Any) -> HostInference:
+        return SharedInference(meshes[0].copy, *given)
 
     updaters: list[AllReduceUpdater] = []
     first = sum(rank_config(config, other).batch_size for other in range(rank))
 
     def updater(weights: FlatWeights, timers: Timers, capturable: bool = False) -> AllReduceUpdater:
+        ranks: Ranks = group
+        if meshes:
+            use_whole_norm(weights, layouts[0], meshes[0].copy)
+            ranks = meshes[0].data
         local, exchange = make_updater(config, weights, capturable), make_exchange(config, weights)
         share = own.batch_size / whole.batch_size
         waits = weights.data.device.type != "cpu" and not group.has_nccl
-        updaters.append(AllReduceUpdater(weights, local, group, exchange, share, timers, waits))
+        updaters.append(AllReduceUpdater(weights, local, ranks, exchange, share, timers, waits))
         return updaters[0]
 
     if config.data:
@@ -151,13 +186,25 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
             place=place,
             memory=memory,
             updater=updater,
+            network=network if is_split else None,
+            inference=inference if is_split else HostInference,
             parts=functools.partial(RankParts, group=group, whole=whole, together=together),
             ladder=own_ladder(config, rank),
             counting=together,
             agree=agree,
         ),
     )
-    return _finished(parts, updaters[0], first)
+    finished = _finished(parts, updaters[0], first)
+    if meshes:
+        finished.mesh = meshes[0]
+        most = max(layouts[0].local_size(part) for part in range(config.ranks_per_copy))
+        finished.notes.append(
+            f"the network is split among {config.ranks_per_copy} ranks: each holds at most "
+            f"{most:,} of {layouts[0].whole_size:,} weights"
+        )
+        if rank == 0:
+            _lead_whole(finished, own, layouts[0])
+    return finished
 
 
 def _finished(parts: LoopParts, updater: AllReduceUpdater, first: int) -> RankParts:
@@ -168,6 +215,16 @@ def _finished(parts: LoopParts, updater: AllReduceUpdater, first: int) -> RankPa
         if isinstance(module, Dropout):
             module.first_sample = first  # so the ranks' masks are those of one process
     return parts
+
+
+def _lead_whole(parts: RankParts, own: Config, layout: Layout) -> None:
+    """Let rank 0 evaluate and save the whole network."""
+    seed = Seeds.of(own.seed).network
+    network = make_network(own, parts.spec, parts.device, seed)
+    model = WholeModel(parts.learner, network, layout, parts.group, parts.clock)
+    parts.model = model
+    player = parts.setup.make_evaluator(network, parts.device, parts.closing)
+    parts.evaluator = WholeEvaluator(model, player)
 
 
 def _check_alike(group: Group, whole: Config, place: str) -> None:
@@ -193,6 +250,8 @@ class RankParts(LoopParts):
     together: Config
     """Those, with the environments of all ranks."""
     updater: AllReduceUpdater = field(init=False)
+    mesh: Mesh | None = None
+    """The axes of the ranks, if the network is split among some of them."""
     first_update: int = 0
     """Updates before this run."""
     began_processor_s: float = field(default_factory=time.process_time)
@@ -295,11 +354,12 @@ class RankParts(LoopParts):
     def bring_in_step(self) -> None:
         """Give all other ranks the weights and clock of this one, and what they continue from."""
         self.first_update = self.clock.updates
+        learner = self.model.state_dict()
         for rank in range(1, self.group.size):
             pieces = deal(self._rings, rank, self.group.size)
             start = {
                 "clock": [self.clock.env_steps, self.clock.updates],
-                "learner": self.model.state_dict(),
+                "learner": self._part(learner, rank),
                 "own": self._others[rank - 1] if self._others else {},
                 "pieces": {str(i): piece for i, piece in enumerate(pieces)},
             }
@@ -308,6 +368,19 @@ class RankParts(LoopParts):
             # A large memory takes longer than the next order may.
             self.group.await_ranks(IN_STEP, [rank], TUNED_S)
         self._others, self._rings = [], []
+        if isinstance(self.model, WholeModel):
+            self.model.sent()
+
+    def _part(self, learner: StateDict, rank: int) -> StateDict:
+        """Return what a rank holds of a learner's state."""
+        return self.model.part(learner, rank) if isinstance(self.model, WholeModel) else learner
+
+    def start_from(self, weights: FlatWeights) -> None:
+        if isinstance(self.model, WholeModel):
+            self.model.start_from(weights)
+            self.channel.restart(self.clock.updates)
+        else:
+            super().start_from(weights)
 
     def get_in_step(self) -> None:
         """Take over what ``bring_in_step`` sends."""

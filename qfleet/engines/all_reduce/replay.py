@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qfleet.core.types import FIRST, SKIP, Batch, Block, StateDict
+from qfleet.core.types import BATCH_FIELDS, FIRST, SKIP, Batch, Block, StateDict
 from qfleet.engines.all_reduce.group import Group
+from qfleet.engines.all_reduce.mesh import Axis
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import PrioritizedSampler
 
@@ -19,11 +20,19 @@ class SharedReplay(Ring):
 
     All ranks begin to learn together. The importance weight of a prioritised sample is relative to
     the largest weight on any rank, as if one sampler had drawn all samples.
+
+    Ranks that hold parts of one network learn from the same samples: each draws its share of every
+    batch, and a batch is what all of them have drawn.
     """
 
-    def __init__(self, group: Group, *given: Any) -> None:
+    def __init__(
+        self, group: Group, *given: Any, peers: Axis | None = None, share: int = 0
+    ) -> None:
+        """``peers``: the ranks that hold the parts of a network. ``share``: samples per batch that
+        this rank draws for them."""
         super().__init__(*given)
         self._group, self._all_can_sample = group, False
+        self._peers, self._share = peers, share
 
     def can_sample(self) -> bool:
         """Return whether every rank can sample; all ranks must ask at the same time."""
@@ -35,13 +44,27 @@ class SharedReplay(Ring):
         return self._all_can_sample
 
     def sample(self, count: int, beta: float | Tensor) -> Batch:
-        batch = super().sample(count, beta)
+        batch = super().sample(count // (self._peers.size if self._peers else 1), beta)
         if self._group.exchanges and isinstance(self.sampler, PrioritizedSampler):
             rarest = self.sampler.least_probability()  # of the sample with the largest weight
             of_all = rarest.clone()
             self._group.least(of_all)
             batch.weight.mul_((of_all / rarest) ** beta)
-        return batch
+        return Batch(*(self._of_peers(getattr(batch, name)) for name in BATCH_FIELDS))
+
+    def _of_peers(self, own: Tensor) -> Tensor:
+        """Return a column of the samples of all peers, batch by batch, and by rank in a batch."""
+        if self._peers is None:
+            return own
+        columns = torch.stack(self._peers.gather(own.contiguous()))
+        batches = columns.view(self._peers.size, -1, self._share, *own.shape[1:])
+        return batches.transpose(0, 1).reshape(-1, *own.shape[1:])
+
+    def update_priorities(self, index: Tensor, priority: Tensor) -> None:
+        if self._peers is not None:  # of a batch, this rank has drawn a part
+            own = slice(self._peers.rank * self._share, (self._peers.rank + 1) * self._share)
+            index, priority = index[own], priority[own]
+        super().update_priorities(index, priority)
 
     def refill(self, pieces: Sequence[StateDict], stack: int) -> None:
         """Fill the empty ring with pieces of other rings; all transitions get new priorities."""

@@ -169,7 +169,7 @@ def learn(config: Config, *given: Any) -> list[Learnt]:
     """Return what each rank has learnt."""
     learnt = [Learnt() for _ in range(config.workers if config.engine == "all-reduce" else 1)]
 
-    def keep(rank: int, learner: Learner, memory: FixedBatches) -> None:
+    def keep(rank: int, learner: Learner, memory: FixedBatches, _: Any) -> None:
         state = learner.state_dict()
         learnt[rank].weights.append(state["weights"].clone())
         learnt[rank].target_weights.append(state["target_weights"].clone())
