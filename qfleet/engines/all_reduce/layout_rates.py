@@ -1,0 +1,278 @@
+"""The rate of updates of one layout of ranks, and what it is made of (`qfleet doctor --parallel`).
+
+In: the configuration of an all-reduce run, and the ranks. Out: a ``RankReport`` of each rank. The
+ranks build what a run would build and learn from a memory of zeros, without steps of environments.
+Then each repeats the update without its exchanges, all at the same time, so that the time of
+computing includes what ranks take from each other where they share cores or a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from qfleet.agent.learner import Learner
+from qfleet.config.config import Config
+from qfleet.config.validation import validate
+from qfleet.core.errors import UserError
+from qfleet.engines.all_reduce.group import RUN, Group, LocalRanks
+from qfleet.engines.all_reduce.mesh import Axis
+from qfleet.engines.all_reduce.rank import build_rank
+from qfleet.engines.all_reduce.world import World
+from qfleet.engines.parts import LoopParts, Setup
+from qfleet.engines.recording import blank_block
+from qfleet.engines.registry import build
+from qfleet.engines.torch_settings import TorchSettings
+from qfleet.telemetry.faults import FaultLog
+
+SIZES = (256, 2**16, 2**20, 2**24)
+"""Bytes of the exchanges that are timed."""
+BURST = 8
+"""Updates at a time, as a run makes them, unless a network is so large that they take too long."""
+FILLED_ROWS = 64
+"""Rows in the memory that samples are drawn from."""
+REPEATS = 5
+"""Slices of a measurement, of which the median counts."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank measured of its layout."""
+
+    update_s: float
+    """Seconds of an update."""
+    compute_s: float
+    """Seconds of an update without its exchanges."""
+    state_bytes: int
+    """Weights, gradient, target weights and moments of this rank."""
+    exchanges: list[tuple[str, int, float]]
+    """Kind ("all" ranks or a "pair"), bytes and number of the exchanges of an update."""
+    exchange_s: dict[str, list[float]]
+    """Kind → seconds of an exchange of each of ``SIZES``."""
+
+
+class RepeatingGroup(Group):
+    """Ranks that can repeat an update without exchanging anything."""
+
+    noted: list[tuple[str, int, Tensor | None]] | None = None
+    """The exchanges of the update that is noted: kind, bytes, and whole numbers received."""
+    _repeated: Iterator[tuple[str, int, Tensor | None]] | None = None
+
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Exchange nothing within: integers, such as shapes, are those that were noted."""
+        assert self.noted is not None
+        self._repeated = iter(self.noted)
+        yield
+        self._repeated = None
+
+    def _note(self, kind: str, tensor: Tensor, exchange: Callable[[], Any]) -> None:
+        if self._repeated is not None:
+            _, _, numbers = next(self._repeated)
+            if numbers is not None:
+                tensor.copy_(numbers)
+            return
+        exchange()
+        if self.noted is not None:
+            numbers = None if tensor.is_floating_point() else tensor.clone()
+            self.noted.append((kind, tensor.nbytes, numbers))
+
+    def _reduce(self, tensor: Tensor, operation: Any) -> None:
+        self._note("all", tensor, partial(super()._reduce, tensor, operation))
+
+    def sum_within(self, channel: Any, tensor: Tensor) -> None:
+        self._note("all", tensor, partial(super().sum_within, channel, tensor))
+
+    def gather_within(self, channel: Any, tensor: Tensor, size: int) -> list[Tensor]:
+        gathered = [tensor] * size
+
+        def exchange() -> None:
+            gathered[:] = Group.gather_within(self, channel, tensor, size)
+
+        self._note("all", tensor, exchange)
+        return gathered
+
+    def send_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
+        self._note("pair", tensor, partial(super().send_within, channel, tensor, rank))
+
+    def receive_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
+        tensor.zero_()  # memory that was never written may hold slow numbers
+        self._note("pair", tensor, partial(super().receive_within, channel, tensor, rank))
+
+    def broadcast_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
+        self._note("all", tensor, partial(super().broadcast_within, channel, tensor, rank))
+
+
+class MeasuredRanks:
+    """Ranks on this machine that measure one layout after another; this process is rank 0."""
+
+    def __init__(self, size: int) -> None:
+        self._ranks, self._number = LocalRanks(size), 0
+
+    def measure(self, config: Config, seconds: float) -> list[RankReport]:
+        """Return the reports of all ranks; raise UserError if this layout is not possible."""
+        validate(config)
+        number, ranks = self._number, self._ranks
+        self._number += 1
+        told = {"config": asdict(config), "measured_s": seconds}
+        ranks.store.set(RUN.format(number), json.dumps(told))
+        return measure_rank(ranks.world, number, ranks.store, config, seconds, ranks.processes)
+
+    def close(self) -> None:
+        self._ranks.close(self._number)
+
+
+def measure_rank(
+    world: World,
+    number: int,
+    store: Store,
+    config: Config,
+    seconds: float,
+    started: Sequence[subprocess.Popen[bytes]] = (),
+) -> list[RankReport]:
+    """Measure as one of the ranks; return the reports of all."""
+    group = RepeatingGroup(world, number, config.worker_timeout_s, store, started)
+    settings = TorchSettings()
+    try:
+        with contextlib.closing(
+            build_rank(Setup(config, FaultLog()), group, world.local_size)
+        ) as parts:
+            report = _measure(parts, group, seconds)
+            told = group.meet("reports", json.dumps(asdict(report)))
+    except UserError:  # the same on all ranks
+        group.close()
+        raise
+    except BaseException as error:
+        group.close(error)
+        raise
+    finally:
+        settings.restore()
+    group.close()
+    return [RankReport(**json.loads(text)) for text in told]
+
+
+def _measure(parts: LoopParts, group: RepeatingGroup, seconds: float) -> RankReport:
+    pace = _pace(parts, seconds, lambda s: max(float(t) for t in group.meet("first", str(s))))
+    learn = partial(parts.learner.learn, pace.burst)
+    group.noted = []
+    learn()
+    noted, group.noted = group.noted, None
+    update_s = pace.update_seconds(learn)
+    group.meet("measured", "")
+    group.noted = noted
+
+    def compute() -> None:
+        with group.repeating():
+            learn()
+
+    compute_s = pace.update_seconds(compute)
+    group.meet("computed", "")
+    group.noted = None
+    kinds = Counter((kind, nbytes) for kind, nbytes, _ in noted)
+    return RankReport(
+        update_s,
+        compute_s,
+        state_bytes(parts.learner),
+        [(kind, nbytes, count / pace.burst) for (kind, nbytes), count in kinds.items()],
+        time_exchanges(Axis(group, [range(group.size)]), parts.device),
+    )
+
+
+def measure_plain(config: Config, seconds: float) -> list[RankReport]:
+    """Measure one process with the whole network, without ranks."""
+    settings = TorchSettings()
+    try:
+        parts = build(validate(config), FaultLog())
+        assert isinstance(parts, LoopParts)
+        with contextlib.closing(parts):
+            pace = _pace(parts, seconds, lambda first_s: first_s)
+            learn = partial(parts.learner.learn, pace.burst)
+            compute_s, update_s = (pace.update_seconds(learn) for _ in range(2))
+            return [RankReport(update_s, compute_s, state_bytes(parts.learner), [], {})]
+    finally:
+        settings.restore()
+
+
+class Pace(NamedTuple):
+    """How updates are timed."""
+
+    device: torch.device
+    burst: int
+    """Updates at a time."""
+    bursts: int
+    """In each slice of a measurement."""
+
+    def update_seconds(self, learn: Callable[[], None]) -> float:
+        """Return the median seconds of an update; ``learn`` makes a burst of them."""
+
+        def work() -> None:
+            for _ in range(self.bursts):
+                learn()
+
+        times = [_seconds(work, self.device) for _ in range(REPEATS)]
+        return statistics.median(times) / (self.bursts * self.burst)
+
+
+def _pace(parts: LoopParts, seconds: float, agree: Callable[[float], float]) -> Pace:
+    """Fill the memory and make the first updates; return how to time the next ones.
+
+    ``agree`` returns the seconds of an update on the slowest rank, given those on this one.
+    """
+    parts.memory.extend(blank_block(parts.spec, parts.config.envs, FILLED_ROWS))
+    learn = parts.learner.learn
+    learn(2)  # the first updates also allocate
+    slice_s, first_s = seconds / REPEATS, agree(_seconds(partial(learn, 1), parts.device))
+    burst = BURST if BURST * first_s < slice_s else 1
+    learn(burst)
+    return Pace(parts.device, burst, max(1, round(slice_s / (burst * first_s))))
+
+
+def state_bytes(learner: Learner) -> int:
+    """Return the bytes of weights, gradient, target weights and the optimiser's moments."""
+    state = learner.state_dict()
+    vectors = [learner.weights.grad, *(state[name] for name in state if name.endswith("weights"))]
+    vectors += [value for value in state["optimiser"].values() if value.dim()]
+    return sum(vector.nbytes for vector in vectors)
+
+
+def time_exchanges(ranks: Axis, device: torch.device) -> dict[str, list[float]]:
+    """Return the seconds of a sum of all ranks, and of a message between two, for ``SIZES``."""
+
+    def there_and_back(tensor: Tensor) -> None:
+        for sender in (0, 1):
+            if ranks.rank == sender:
+                ranks.send(tensor, 1 - sender)
+            elif ranks.rank == 1 - sender:
+                ranks.receive(tensor.dtype, sender)
+
+    def median_s(exchange: Callable[[Tensor], None], nbytes: int) -> float:
+        tensor = torch.zeros(nbytes // 4, device=device)
+        exchange(tensor)
+        return statistics.median(
+            _seconds(partial(exchange, tensor), device) for _ in range(REPEATS)
+        )
+
+    return {
+        "all": [median_s(ranks.sum, nbytes) for nbytes in SIZES],
+        "pair": [median_s(there_and_back, nbytes) / 2 for nbytes in SIZES],
+    }
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    began_s = time.perf_counter()
+    work()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter() - began_s
