@@ -213,6 +213,7 @@ class Pace(NamedTuple):
     """Updates at a time."""
     bursts: int
     """In each slice of a measurement."""
+    slices: int
 
     def update_seconds(self, learn: Callable[[], None]) -> float:
         """Return the median seconds of an update; ``learn`` makes a burst of them."""
@@ -221,7 +222,7 @@ class Pace(NamedTuple):
             for _ in range(self.bursts):
                 learn()
 
-        times = [_seconds(work, self.device) for _ in range(REPEATS)]
+        times = [_seconds(work, self.device) for _ in range(self.slices)]
         return statistics.median(times) / (self.bursts * self.burst)
 
 
@@ -236,7 +237,8 @@ def _pace(parts: LoopParts, seconds: float, agree: Callable[[float], float]) -> 
     slice_s, first_s = seconds / REPEATS, agree(_seconds(partial(learn, 1), parts.device))
     burst = BURST if BURST * first_s < slice_s else 1
     learn(burst)
-    return Pace(parts.device, burst, max(1, round(slice_s / (burst * first_s))))
+    slices = REPEATS if first_s < slice_s else 3
+    return Pace(parts.device, burst, max(1, round(slice_s / (burst * first_s))), slices)
 
 
 def state_bytes(learner: Learner) -> int:
