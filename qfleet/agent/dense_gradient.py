@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from qfleet.agent.gradients import AutogradGradient, Gradient, LossInfo
+from qfleet.agent.staged_gradient import StagedGradient
 from qfleet.agent.weights import FlatWeights
 from qfleet.algorithms import losses
 from qfleet.algorithms.objective import Objective
 from qfleet.algorithms.offline_objective import OfflineObjective
 from qfleet.core.types import Batch
 from qfleet.networks.fused import dense_backward, dense_forward
+from qfleet.networks.parallel.stages import Stage
 from qfleet.networks.qnetwork import QNetwork
 
 
@@ -65,6 +67,8 @@ def make_gradient(
     network: QNetwork, objective: Objective, weights: FlatWeights, weighted: bool
 ) -> Gradient:
     """Return the fastest gradient. ``weighted``: whether samples can have weights other than 1."""
+    if isinstance(network.stage, Stage):
+        return StagedGradient(network, objective, weights, weighted, network.stage)
     has_td_error = objective.head == "q" and objective.loss_kind != "cross-entropy"
     has_td_error = has_td_error and not isinstance(objective, OfflineObjective)
     if weights.data.device.type == "cpu" and network.is_plain_mlp and has_td_error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,20 @@ from qfleet.networks.noisy import NOISE
 ROW_ALIGNMENT = 16
 """A population's rows are padded with zeros to a multiple of this many weights, so that kernels can
 load every row in whole words."""
+
+
+class SavedWeights(Protocol):
+    """The weights of a policy, as they are saved."""
+
+    def row(self, agent: int) -> Any:
+        """Return one agent's weights, in the layout of a single network: a tensor or Streamed."""
+        ...
+
+    def row_buffers(self, agent: int) -> dict[str, Tensor]: ...
+
+    def describe(self) -> list[list[object]]: ...
+
+    def copy_from(self, other: FlatWeights) -> None: ...
 
 
 class FlatWeights:
@@ -44,8 +59,8 @@ class FlatWeights:
         first = self.parameters[0]
         self.data = torch.zeros((*rows, size), dtype=first.dtype, device=first.device)
         self.grad = torch.zeros_like(self.data)
-        self.grad_norm: Callable[[Tensor], Tensor] = torch.linalg.vector_norm
-        """The norm of a gradient; of a part of a network, that of all parts together."""
+        self.norm_of_all: Callable[[Tensor], Tensor] | None = None
+        """Of a part of a network: returns the norm of the gradients of all parts together."""
         for parameter, view in zip(self.parameters, self._views(self.data), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
@@ -91,13 +106,7 @@ class FlatWeights:
 
     def copy_from(self, other: FlatWeights) -> None:
         """Copy the weights of another network, to every agent; raise where shapes differ."""
-        for mine, theirs in itertools.zip_longest(self.layout, other.layout):
-            if mine != theirs:
-                found, needed = (one and f"{one[0]} {one[1]}" for one in (theirs, mine))
-                raise ConfigError(
-                    f"init_from has another network: {found} where this run has {needed}; use the "
-                    "same network and options, and an environment with the same spaces"
-                )
+        check_same_layout(self.describe(), other.describe())
         self.data[..., : other.data.numel()].copy_(other.data)
         for name, buffer in other.buffers().items():
             # Those of heads are constants of the configuration.
@@ -118,6 +127,17 @@ class FlatWeights:
     def describe(self) -> list[list[object]]:
         """Return names and shapes, for the checkpoint: ``[["torso.0", [4, 64]], …]``."""
         return [[name, list(shape)] for name, shape in self.layout]
+
+
+def check_same_layout(ours: Sequence[Sequence[object]], theirs: Sequence[Sequence[object]]) -> None:
+    """Raise ConfigError where names or shapes of ``FlatWeights.describe`` differ."""
+    for mine, other in itertools.zip_longest(ours, theirs):
+        if mine != other:
+            found, needed = (one and f"{one[0]} {one[1]}" for one in (other, mine))
+            raise ConfigError(
+                f"init_from has another network: {found} where this run has {needed}; use the "
+                "same network and options, and an environment with the same spaces"
+            )
 
 
 def buffers_of(buffers: Mapping[str, Tensor], rows: int | list[int]) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ Engine = Literal[
     "auto", "serial", "pipeline", "device", "parameter-server", "actors", "all-reduce", "offline"
 ]
 Update = Literal["sync", "async", "ssp", "hybrid", "easgd", "local-sgd", "admm"]
+PipelineSchedule = Literal["gpipe", "1f1b"]
 Group = Literal[
     "environment", "algorithm", "exploration", "replay", "optimisation", "evaluation", "engine",
     "cluster", "output",
@@ -466,6 +467,10 @@ class Config:
     pipeline_parallel: int = field(1, "cluster", low=1, engines=RANKS)
     """All-reduce: stages of consecutive layers, each on tensor_parallel ranks of its own. There are
     workers / (tensor_parallel × pipeline_parallel) copies of the network."""
+    pipeline_schedule: PipelineSchedule = field("1f1b", "cluster", engines=RANKS)
+    """All-reduce: order of the passes in a stage. 1f1b keeps fewer activations than gpipe."""
+    micro_batches: int = field(0, "cluster", low=0, engines=RANKS)
+    """All-reduce: parts of a batch that pass the stages one after the other; 0: 4 per stage."""
     batch_per_rank: int = field(0, "cluster", low=0, engines=RANKS)
     """All-reduce: samples of each rank per update; 0: batch_size / workers, so that the number of
     ranks does not change the algorithm."""

@@ -232,8 +232,9 @@ def _split_rules(c: Config) -> Rules:
         f"must be a multiple of tensor_parallel × pipeline_parallel, {c.ranks_per_copy}")
     yield batch_size % c.workers == 0, "workers", (
         f"must divide batch_size {batch_size} with {name}, where ranks draw equal shares")
+    copy = batch_size // c.workers * c.ranks_per_copy
+    yield c.micro_batches <= copy, "micro_batches", f"must be ≤ {copy}, the samples of a copy"
     yield c.replay, "replay", f"{no}, whose ranks gather batches; choose an algorithm with replay"
-    yield c.device in ("auto", "cpu"), "device", f"{no}, which is for CPUs so far; use cpu"
     yield ":" not in c.network, "network", f"{no}, which splits qfleet's own networks; use one"
     yield c.precision in ("auto", "fp32", "fp64"), "precision", f"{no}; use fp32"
     yield c.compile != "on", "compile", f"{no}; switch it off"

@@ -190,6 +190,8 @@ def make_learner(
 ) -> Learner:
     """Return the learner: ``RecordedLearner`` on accelerators and for populations.
 
+    Exchanges inside of a network cannot be recorded, so one with a ``network_factory`` is plain.
+
     ``updater_factory``, ``network_factory``: default: those of the configuration. ``use_kernels``:
     let our own kernels replace the network if they can.
     """
@@ -206,7 +208,7 @@ def make_learner(
     factory = updater_factory or local
     seed = seeds.learner
     given = (config, online, target, memory, objective, factory, clock, timers, device, seed)
-    if device.type == "cpu" and config.population == 1:
+    if (device.type == "cpu" and config.population == 1) or network_factory is not None:
         return Learner(*given, draw_stage=draw_stage)
     return RecordedLearner(
         *given,

@@ -14,7 +14,7 @@ from qfleet.accelerator.stream_timer import StreamTimer
 from qfleet.agent.background_evaluation import BackgroundEvaluator
 from qfleet.agent.evaluation import Evaluation, GiveUp, HostEvaluator
 from qfleet.agent.learner import Learner
-from qfleet.agent.weights import FlatWeights
+from qfleet.agent.weights import FlatWeights, SavedWeights
 from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
 from qfleet.core.seeding import Seeds, mix_seeds
@@ -100,7 +100,7 @@ class Model(Protocol):
     online: QNetwork
 
     @property
-    def weights(self) -> FlatWeights: ...
+    def weights(self) -> SavedWeights: ...
 
     @property
     def lr_scale(self) -> float: ...

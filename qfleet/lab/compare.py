@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Queue
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from qfleet.core.seeding import Seeds
 from qfleet.core.types import BATCH_FIELDS, Batch, Block, Clock, EnvSpec, Memory, StateDict
 from qfleet.engines import serial
 from qfleet.engines.all_reduce.compression import make_exchange
-from qfleet.engines.all_reduce.mesh import use_whole_norm
+from qfleet.engines.all_reduce.mesh import axes_of, use_whole_norm
 from qfleet.engines.all_reduce.rank import rank_config, whole_config
 from qfleet.engines.all_reduce.updater import AllReduceUpdater
 from qfleet.engines.factories import make_learner, make_updater
@@ -38,7 +38,7 @@ from qfleet.engines.torch_settings import TorchSettings
 from qfleet.engines.tuning import apply_precision
 from qfleet.networks.factory import make_network
 from qfleet.networks.parallel.layout import Layout
-from qfleet.networks.parallel.split import split_network
+from qfleet.networks.parallel.split import make_part
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
@@ -51,8 +51,6 @@ RANKS_S = 60.0
 
 OnUpdate: TypeAlias = "Callable[[int, Learner, FixedBatches, Whole], None]"
 """Called after every update with the rank, its learner and its memory."""
-Whole: TypeAlias = Callable[[Tensor], Tensor]
-"""Returns a whole flat vector, given a rank's part of it; all ranks call it together."""
 
 
 @dataclass(frozen=True)
@@ -71,48 +69,43 @@ class Comparison:
 
 
 class ThreadRanks:
-    """Ranks that are threads; a thread's name is its rank."""
+    """Ranks that are threads; a thread's name is its number."""
 
-    def __init__(self, size: int, stride: int = 1) -> None:
-        """``stride``: the difference of the names of two consecutive ranks."""
-        self.size, self.exchanges, self._stride = size, size > 1, stride
+    def __init__(self, size: int, members: Sequence[int] = ()) -> None:
+        """``members``: the numbers of the threads; default: 0 to ``size`` − 1."""
+        self.size, self.exchanges, self._members = size, size > 1, members or range(size)
         self.bytes_sent = self.messages = 0
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: dict[int, Tensor] = {}
         self._barrier = threading.Barrier(size)
         self._sent = defaultdict[tuple[int, int], Queue[Tensor]](Queue)
         """By sender and receiver."""
 
     @property
     def rank(self) -> int:
-        """The number of this thread among these ranks."""
-        return int(threading.current_thread().name) // self._stride % self.size
+        """The place of this thread among these ranks."""
+        return self._members.index(int(threading.current_thread().name))
 
     def sum(self, tensor: Tensor) -> None:
         tensor.copy_(torch.stack(self.gather(tensor)).sum(0))
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        self._tensors[threading.current_thread().name] = tensor.clone()
+        self._tensors[self.rank] = tensor.clone()
         self._barrier.wait(RANKS_S)
-        gathered = [self._tensors[name] for name in sorted(self._tensors)]
+        gathered = [self._tensors[rank] for rank in range(self.size)]
         self._barrier.wait(RANKS_S)
         return gathered
+
+    def broadcast(self, tensor: Tensor, rank: int) -> None:
+        tensor.copy_(self.gather(tensor)[rank])
 
     def send(self, tensor: Tensor, rank: int) -> None:
         self._sent[self.rank, rank].put(tensor.clone())
 
-    def receive(self, dtype: torch.dtype, rank: int) -> Tensor:
-        tensor = self._sent[rank, self.rank].get(timeout=RANKS_S)
-        assert tensor.dtype == dtype
-        return tensor
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        tensor.copy_(self._sent[rank, self.rank].get(timeout=RANKS_S))
 
-    def broadcast(self, tensor: Tensor | None, dtype: torch.dtype, rank: int) -> Tensor:
-        if self.rank != rank:
-            return self.receive(dtype, rank)
-        assert tensor is not None
-        for other in range(self.size):
-            if other != rank:
-                self.send(tensor, other)
-        return tensor
+    def end_sends(self) -> None:
+        return
 
     def run(self, work: Callable[[int], None]) -> None:
         """Call ``work`` with each rank, in a thread of its own; raise the first error."""
@@ -205,6 +198,38 @@ def initial_weights(config: Config, spec: EnvSpec) -> Tensor:
     return FlatWeights(network).data
 
 
+class Whole(NamedTuple):
+    """Returns a whole flat vector, given a rank's part of it; all ranks call it together."""
+
+    ranks: ThreadRanks
+    layout: Layout | None
+
+    def __call__(self, part: Tensor) -> Tensor:
+        return part if self.layout is None else self.layout.join(self.ranks.gather(part))
+
+
+class ThreadMesh(NamedTuple):
+    """The axes of ``Mesh``, of a rank that is a thread."""
+
+    data: ThreadRanks
+    copy: ThreadRanks
+    stages: ThreadRanks
+    tensor: ThreadRanks
+
+
+def make_meshes(config: Config, every: ThreadRanks, part: type[ThreadRanks]) -> list[ThreadMesh]:
+    """Return the mesh of each rank. ``part``: the kind of ranks that hold parts of a network."""
+    axes = list[dict[int, ThreadRanks]]()
+    kinds: tuple[type[ThreadRanks], ...] = type(every), ThreadRanks, part, part
+    for kind, lists in zip(kinds, axes_of(every.size, config), strict=True):
+        axes.append({})
+        for members in lists:
+            axes[-1] |= dict.fromkeys(members, kind(len(members), members))
+    if config.ranks_per_copy == 1:
+        axes[0] = dict.fromkeys(range(every.size), every)
+    return [ThreadMesh(*(axis[rank] for axis in axes)) for rank in range(every.size)]
+
+
 def learn_batches(
     config: Config,
     spec: EnvSpec,
@@ -212,69 +237,54 @@ def learn_batches(
     initial: Tensor,
     on_update: OnUpdate,
     ranks: ThreadRanks | None = None,
-    tensor_ranks: Callable[..., ThreadRanks] = ThreadRanks,
+    part_ranks: type[ThreadRanks] = ThreadRanks,
 ) -> None:
     """Learn from the batches, from ``initial`` weights on: one learner, or one per rank.
 
-    ``ranks`` add gradients up, ``tensor_ranks`` hold the parts of layers and the stages.
+    ``ranks`` add gradients up, ``part_ranks`` hold the parts of layers and the stages.
     """
-    has_ranks = config.engine == "all-reduce"
-    size, parts = (config.workers, config.ranks_per_copy) if has_ranks else (1, 1)
+    size = config.workers if config.engine == "all-reduce" else 1
     if size > 1:
         config = config.replace(device="cpu")  # threads would share the streams of a GPU
+    else:
+        config = config.replace(tensor_parallel=1, pipeline_parallel=1)
     ranks = ranks or ThreadRanks(size)
-    # Along the axes of the mesh: other copies, other parts of a copy, its stages, parts of layers.
-    stages, tensor = config.pipeline_parallel, config.tensor_parallel
-    copies = [ranks] if parts == 1 else [type(ranks)(size // parts) for _ in range(parts)]
-    peers = [ThreadRanks(parts) for _ in range(size // parts)]
-    pipelines = [tensor_ranks(stages, tensor) for _ in range(size // stages)]
-    tensors = [tensor_ranks(tensor) for _ in range(size // tensor)]
+    meshes, whole = make_meshes(config, ranks, part_ranks), whole_config(config)
+    parts = config.ranks_per_copy
 
     def learn(rank: int) -> None:
-        whole = whole_config(config)
+        mesh, layouts = meshes[rank], list[Layout]()
         own = rank_config(config, rank) if size > 1 else whole
-        mine, layouts = peers[rank // parts], list[Layout]()
         first = sum(rank_config(config, r).batch_size for r in range(rank // parts))
         memory = FixedBatches(batches, slice(first, first + own.batch_size))
         place, clock, timers = Placement.of(own, spec, in_background=False), Clock(), Timers()
 
         def network() -> QNetwork:
-            device, seed = torch.device("cpu"), Seeds.of(config.seed).network
-            pipeline = pipelines[rank // parts * tensor + rank % tensor]
-            axes = tensors[rank // tensor], pipeline
-            return make_network(
-                own, spec, device, seed, lambda net: layouts.append(split_network(net, *axes))
-            )
+            seed = Seeds.of(config.seed).network
+            part, layout = make_part(own, spec, place.device, seed, mesh.tensor, mesh.stages)
+            layouts.append(layout)
+            return part
 
         def updater(weights: FlatWeights) -> AllReduceUpdater:
-            if parts > 1:
-                use_whole_norm(weights, layouts[0], mine)
+            for layout in layouts[:1]:
+                use_whole_norm(weights, layout, mesh.copy)
             local, share = make_updater(own, weights, False), own.batch_size / whole.batch_size
-            exchange, sums = make_exchange(config, weights), copies[rank % parts]
-            return AllReduceUpdater(weights, local, sums, exchange, share, timers)
-
-        def joined(flat: Tensor) -> Tensor:
-            if parts == 1:
-                return flat
-            # Parts of stages differ in size.
-            for part in range(parts):
-                mine.send(flat, part)
-            return layouts[0].join([mine.receive(flat.dtype, part) for part in range(parts)])
+            exchange = make_exchange(config, weights)
+            return AllReduceUpdater(weights, local, mesh.data, exchange, share, timers)
 
         learner = make_learner(
             own, spec, place, memory, clock, timers,
             updater_factory=updater, network_factory=network if parts > 1 else None,
         )  # fmt: skip
         apply_precision(own, learner.networks)
-        size_of_all = layouts[0].whole_size if parts > 1 else learner.weights.data.numel()
-        if initial.numel() != size_of_all:
+        if initial.numel() != (layouts[0].whole_size if layouts else len(learner.weights.data)):
             raise ConfigError("the two configurations have different networks")
-        learner.weights.data.copy_(layouts[0].cut(initial, mine.rank) if parts > 1 else initial)
+        learner.weights.data.copy_(layouts[0].cut(initial, mesh.copy.rank) if layouts else initial)
         learner.move_target(1.0)
         for _ in batches:
             learner.learn(1)
             clock.env_steps += max(1, config.train_freq // config.gradient_steps)
-            on_update(rank, learner, memory, joined)
+            on_update(rank, learner, memory, Whole(mesh.copy, layouts[0] if layouts else None))
 
     ranks.run(learn)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -154,28 +153,17 @@ def _features(torso: nn.Module, path: str, spec: EnvSpec) -> int:
     return output.shape[1]
 
 
-def make_network(
-    config: Config,
-    spec: EnvSpec,
-    device: torch.device,
-    seed: int,
-    split: Callable[[QNetwork], object] | None = None,
-) -> QNetwork:
-    """Build the network with weights drawn from ``seed`` and apply the model transform.
-
-    ``split`` replaces its layers by parts of them (docs/model-parallel.md).
-    """
+def make_network(config: Config, spec: EnvSpec, device: torch.device, seed: int) -> QNetwork:
+    """Build the network with weights drawn from ``seed`` and apply the model transform."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = build_network(spec, config)
-    if split is not None:
-        split(network)
     if config.precision == "fp64":
-        _double(network)
+        double(network)
     return model_transform(network.to(device), config, device)
 
 
-def _double(network: QNetwork) -> None:
+def double(network: QNetwork) -> None:
     """Compute in float64: all weights, and what enters a layer that has some."""
 
     def cast(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -142,6 +142,6 @@ class Dense(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parameters: list[Any] = list(self._parameters.values())
         weights, biases = parameters[::2], parameters[1::2]
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             return _mixed_mlp(x, weights, biases, self.relu_last)
         return fused_mlp(x, weights, biases, self.relu_last)

@@ -160,6 +160,21 @@ class _ChannelNorm(nn.LayerNorm):
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
+@torch.library.custom_op("qfleet::draw_truncated", mutates_args=("weight",))
+def draw_truncated(weight: Tensor, std: float) -> None:
+    """Draw from a normal distribution that is truncated at ±2 std.
+
+    It is an operation of its own, so that it can be noted and carried out later (``Deferred``):
+    how many numbers torch draws for it depends on the numbers.
+    """
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+
+
+@draw_truncated.register_fake
+def _(weight: Tensor, std: float) -> None:
+    del weight, std
+
+
 def _normalised(layer: nn.Conv2d | nn.Linear) -> list[nn.Module]:
     """Return the layer and its normalisation, initialised as in PQN (2407.04811).
 
@@ -168,7 +183,8 @@ def _normalised(layer: nn.Conv2d | nn.Linear) -> list[nn.Module]:
     """
     fan_in = layer.weight[0].numel()
     std = math.sqrt(2 / fan_in) / TRUNCATED_STD
-    nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
+    with torch.no_grad():
+        draw_truncated(layer.weight, std)
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)
     norm = _ChannelNorm if isinstance(layer, nn.Conv2d) else nn.LayerNorm

@@ -5,9 +5,9 @@ A memory puts a ``Segments`` into its state dict; a loaded checkpoint contains i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -25,6 +25,14 @@ class LazyPieces(Sequence[Tensor]):
         if index >= self._count:
             raise IndexError(index)
         return self._read(index)
+
+
+class Streamed(NamedTuple):
+    """A tensor of which memory need not hold all: its pieces are written one after the other."""
+
+    like: Tensor
+    """A tensor on the meta device with its shape and type."""
+    pieces: Callable[[], Iterable[Tensor]]
 
 
 @dataclass

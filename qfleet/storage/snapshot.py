@@ -23,7 +23,7 @@ from torch import Tensor
 from qfleet.core import files
 from qfleet.core.errors import CheckpointError
 from qfleet.core.types import StateDict
-from qfleet.storage.segments import Segments
+from qfleet.storage.segments import Segments, Streamed
 from qfleet.storage.tensor_files import FileRecord, check_storable, read_tensors, write_tensors
 
 MANIFEST = "manifest.json"
@@ -64,7 +64,7 @@ class Manifest:
 @dataclass
 class _SplitPart:
     tree: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor | Streamed]
     segments: dict[str, Segments]
 
 
@@ -182,8 +182,8 @@ def _split_part(name: str, part: StateDict) -> _SplitPart:
         raise CheckpointError(f"part name {name!r} must consist of letters, digits, _ and -")
     result = _SplitPart({}, {}, {})
     result.tree = _split_dict(part, "", result)
-    for path, tensor in result.tensors.items():
-        check_storable(path, tensor)
+    for path, value in result.tensors.items():
+        check_storable(path, value.like if isinstance(value, Streamed) else value)
     for path, pieces in result.segments.items():
         if not all(_WORD.fullmatch(word) for word in path.split("/")):
             raise CheckpointError(
@@ -200,7 +200,7 @@ def _split_dict(node: StateDict, prefix: str, result: _SplitPart) -> dict[str, A
     for key, value in node.items():
         _check_key(key, prefix)
         path = prefix + key
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor | Streamed):
             result.tensors[path] = value
         elif isinstance(value, Segments):
             result.segments[path] = value

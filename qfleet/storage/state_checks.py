@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qfleet.core.errors import CheckpointError, one_line
 from qfleet.core.types import Episode
+from qfleet.storage.segments import Streamed
 
 _GENERATORS = ("noise", "objective", "generator")  # sizes depend on the kind of device
 _MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError)
@@ -43,6 +44,7 @@ def check_like(
     new run. ``finite``: tensors of floats must be finite. ``free``: keys of this
     dict whose values may be anything.
     """
+    own = own.like if isinstance(own, Streamed) else own
     expected, check = "", partial(check_like, most=most, finite=finite)
     if isinstance(own, Tensor):
         is_alike = isinstance(stored, Tensor) and stored.dtype == own.dtype

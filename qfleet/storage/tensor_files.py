@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qfleet.core import files
 from qfleet.core.errors import CheckpointError
+from qfleet.storage.segments import Streamed
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -61,16 +62,17 @@ def check_storable(name: str, tensor: Tensor) -> None:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: Path, tensors: Mapping[str, Tensor | Streamed], metadata: Mapping[str, str] | None = None
 ) -> FileRecord:
     """Write a safetensors file and sync it. Views and aliases are stored as separate tensors."""
     # The widest elements come first, which keeps every tensor aligned, as in the format's own
     # writer.
-    order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
+    like = {key: t.like if isinstance(t, Streamed) else t for key, t in tensors.items()}
+    order = sorted(tensors, key=lambda key: (-like[key].element_size(), key))
     header: dict[str, Any] = {_RESERVED_KEY: dict(metadata)} if metadata else {}
     offset = 0
     for key in order:
-        tensor = tensors[key]
+        tensor = like[key]
         end = offset + tensor.numel() * tensor.element_size()
         header[key] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],
@@ -88,12 +90,14 @@ def write_tensors(
             file.write(prefix)
         files.write_point(f"write {path.name}")
         for key in order:
-            flat = tensors[key].detach().cpu().contiguous().reshape(-1)
-            if not flat.numel():
-                continue  # an empty tensor may have strides that cannot be viewed as bytes
-            data = flat.view(torch.uint8).numpy().data
-            digest.update(data)
-            file.write(data)
+            given = tensors[key]
+            for piece in given.pieces() if isinstance(given, Streamed) else (given,):
+                flat = piece.detach().cpu().contiguous().reshape(-1)
+                if not flat.numel():
+                    continue  # an empty tensor may have strides that cannot be viewed as bytes
+                data = flat.view(torch.uint8).numpy().data
+                digest.update(data)
+                file.write(data)
         files.sync(file, path.name)
     return FileRecord(8 + len(header_bytes) + offset, digest.hexdigest())
 

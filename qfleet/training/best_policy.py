@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from qfleet.agent.weights import FlatWeights
+from qfleet.agent.weights import SavedWeights
 from qfleet.core.errors import CheckpointError
 from qfleet.core.files import atomic_write_text
 from qfleet.core.types import StateDict
@@ -28,7 +28,7 @@ def save_best(
     standings: Standings,
     better: Iterable[int],
     faults: FaultLog,
-    weights: FlatWeights,
+    weights: SavedWeights,
     env_steps: int,
 ) -> None:
     """Save the policies of the agents in ``better``; count a failure to write as a fault.

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from qfleet.agent.background_evaluation import BackgroundEvaluator
 from qfleet.agent.evaluation import Evaluation
-from qfleet.agent.weights import FlatWeights
+from qfleet.agent.weights import SavedWeights
 from qfleet.config.config import Config
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import StateDict
@@ -111,7 +111,7 @@ class Evaluate(Hook):
         run: RunState,
         evaluation: Evaluation,
         env_steps: int,
-        weights: FlatWeights,
+        weights: SavedWeights,
         counts: bool,
     ) -> None:
         """Report an evaluation of ``weights``, as they were after ``env_steps``."""
@@ -139,7 +139,7 @@ class Evaluate(Hook):
             self.plateau.reached(run)
         run.call("on_evaluation", evaluation)
 
-    def _save_best(self, run: RunState, better: Iterable[int], weights: FlatWeights) -> None:
+    def _save_best(self, run: RunState, better: Iterable[int], weights: SavedWeights) -> None:
         if run.config.plateau_metric != "return":
             return  # the best epoch is kept instead (``validate_data.py``)
         save_best(

@@ -28,10 +28,11 @@ class LocalUpdater(Updater):
     ) -> Mapping[str, Tensor | float]:
         del loss
         grad = self._weights.grad
-        if grad.device.type != "cpu" or isinstance(learning_rate, Tensor):
+        norm_of_all = self._weights.norm_of_all
+        if norm_of_all is None and (not grad.is_cpu or isinstance(learning_rate, Tensor)):
             norm, found_bad = self._apply_capturable(learning_rate)
             return {"grad_norm": norm, "skipped": found_bad}
-        value = float(self._weights.grad_norm(grad))
+        value = float((norm_of_all or torch.linalg.vector_norm)(grad))
         if not math.isfinite(value):
             return {"grad_norm": value, "skipped": 1.0}
         if value > self._max_norm:

@@ -19,6 +19,7 @@ from qfleet.engines import serial
 from qfleet.engines.all_reduce.group import END, GONE, RUN, Group, Order, connect
 from qfleet.engines.all_reduce.layout_rates import measure_rank
 from qfleet.engines.all_reduce.rank import RankParts, build_rank
+from qfleet.engines.all_reduce.split_model import SplitModel
 from qfleet.engines.all_reduce.world import World, launched_world, see_own_gpu
 from qfleet.engines.parts import Setup
 from qfleet.telemetry.faults import FaultLog
@@ -122,16 +123,16 @@ def _obey(parts: RankParts, faults: UnsentFaults) -> bool:
             parts.model.lr_scale = number
         if order in (Order.GO, Order.STOP):
             return order == Order.GO
-        if number != group.rank:
+        if isinstance(parts.model, SplitModel) and order == Order.SEND_VECTOR:
+            parts.model.send_vector(int(number))
+        if isinstance(parts.model, SplitModel) and order == Order.FORWARD:
+            parts.model.follow(int(number))
+        if order in (Order.SEND_VECTOR, Order.FORWARD) or number != group.rank:
             continue
         if order == Order.TAKE_STATE:
             parts.get_in_step()
             return True
         if order == Order.SEND_STATE:
             group.send_state(parts.own_state(), 0)
-        elif order == Order.SEND_WEIGHTS:
-            group.send_state({"weights": parts.learner.weights.data}, 0)
-        elif order == Order.SEND_LEARNER:
-            group.send_state(parts.learner.state_dict(), 0)
         else:
             group.send_state({**parts.report(), "faults": faults.take()}, 0)

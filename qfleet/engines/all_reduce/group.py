@@ -57,8 +57,8 @@ class Order(IntEnum):
     SEND_STATE = 2
     SEND_REPORT = 3
     TAKE_STATE = 4
-    SEND_WEIGHTS = 5
-    SEND_LEARNER = 6
+    SEND_VECTOR = 5
+    FORWARD = 6
 
 
 class Group:
@@ -107,7 +107,7 @@ class Group:
         shows_errors = sys.excepthook
         # The rest of the time is for finding out who is lost.
         limit = timedelta(seconds=0.75 * self._timeout_s)
-        with self._exchange(), _on_loopback(self._world):
+        with self.exchange(), _on_loopback(self._world):
             dist.init_process_group(
                 "gloo",
                 store=PrefixStore("ranks", self._store),
@@ -205,7 +205,7 @@ class Group:
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, by rank; they have the same shape."""
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        with self._exchange():
+        with self.exchange():
             dist.all_gather(gathered, tensor)
         self.messages += self.size - 1
         self.bytes_sent += tensor.nbytes * (self.size - 1)
@@ -216,7 +216,7 @@ class Group:
         self._reduce(tensor, dist.ReduceOp.MIN)
 
     def _reduce(self, tensor: Tensor, operation: Any) -> None:
-        with self._exchange():
+        with self.exchange():
             if self.has_nccl and tensor.is_cuda:
                 dist.all_reduce(tensor, operation, group=self._nccl)
             else:
@@ -224,64 +224,48 @@ class Group:
                 dist.all_reduce(on_host, operation)
                 tensor.copy_(on_host)
 
-    def open_channels(self, every: Sequence[Sequence[int]]) -> Any:
+    def open_channels(self, every: Sequence[Sequence[int]], backend: str) -> Any:
         """Connect the ranks of each list; return the channel of this rank's list."""
         limit = timedelta(seconds=0.75 * self._timeout_s)
-        with self._exchange(), _on_loopback(self._world):
-            channels = [dist.new_group(list(ranks), timeout=limit) for ranks in every]
+        with self.exchange(), _on_loopback(self._world):
+            # All ranks make all of them: torch asks for that.
+            channels = [dist.new_group(list(r), timeout=limit, backend=backend) for r in every]
         return next(c for c, ranks in zip(channels, every, strict=True) if self.rank in ranks)
 
-    def sum_within(self, channel: Any, tensor: Tensor) -> None:
-        """Replace the tensor by its sum over the ranks of a channel."""
-        with self._exchange():
-            dist.all_reduce(tensor, group=channel)
-
-    def gather_within(self, channel: Any, tensor: Tensor, size: int) -> list[Tensor]:
-        """Return the tensors of the ``size`` ranks of a channel."""
-        gathered = [torch.empty_like(tensor) for _ in range(size)]
-        with self._exchange():
-            dist.all_gather(gathered, tensor, group=channel)
-        return gathered
-
-    def send_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
-        with self._exchange(of_all=False):
-            dist.send(tensor, rank, group=channel)
-
-    def receive_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
-        with self._exchange(of_all=False):
-            dist.recv(tensor, rank, group=channel)
-
-    def broadcast_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
-        with self._exchange():
-            dist.broadcast(tensor, rank, group=channel)
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replace the tensor, which is on the host, by that of rank 0."""
+        with self.exchange():
+            dist.broadcast(tensor, 0)
 
     def give_order(self, order: Order, number: float = 0.0) -> None:
         """Tell all other ranks what to do (rank 0).
 
-        ``number``: of GO, the factor of the learning rate; of SEND_… and TAKE_…, the rank meant.
+        ``number``: of GO, the factor of the learning rate; of SEND_VECTOR, which one; of FORWARD,
+        the observations; of other orders, the rank meant.
         """
         if self.size > 1:
-            with self._exchange():
+            with self.exchange():
                 message = torch.tensor([order, number], dtype=torch.float64)
                 dist.broadcast(message, 0, group=self._orders)
 
     def take_order(self) -> tuple[Order, float]:
         """Wait until rank 0 says what to do."""
         message = torch.zeros(2, dtype=torch.float64)
-        with self._exchange():
+        with self.exchange():
             dist.broadcast(message, 0, group=self._orders)
         return Order(int(message[0])), float(message[1])
 
     def send_state(self, state: Any, rank: int) -> None:
-        with self._exchange(of_all=False):
+        with self.exchange(of_all=False):
             send_state(state, rank)
 
     def receive_state(self, rank: int) -> Any:
-        with self._exchange(of_all=False):
+        with self.exchange(of_all=False):
             return receive_state(rank)
 
     @contextlib.contextmanager
-    def _exchange(self, of_all: bool = True) -> Iterator[None]:
+    def exchange(self, of_all: bool = True) -> Iterator[None]:
+        """Time what is exchanged inside, and find the rank that is lost if it fails."""
         self._passed += of_all
         began_s = time.perf_counter()
         try:

@@ -6,88 +6,102 @@ exchange most are on one machine if possible.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
-from qfleet.core.types import StateDict
 from qfleet.engines.all_reduce.group import Group
 from qfleet.networks.parallel.collectives import TensorRanks
 from qfleet.networks.parallel.layout import Layout
 
-MOST_DIMENSIONS = 5
-"""Of a tensor that ranks send each other."""
-
 
 class Axis:
-    """The ranks that differ from this one in one coordinate only."""
+    """The ranks that differ from this one in one coordinate only.
+
+    Tensors on GPUs are added up and gathered by NCCL if every rank has a GPU of its own. Otherwise,
+    and between stages, they go through the host: gloo sends none from a GPU, and two NCCL ranks
+    that send to each other at the same time may wait for ever.
+    """
 
     def __init__(self, group: Group, every: Sequence[Sequence[int]]) -> None:
         """Connect the ranks of each list in ``every``, which is the same on all ranks."""
-        self._group, self._channel = group, group.open_channels(every)
+        self._group, self._nccl = group, None
+        self._gloo = group.open_channels(every, "gloo")
+        if group.has_nccl:
+            self._nccl = group.open_channels(every, "nccl")
         (self._ranks,) = [ranks for ranks in every if group.rank in ranks]
         self.rank, self.size = self._ranks.index(group.rank), len(self._ranks)
         self.bytes_sent = self.messages = 0
+        self._sends: list[tuple[Any, Tensor]] = []
 
     @property
     def exchanges(self) -> bool:
         return self.size > 1
 
+    def _usable(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Return the tensor, or a copy on the host, and the channel that can send it."""
+        if tensor.is_cuda and self._nccl is not None:
+            return tensor, self._nccl
+        return tensor.cpu(), self._gloo  # itself, if it is there
+
     def sum(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over these ranks, the same bits on each."""
-        self._group.sum_within(self._channel, tensor)
-        self.messages += 2 * (self.size - 1)
-        self.bytes_sent += 2 * tensor.nbytes * (self.size - 1) // self.size
+        with self._group.exchange():
+            usable, channel = self._usable(tensor)
+            dist.all_reduce(usable, group=channel)
+            if usable is not tensor:
+                tensor.copy_(usable)
+        self._count(2 * (self.size - 1), 2 * tensor.nbytes * (self.size - 1) // self.size)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of these ranks, by rank; they have the same shape."""
-        self.messages += self.size - 1
-        self.bytes_sent += tensor.nbytes * (self.size - 1)
-        return self._group.gather_within(self._channel, tensor, self.size)
+        with self._group.exchange():
+            usable, channel = self._usable(tensor)
+            gathered = [torch.empty_like(usable) for _ in self._ranks]
+            dist.all_gather(gathered, usable, group=channel)
+        self._count(self.size - 1, tensor.nbytes * (self.size - 1))
+        return [one.to(tensor.device) for one in gathered]
+
+    def broadcast(self, tensor: Tensor, rank: int) -> None:
+        """Replace the tensor by that of ``rank``."""
+        with self._group.exchange():
+            usable, channel = self._usable(tensor)
+            dist.broadcast(usable, self._ranks[rank], group=channel)
+            if usable is not tensor:
+                tensor.copy_(usable)
+        self._count(self.rank == rank, tensor.nbytes * (self.rank == rank))
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send a tensor of any shape to one of these ranks."""
-        self._count(tensor)
-        self._group.send_within(self._channel, _shape(tensor), self._ranks[rank])
-        self._group.send_within(self._channel, tensor.contiguous(), self._ranks[rank])
+        """Begin to send a tensor to one of these ranks, and do not wait for it."""
+        sent = tensor.cpu().contiguous()
+        with self._group.exchange(of_all=False):
+            work = dist.isend(sent, self._ranks[rank], group=self._gloo)
+        self._sends.append((work, sent))  # it must not change or end before it has arrived
+        self._count(1, tensor.nbytes)
 
-    def receive(self, dtype: torch.dtype, rank: int) -> Tensor:
-        """Return the tensor that one of these ranks sends."""
-        shape = torch.zeros(MOST_DIMENSIONS + 1, dtype=torch.int64)
-        self._group.receive_within(self._channel, shape, self._ranks[rank])
-        tensor = _of_shape(shape, dtype)
-        self._group.receive_within(self._channel, tensor, self._ranks[rank])
-        return tensor
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        """Wait for a tensor of one of these ranks."""
+        with self._group.exchange(of_all=False):
+            on_host = tensor.cpu()
+            dist.recv(on_host, self._ranks[rank], group=self._gloo)
+            if on_host is not tensor:
+                tensor.copy_(on_host)
 
-    def broadcast(self, tensor: Tensor | None, dtype: torch.dtype, rank: int) -> Tensor:
-        """Return the tensor of ``rank``, which alone gives one."""
-        shape = torch.zeros(MOST_DIMENSIONS + 1, dtype=torch.int64)
-        shape = shape if tensor is None else _shape(tensor)
-        self._group.broadcast_within(self._channel, shape, self._ranks[rank])
-        sent = _of_shape(shape, dtype) if tensor is None else tensor.contiguous()
-        self._group.broadcast_within(self._channel, sent, self._ranks[rank])
-        if tensor is not None:
-            self._count(sent)
-        return sent
+    def end_sends(self) -> None:
+        """Wait until all that was sent has arrived."""
+        with self._group.exchange(of_all=False):
+            for work, _ in self._sends:
+                work.wait()
+        self._sends.clear()
 
-    def _count(self, tensor: Tensor) -> None:
-        self.messages += 2
-        self.bytes_sent += tensor.nbytes
-
-
-def _shape(tensor: Tensor) -> Tensor:
-    """Return the number of dimensions and their sizes, as a tensor of fixed length."""
-    padded = [tensor.dim(), *tensor.shape, *[0] * (MOST_DIMENSIONS - tensor.dim())]
-    return torch.tensor(padded)
-
-
-def _of_shape(shape: Tensor, dtype: torch.dtype) -> Tensor:
-    dimensions, *sizes = shape.tolist()
-    return torch.empty(sizes[:dimensions], dtype=dtype)
+    def _count(self, messages: int, sent_bytes: int) -> None:
+        self.messages += messages
+        self.bytes_sent += sent_bytes
 
 
 class Mesh(NamedTuple):
@@ -105,14 +119,15 @@ class Mesh(NamedTuple):
     @classmethod
     def of(cls, group: Group, config: Config) -> Mesh:
         """Connect the ranks along all axes; all ranks call this together."""
-        tensor, stages = config.tensor_parallel, config.pipeline_parallel
-        grid = torch.arange(group.size).view(-1, stages, tensor)
-        return cls(
-            data=Axis(group, grid.flatten(1).t().tolist()),
-            copy=Axis(group, grid.flatten(1).tolist()),
-            stages=Axis(group, grid.transpose(1, 2).flatten(0, 1).tolist()),
-            tensor=Axis(group, grid.flatten(0, 1).tolist()),
-        )
+        return cls(*(Axis(group, every) for every in axes_of(group.size, config)))
+
+
+def axes_of(size: int, config: Config) -> tuple[list[list[int]], ...]:
+    """Return the lists of ranks along each axis of ``Mesh``."""
+    grid = torch.arange(size).view(-1, config.pipeline_parallel, config.tensor_parallel)
+    stages = grid.transpose(1, 2).flatten(0, 1)
+    axes = grid.flatten(1).t(), grid.flatten(1), stages, grid.flatten(0, 1)
+    return tuple(axis.tolist() for axis in axes)
 
 
 def use_whole_norm(weights: FlatWeights, layout: Layout, ranks: TensorRanks) -> None:
@@ -121,47 +136,14 @@ def use_whole_norm(weights: FlatWeights, layout: Layout, ranks: TensorRanks) -> 
     It is the same on all ranks, and not finite if any part is not. A parameter that every rank
     holds is counted once.
     """
-    is_first = ranks.rank % layout.tensor == 0
-    counted = [piece.dim is not None or is_first for piece in layout.own_pieces(ranks.rank)]
-    sizes = layout.local_sizes(ranks.rank)
+    pieces, sizes = layout.own_pieces(ranks.rank), layout.local_sizes(ranks.rank)
+    counted = [ranks.rank in layout.holders(piece) for piece in pieces]
 
     def norm(grad: Tensor) -> Tensor:
         parts = zip(torch.split(grad, sizes), counted, strict=True)
         norms = [torch.linalg.vector_norm(part).double() for part, counts in parts if counts]
-        total = torch.stack([norm.square() for norm in norms]).sum() if norms else torch.zeros(())
-        total = total.double().view(1)
+        total = torch.stack([*norms, grad.new_zeros((), dtype=torch.float64)]).square().sum()
         ranks.sum(total)
         return total.sqrt()
 
-    weights.grad_norm = norm
-
-
-def cut_state(state: StateDict, layout: Layout, rank: int) -> StateDict:
-    """Return a learner's state with a rank's part of every flat vector."""
-    return _with_vectors([state], lambda vectors: layout.cut(vectors[0], rank))
-
-
-def join_states(states: Sequence[StateDict], layout: Layout) -> StateDict:
-    """Return the first learner's state with whole flat vectors, of the parts of all learners."""
-    return _with_vectors(states, layout.join)
-
-
-def _with_vectors(
-    states: Sequence[StateDict], change: Callable[[list[Tensor]], Tensor]
-) -> StateDict:
-    """Return the first state with other weights, target weights and moments.
-
-    ``change`` returns a vector, given that of every state.
-    """
-    first = states[0]
-    vectors: StateDict = {
-        name: change([state[name] for state in states])
-        for name in ("weights", "target_weights")
-        if name in first
-    }
-    moments = {
-        # They have an entry per weight; the number of steps has no dimension.
-        name: change([state["optimiser"][name] for state in states]) if value.dim() else value
-        for name, value in first["optimiser"].items()
-    }
-    return {**first, **vectors, "optimiser": moments}
+    weights.norm_of_all = norm

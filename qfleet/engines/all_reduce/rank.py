@@ -38,8 +38,8 @@ from qfleet.engines.all_reduce.group import TUNED_S, Group, Order
 from qfleet.engines.all_reduce.inference import SharedInference
 from qfleet.engines.all_reduce.mesh import Mesh, use_whole_norm
 from qfleet.engines.all_reduce.replay import SharedReplay, deal, in_order
+from qfleet.engines.all_reduce.split_model import LeadingEvaluator, SplitModel
 from qfleet.engines.all_reduce.updater import AllReduceUpdater
-from qfleet.engines.all_reduce.whole_model import WholeEvaluator, WholeModel
 from qfleet.engines.factories import make_memory, make_ring, make_updater
 from qfleet.engines.loop import RateLimiter
 from qfleet.engines.parts import LoopParts, Parts, Setup
@@ -48,9 +48,9 @@ from qfleet.engines.tuning import Choice
 from qfleet.envs.latency import latency_of
 from qfleet.memory.columns import check_transitions
 from qfleet.networks.dropout import Dropout
-from qfleet.networks.factory import make_network
 from qfleet.networks.parallel.layout import Layout
-from qfleet.networks.parallel.split import split_network
+from qfleet.networks.parallel.split import make_part
+from qfleet.networks.parallel.stages import Stage
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.storage.state_checks import check_like
 from qfleet.telemetry.timers import Timers
@@ -88,7 +88,6 @@ def rank_config(config: Config, rank: int) -> Config:
         step_latency_s=latency_of(config, rank),
         # One that hangs must be replaced before the other ranks lose their patience.
         env_timeout_s=min(config.env_timeout_s, config.worker_timeout_s / 2),
-        device="cpu" if config.ranks_per_copy > 1 else config.device,
         replay_dir=os.path.join(config.replay_dir, f"rank-{rank}") if config.replay_dir else "",
     )
 
@@ -102,19 +101,21 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
         cores = max(1, usable_cores() // ranks_here)
         torch.set_num_threads(min(torch.get_num_threads(), cores))
 
-    is_split = config.ranks_per_copy > 1
-    meshes, layouts = list[Mesh](), list[Layout]()
+    meshes, layouts = list[Mesh](), list[Layout]()  # none, or one if the network is split
 
     def place(own: Config, spec: EnvSpec, in_background: bool) -> Placement:
         device = learner_device(own, spec)
         group.connect(device)
-        if is_split:
+        if config.ranks_per_copy > 1:
             meshes.append(Mesh.of(group, config))
+            own = own.replace(replay_device="cpu")  # whose samples the ranks of a copy gather
         if device.type != "cpu" and not group.has_nccl and own.replay_device == "auto":
             own = own.replace(replay_device="cpu")  # ranks that share a GPU do not see who fits
         place = Placement.of(own, spec, in_background)
         if device.type == "cpu":
             return place
+        if meshes:
+            return replace(place, ahead=False, capturable=False)
         # What the host computes or adds up cannot be recorded.
         on_device = config.gradient_compression not in ("top-k", "powersgd")
         is_recorded = place.capturable and group.has_nccl and on_device and not config.data
@@ -137,17 +138,18 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
         seed = Seeds.of(own.seed).memory
         peers = meshes[0].copy if meshes else None
         share = own.batch_size // (peers.size if peers else 1)
-        ring = functools.partial(SharedReplay, group, peers=peers, share=share)
+        to = place.device if peers else None
+        ring = functools.partial(SharedReplay, group, peers=peers, share=share, to=to)
         return make_ring(config, spec, place, seed, ring)
 
     def network(spec: EnvSpec) -> QNetwork:
         """Return this rank's part of the network that rank 0 would have alone."""
 
-        def split(whole: QNetwork) -> None:
-            layouts.append(split_network(whole, meshes[0].tensor, meshes[0].stages))
-
-        seed = Seeds.of(config.seed).network
-        return make_network(own, spec, torch.device("cpu"), seed, split)
+        seed, device = Seeds.of(config.seed).network, learner_device(own, spec)
+        axes = meshes[0].tensor, meshes[0].stages
+        network, layout = make_part(own, spec, device, seed, *axes)
+        layouts.append(layout)
+        return network
 
     def inference(*given: Any) -> HostInference:
         return SharedInference(meshes[0].copy, *given)
@@ -186,8 +188,8 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
             place=place,
             memory=memory,
             updater=updater,
-            network=network if is_split else None,
-            inference=inference if is_split else HostInference,
+            network=network if config.ranks_per_copy > 1 else None,
+            inference=inference if config.ranks_per_copy > 1 else HostInference,
             parts=functools.partial(RankParts, group=group, whole=whole, together=together),
             ladder=own_ladder(config, rank),
             counting=together,
@@ -196,14 +198,7 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
     )
     finished = _finished(parts, updaters[0], first)
     if meshes:
-        finished.mesh = meshes[0]
-        most = max(layouts[0].local_size(part) for part in range(config.ranks_per_copy))
-        finished.notes.append(
-            f"the network is split among {config.ranks_per_copy} ranks: each holds at most "
-            f"{most:,} of {layouts[0].whole_size:,} weights"
-        )
-        if rank == 0:
-            _lead_whole(finished, own, layouts[0])
+        _use_split(finished, meshes[0], layouts[0])
     return finished
 
 
@@ -217,14 +212,18 @@ def _finished(parts: LoopParts, updater: AllReduceUpdater, first: int) -> RankPa
     return parts
 
 
-def _lead_whole(parts: RankParts, own: Config, layout: Layout) -> None:
-    """Let rank 0 evaluate and save the whole network."""
-    seed = Seeds.of(own.seed).network
-    network = make_network(own, parts.spec, parts.device, seed)
-    model = WholeModel(parts.learner, network, layout, parts.group, parts.clock)
-    parts.model = model
-    player = parts.setup.make_evaluator(network, parts.device, parts.closing)
-    parts.evaluator = WholeEvaluator(model, player)
+def _use_split(parts: RankParts, mesh: Mesh, layout: Layout) -> None:
+    """Let a run evaluate and save a network of which this rank holds a part."""
+    most = max(layout.local_size(part) for part in range(layout.ranks))
+    parts.notes.append(
+        f"the network is split among {layout.ranks} ranks: each holds at most {most:,} of "
+        f"{layout.whole_size:,} weights"
+    )
+    parts.mesh, parts.model = mesh, SplitModel(parts.learner, layout, parts.group, parts.spec)
+    # On the host: the model moves observations to the device.
+    host = torch.device("cpu")
+    player = parts.setup.make_evaluator(parts.learner.online, host, parts.closing)
+    parts.evaluator = LeadingEvaluator(parts.model, player)
 
 
 def _check_alike(group: Group, whole: Config, place: str) -> None:
@@ -335,6 +334,7 @@ class RankParts(LoopParts):
 
     def report(self) -> dict[str, Any]:
         """Return what rank 0 shows of every rank."""
+        stage = self.learner.online.stage
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -342,6 +342,7 @@ class RankParts(LoopParts):
             "exchange_s": self.group.exchange_s,
             "processor_s": time.process_time() - self.began_processor_s,
             "device": device_id(self.device),
+            "pipeline": stage.report() if isinstance(stage, Stage) else None,
         }
 
     def close(self) -> None:
@@ -354,12 +355,13 @@ class RankParts(LoopParts):
     def bring_in_step(self) -> None:
         """Give all other ranks the weights and clock of this one, and what they continue from."""
         self.first_update = self.clock.updates
-        learner = self.model.state_dict()
+        split = self.model if isinstance(self.model, SplitModel) else None
+        learner = {} if split else self.model.state_dict()
         for rank in range(1, self.group.size):
             pieces = deal(self._rings, rank, self.group.size)
             start = {
                 "clock": [self.clock.env_steps, self.clock.updates],
-                "learner": self._part(learner, rank),
+                "learner": split.take_part(rank) if split else learner,
                 "own": self._others[rank - 1] if self._others else {},
                 "pieces": {str(i): piece for i, piece in enumerate(pieces)},
             }
@@ -368,19 +370,8 @@ class RankParts(LoopParts):
             # A large memory takes longer than the next order may.
             self.group.await_ranks(IN_STEP, [rank], TUNED_S)
         self._others, self._rings = [], []
-        if isinstance(self.model, WholeModel):
-            self.model.sent()
-
-    def _part(self, learner: StateDict, rank: int) -> StateDict:
-        """Return what a rank holds of a learner's state."""
-        return self.model.part(learner, rank) if isinstance(self.model, WholeModel) else learner
-
-    def start_from(self, weights: FlatWeights) -> None:
-        if isinstance(self.model, WholeModel):
-            self.model.start_from(weights)
-            self.channel.restart(self.clock.updates)
-        else:
-            super().start_from(weights)
+        if split:
+            split.forget_loaded()
 
     def get_in_step(self) -> None:
         """Take over what ``bring_in_step`` sends."""
@@ -388,7 +379,9 @@ class RankParts(LoopParts):
         self.clock.env_steps, self.clock.updates = start["clock"]
         own = start["own"]
         fractions = own.get("objective", self.learner.state_dict()["objective"])  # of IQN
-        self.model.load_state_dict(start["learner"] | {"objective": fractions})
+        # Parts of a network that begins anew are there already.
+        state = self.learner.state_dict() | start["learner"] | {"objective": fractions}
+        self.learner.load_state_dict(state)
         self.channel.restart(self.clock.updates)
         if start["pieces"]:
             self._refill(list(start["pieces"].values()))

@@ -26,13 +26,18 @@ class SharedReplay(Ring):
     """
 
     def __init__(
-        self, group: Group, *given: Any, peers: Axis | None = None, share: int = 0
+        self,
+        group: Group,
+        *given: Any,
+        peers: Axis | None = None,
+        share: int = 0,
+        to: torch.device | None = None,
     ) -> None:
         """``peers``: the ranks that hold the parts of a network. ``share``: samples per batch that
-        this rank draws for them."""
+        this rank draws for them. ``to``: where they learn."""
         super().__init__(*given)
         self._group, self._all_can_sample = group, False
-        self._peers, self._share = peers, share
+        self._peers, self._share, self._to = peers, share, to
 
     def can_sample(self) -> bool:
         """Return whether every rank can sample; all ranks must ask at the same time."""
@@ -58,12 +63,12 @@ class SharedReplay(Ring):
             return own
         columns = torch.stack(self._peers.gather(own.contiguous()))
         batches = columns.view(self._peers.size, -1, self._share, *own.shape[1:])
-        return batches.transpose(0, 1).reshape(-1, *own.shape[1:])
+        return batches.transpose(0, 1).reshape(-1, *own.shape[1:]).to(self._to)
 
     def update_priorities(self, index: Tensor, priority: Tensor) -> None:
         if self._peers is not None:  # of a batch, this rank has drawn a part
             own = slice(self._peers.rank * self._share, (self._peers.rank + 1) * self._share)
-            index, priority = index[own], priority[own]
+            index, priority = index[own].cpu(), priority[own].cpu()
         super().update_priorities(index, priority)
 
     def refill(self, pieces: Sequence[StateDict], stack: int) -> None:

@@ -1,12 +1,14 @@
 """The exchanges of a split network, as autograd functions on activations ``[B, channels, …]``.
 
 Each of them has the opposite exchange in its backward pass (Megatron-LM, 1909.08053). All ranks
-have the same bits in an activation that is not split, and in its gradient.
+have the same bits in an activation that is not split, and in its gradient. Tensors on the meta
+device, which only have shapes, are not exchanged.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,82 +39,58 @@ class TensorRanks(Protocol):
 
 def enter(x: Tensor, ranks: TensorRanks) -> Tensor:
     """Return ``x``, which enters parts of a layer; its gradient is the sum of what each returns."""
-    entered: Tensor = _Enter.apply(x, ranks)  # type: ignore[no-untyped-call]
-    return entered
+    return _exchange(x, ranks, _same, _summed)
 
 
 def add_up(x: Tensor, ranks: TensorRanks) -> Tensor:
     """Return the sum of ``x`` over all ranks."""
-    summed: Tensor = _AddUp.apply(x, ranks)  # type: ignore[no-untyped-call]
-    return summed
+    return _exchange(x, ranks, _summed, _same)
 
 
 def gather_channels(x: Tensor, ranks: TensorRanks) -> Tensor:
     """Return the channels of all ranks."""
-    gathered: Tensor = _Gather.apply(x, ranks)  # type: ignore[no-untyped-call]
-    return gathered
+    return _exchange(x, ranks, _gathered, _own)
 
 
 def own_channels(x: Tensor, ranks: TensorRanks) -> Tensor:
     """Return this rank's part of the channels."""
-    own: Tensor = _Own.apply(x, ranks)  # type: ignore[no-untyped-call]
-    return own
+    return _exchange(x, ranks, _own, _gathered)
+
+
+def _same(x: Tensor, _: TensorRanks) -> Tensor:
+    return x.view_as(x)
 
 
 def _summed(x: Tensor, ranks: TensorRanks) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    ranks.sum(total)
+    if not x.is_meta:
+        ranks.sum(total)
     return total
 
 
 def _gathered(x: Tensor, ranks: TensorRanks) -> Tensor:
-    return torch.cat(ranks.gather(x.contiguous()), CHANNELS)
+    parts = [x] * ranks.size if x.is_meta else ranks.gather(x.contiguous())
+    return torch.cat(parts, CHANNELS)
 
 
 def _own(x: Tensor, ranks: TensorRanks) -> Tensor:
     return x.chunk(ranks.size, CHANNELS)[ranks.rank].contiguous()
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.ranks), None
+_Way: TypeAlias = Callable[[Tensor, TensorRanks], Tensor]
 
 
-class _AddUp(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
-        del ctx
-        return _summed(x, ranks)
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks, ahead: _Way, back: _Way) -> Tensor:
+        ctx.ranks, ctx.back = ranks, back
+        return ahead(x, ranks)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        del ctx
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.ranks), None, None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
-        ctx.ranks = ranks
-        return _gathered(x, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own(grad, ctx.ranks), None
-
-
-class _Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
-        ctx.ranks = ranks
-        return _own(x, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, ctx.ranks), None
+def _exchange(x: Tensor, ranks: TensorRanks, ahead: _Way, back: _Way) -> Tensor:
+    exchanged: Tensor = _Exchange.apply(x, ranks, ahead, back)  # type: ignore[no-untyped-call]
+    return exchanged

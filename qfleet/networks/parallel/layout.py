@@ -8,7 +8,7 @@ the one that a run without splitting has.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,12 +24,6 @@ class Piece(NamedTuple):
     dim: int | None
     stage: int = 0
 
-    def local_shape(self, tensor: int) -> tuple[int, ...]:
-        shape = list(self.shape)
-        if self.dim is not None:
-            shape[self.dim] //= tensor
-        return tuple(shape)
-
 
 class Layout:
     """The parts of all parameters of a network.
@@ -39,15 +33,8 @@ class Layout:
 
     def __init__(self, pieces: Sequence[Piece], tensor: int, stages: int = 1) -> None:
         self.pieces, self.tensor, self.ranks = list(pieces), tensor, tensor * stages
-
-    @property
-    def whole_size(self) -> int:
+        self.whole_size = sum(math.prod(piece.shape) for piece in self.pieces)
         """Weights of the whole network."""
-        return sum(math.prod(piece.shape) for piece in self.pieces)
-
-    def local_size(self, rank: int) -> int:
-        """Return the number of weights that a rank holds."""
-        return sum(self.local_sizes(rank))
 
     def own_pieces(self, rank: int) -> list[Piece]:
         """Return the parameters of which a rank holds a part, or all."""
@@ -55,31 +42,48 @@ class Layout:
 
     def local_sizes(self, rank: int) -> list[int]:
         """Return the weights of each of them that the rank holds."""
-        return [math.prod(piece.local_shape(self.tensor)) for piece in self.own_pieces(rank)]
+        own = self.own_pieces(rank)
+        return [math.prod(p.shape) // (1 if p.dim is None else self.tensor) for p in own]
+
+    def local_size(self, rank: int) -> int:
+        """Return the number of weights that a rank holds."""
+        return sum(self.local_sizes(rank))
+
+    def holders(self, piece: Piece) -> range:
+        """Return the ranks whose parts together are the parameter."""
+        first = piece.stage * self.tensor
+        return range(first, first + (1 if piece.dim is None else self.tensor))
+
+    def cut_one(self, whole: Tensor, piece: Piece, rank: int) -> Tensor:
+        """Return a rank's part of a whole parameter."""
+        return (
+            whole if piece.dim is None else whole.chunk(self.tensor, piece.dim)[rank % self.tensor]
+        )
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
         """Return a rank's part of a whole flat vector."""
         parts = torch.split(whole, [math.prod(piece.shape) for piece in self.pieces])
-        own = []
-        for piece, part in zip(self.pieces, parts, strict=True):
-            if piece.stage != rank // self.tensor:
-                continue
+        shaped = zip(self.pieces, parts, strict=True)
+        stage = rank // self.tensor
+        own = [self.cut_one(w.view(p.shape), p, rank) for p, w in shaped if p.stage == stage]
+        return torch.cat([part.reshape(-1) for part in own])
+
+    def join_each(self, part_of: Callable[[int, Piece], Tensor]) -> Iterator[Tensor]:
+        """Yield the whole parameters, flat, one by one; ``part_of`` returns what a rank holds."""
+        for piece in self.pieces:
+            parts = [part_of(rank, piece) for rank in self.holders(piece)]
             if piece.dim is not None:
-                chunks = part.view(piece.shape).chunk(self.tensor, piece.dim)
-                part = chunks[rank % self.tensor].reshape(-1)
-            own.append(part)
-        return torch.cat(own)
+                shape = list(piece.shape)
+                shape[piece.dim] //= self.tensor
+                parts = [torch.cat([part.view(shape) for part in parts], piece.dim)]
+            yield parts[0].reshape(-1)
+
+    def split_vector(self, own: Tensor, rank: int) -> dict[str, Tensor]:
+        """Return parameter name → its part in a rank's flat vector."""
+        names = [piece.name for piece in self.own_pieces(rank)]
+        return dict(zip(names, torch.split(own, self.local_sizes(rank)), strict=True))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the whole flat vector of the parts of all ranks, by rank."""
-        split = [iter(torch.split(part, self.local_sizes(rank))) for rank, part in enumerate(parts)]
-        whole = []
-        for piece in self.pieces:
-            first = piece.stage * self.tensor
-            own = [next(split[rank]) for rank in range(first, first + self.tensor)]
-            if piece.dim is None:
-                whole.append(own[0])
-            else:
-                shape = piece.local_shape(self.tensor)
-                whole.append(torch.cat([part.view(shape) for part in own], piece.dim).view(-1))
-        return torch.cat(whole)
+        held = [self.split_vector(part, rank) for rank, part in enumerate(parts)]
+        return torch.cat(list(self.join_each(lambda rank, piece: held[rank][piece.name])))

@@ -1,29 +1,40 @@
-"""Pipeline parallelism: a rank holds some consecutive layers of a built network, its stage.
+"""Pipeline parallelism: a rank holds some consecutive layers of a network, its stage.
 
-In: a network, whose layers may be split already. Out: the same network without the parameters of
-other stages, whose forward pass returns the output on every rank. A batch passes the stages in
-micro-batches: while a stage computes one, the stage before it computes the next (GPipe,
-1811.06965). Autograd runs the backward pass through the stages in the opposite order.
+In: a network on the meta device, whose layers may be split already. Out: the same network without
+the parameters of other stages. Its forward pass returns the output on every rank, without a
+gradient; ``Stage.learn`` computes the gradient of the stage. A batch passes the stages in
+micro-batches, so that they work at the same time (``schedule.py``).
+
+``torch.distributed.pipelining`` is not used: its stages need process groups, so that ranks could
+not be threads of one process in tests; they exchange pickled shapes; and they add up gradients in
+tensors of their own, beside the flat vector.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from qfleet.config.config import PipelineSchedule
 from qfleet.core.errors import ConfigError
+from qfleet.core.types import EnvSpec
 from qfleet.networks.fused import Dense
 from qfleet.networks.heads import ActionHead
+from qfleet.networks.parallel.schedule import (
+    MICRO_BATCHES_PER_STAGE,
+    Slot,
+    idle_share,
+    make_schedule,
+)
+from qfleet.networks.parallel.tensor import SplitDense
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import MLP, ImpalaResNet, NatureCNN, as_image
-
-MICRO_BATCHES = 4
-"""Per stage: all stages are busy for 4 P of 5 P − 1 micro-batches (1811.06965, section 2.3)."""
 
 
 class StageRanks(Protocol):
@@ -36,13 +47,19 @@ class StageRanks(Protocol):
     def size(self) -> int: ...
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send a tensor of any shape to one of these ranks."""
+        """Begin to send a tensor to one of these ranks, and do not wait for it."""
         ...
 
-    def receive(self, dtype: torch.dtype, rank: int) -> Tensor: ...
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        """Wait for a tensor of one of these ranks."""
+        ...
 
-    def broadcast(self, tensor: Tensor | None, dtype: torch.dtype, rank: int) -> Tensor:
-        """Return the tensor of ``rank``, which alone gives one."""
+    def end_sends(self) -> None:
+        """Wait until all that was sent has arrived."""
+        ...
+
+    def broadcast(self, tensor: Tensor, rank: int) -> None:
+        """Replace the tensor by that of ``rank``."""
         ...
 
 
@@ -57,7 +74,112 @@ class Unit(NamedTuple):
         return sum(module.get_parameter(name).numel() for module, name in self.parameters)
 
 
-def split_stages(network: QNetwork, ranks: StageRanks) -> dict[str, int]:
+class Stage:
+    """The layers of this rank, between those of its neighbours."""
+
+    def __init__(
+        self,
+        network: QNetwork,
+        units: Sequence[Callable[[Tensor], Tensor]],
+        shapes: tuple[tuple[int, ...], ...],
+        ranks: StageRanks,
+        kind: PipelineSchedule,
+        micro_batches: int,
+    ) -> None:
+        """``shapes``, of one sample: the input of this stage, and the output of the last one."""
+        self._network, self._units, self._ranks, self._kind = network, units, ranks, kind
+        self._input, self._output = shapes
+        self._micro_batches = micro_batches or MICRO_BATCHES_PER_STAGE * ranks.size
+        self._is_first, self._is_last = ranks.rank == 0, ranks.rank == ranks.size - 1
+        self.idle_s = self.learnt_s = self._waited_s = 0.0
+        """Seconds that ``learn`` waited for other stages, all that it took, and all waiting."""
+        self.executed: list[Slot] = []
+        """The slots of the newest call of ``learn``."""
+
+    @torch.no_grad()
+    def forward(self, obs: Tensor, fractions: Tensor | None = None) -> Tensor:
+        """Return the output of the whole network for the observations, which all ranks have."""
+        assert fractions is None, "iqn is not split into stages"
+        outputs = []
+        for part in self._parts(obs):
+            outputs.append(self._run(part if self._is_first else self._received(len(part))))
+            if not self._is_last:
+                self._ranks.send(outputs.pop(), self._ranks.rank + 1)
+        self._ranks.end_sends()
+        output = torch.cat(outputs) if self._is_last else self._empty(len(obs), self._output)
+        self._ranks.broadcast(output, self._ranks.size - 1)
+        return output
+
+    def learn(self, obs: Tensor, loss: Callable[[Tensor, int], Tensor]) -> None:
+        """Add the gradient of a batch to that of this stage's parameters.
+
+        ``loss`` is called on the last stage, with the output for a micro-batch and the number of
+        its first sample; the losses of all micro-batches add up to that of the batch.
+        """
+        began_s, waited_s = time.perf_counter(), self._waited_s
+        parts, rank = self._parts(obs), self._ranks.rank
+        firsts = list(itertools.accumulate(map(len, parts), initial=0))
+        kept, self.executed = dict[int, tuple[Tensor, Tensor]](), []
+        for slot in make_schedule(self._kind, rank, self._ranks.size, len(parts)):
+            i = slot.micro_batch
+            if slot.is_forward:
+                x = parts[i] if self._is_first else self._received(len(parts[i])).requires_grad_()
+                output = self._run(x)
+                if self._is_last:
+                    output = loss(output, firsts[i])
+                else:
+                    self._ranks.send(output.detach(), rank + 1)
+                kept[i] = x, output
+            else:
+                x, output = kept.pop(i)
+                grad = None if self._is_last else self._wait(torch.empty_like(output), rank + 1)
+                torch.autograd.backward(output, grad)
+                if x.grad is not None:
+                    self._ranks.send(x.grad, rank - 1)
+            self.executed.append(slot)
+        self._ranks.end_sends()
+        self.learnt_s += time.perf_counter() - began_s
+        self.idle_s += self._waited_s - waited_s
+
+    def report(self) -> dict[str, float]:
+        """Return which share of ``learn`` this stage was idle: by its schedule, and measured."""
+        count, stages = len(self.executed) // 2, self._ranks.size
+        schedules = [make_schedule(self._kind, stage, stages, count) for stage in range(stages)]
+        predicted = idle_share(schedules) if count else 0.0
+        return {"idle_slots": predicted, "idle_share": self.idle_s / (self.learnt_s or 1.0)}
+
+    def share(self, numbers: Tensor | None, count: int) -> Tensor:
+        """Return ``count`` numbers on all stages; the last one has them."""
+        shared = self._empty(count, ()) if numbers is None else numbers
+        self._ranks.broadcast(shared, self._ranks.size - 1)
+        return shared
+
+    def _parts(self, obs: Tensor) -> Sequence[Tensor]:
+        masked = self._network.masked
+        bare = obs if masked is None else masked.unmask(obs)
+        return bare.tensor_split(min(len(obs), self._micro_batches))
+
+    def _run(self, x: Tensor) -> Tensor:
+        for unit in self._units:
+            x = unit(x)
+        return x
+
+    def _received(self, samples: int) -> Tensor:
+        return self._wait(self._empty(samples, self._input), self._ranks.rank - 1)
+
+    def _wait(self, tensor: Tensor, rank: int) -> Tensor:
+        began_s = time.perf_counter()
+        self._ranks.receive(tensor, rank)
+        self._waited_s += time.perf_counter() - began_s
+        return tensor
+
+    def _empty(self, samples: int, shape: tuple[int, ...]) -> Tensor:
+        return next(self._network.parameters()).detach().new_empty((samples, *shape))
+
+
+def split_stages(
+    network: QNetwork, spec: EnvSpec, ranks: StageRanks, kind: PipelineSchedule, micro_batches: int
+) -> dict[str, int]:
     """Keep this rank's stage of the network; return parameter name → stage."""
     units = _units(network)
     stages = assign_stages([unit.size for unit in units], ranks.size)
@@ -67,19 +189,22 @@ def split_stages(network: QNetwork, ranks: StageRanks) -> dict[str, int]:
         for module, name in unit.parameters
     }
     named = {name: owners[id(parameter)] for name, parameter in network.named_parameters()}
-    own = []
+    bare = spec.unmasked
+    x = torch.empty((1, *bare.obs_shape), dtype=bare.torch_dtype, device="meta")
+    own, shape = list[Callable[[Tensor], Tensor]](), tuple[int, ...]()
     for unit, stage in zip(units, stages, strict=True):
         if stage == ranks.rank:
+            shape = shape if own else tuple(x.shape[1:])
             own.append(unit.run)
-            continue
-        for module, name in unit.parameters:
-            setattr(module, name, None)
-    if ranks.rank > 0:
-        # Autograd computes only what leads to a parameter: this one, without entries, makes it
-        # return the gradient of what a stage receives.
-        network.register_parameter("received", nn.Parameter(torch.zeros(0)))
+        with torch.no_grad():
+            x = unit.run(x)
+        if stage != ranks.rank:
+            for module, name in unit.parameters:
+                setattr(module, name, None)
+    shapes = shape, tuple(x.shape[1:])
+    network.stage = stage_here = Stage(network, own, shapes, ranks, kind, micro_batches)
     network.allows_shortcuts = False
-    network.forward = functools.partial(_forward, network, own, ranks)  # type: ignore[method-assign]
+    network.forward = stage_here.forward  # type: ignore[method-assign]
     return named
 
 
@@ -91,12 +216,20 @@ def assign_stages(sizes: Sequence[int], stages: int) -> list[int]:
             f"pipeline_parallel {stages} is more than the {len(heavy)} layers of the network that "
             "can be in different stages; lower it or use a deeper network"
         )
-    cuts = min(
-        itertools.combinations(heavy[1:], stages - 1),
-        key=lambda cuts: max(
-            sum(sizes[a:b]) for a, b in itertools.pairwise((0, *cuts, len(sizes)))
-        ),
-    )
+
+    @functools.cache
+    def best(first: int, count: int) -> tuple[int, tuple[int, ...]]:
+        """Return the size of the largest of ``count`` stages from a unit on, and their cuts."""
+        if count == 1:
+            return sum(sizes[first:]), ()
+        options = []
+        for i, cut in enumerate(heavy):
+            if cut > max(first, heavy[0]) and len(heavy) - i >= count - 1:
+                largest, cuts = best(cut, count - 1)
+                options.append((max(sum(sizes[first:cut]), largest), (cut, *cuts)))
+        return min(options)
+
+    cuts = best(0, stages)[1]
     return [sum(cut <= i for cut in cuts) for i in range(len(sizes))]
 
 
@@ -120,87 +253,23 @@ def _units(network: QNetwork) -> list[Unit]:
 def _layers(module: nn.Module) -> list[Unit]:
     if isinstance(module, nn.Sequential):
         return [unit for child in module for unit in _layers(child)]
-    if isinstance(module, Dense):
-        count = len(list(module.parameters())) // 2
+    if isinstance(module, Dense | SplitDense):
+        layers = range(len(list(module.parameters())) // 2)
+        run = module.apply_layer if isinstance(module, SplitDense) else _dense_layer(module)
         return [
-            Unit(
-                functools.partial(_dense_layer, module, i, i < count - 1 or module.relu_last),
-                [(module, f"weight_{i}"), (module, f"bias_{i}")],
-            )
-            for i in range(count)
+            Unit(functools.partial(run, i), [(module, f"weight_{i}"), (module, f"bias_{i}")])
+            for i in layers
         ]
     owned = [(m, name) for m in module.modules() for name, _ in m.named_parameters(recurse=False)]
     return [Unit(module, owned)]
 
 
-def _dense_layer(dense: Dense, layer: int, relu: bool, x: Tensor) -> Tensor:
-    weight = dense.get_parameter(f"weight_{layer}")
-    x = torch.addmm(dense.get_parameter(f"bias_{layer}"), x.to(weight.dtype), weight)
-    return x.relu() if relu else x
+def _dense_layer(dense: Dense) -> Callable[[int, Tensor], Tensor]:
+    last = len(list(dense.parameters())) // 2 - 1
 
+    def run(layer: int, x: Tensor) -> Tensor:
+        weight = dense.get_parameter(f"weight_{layer}")
+        x = torch.addmm(dense.get_parameter(f"bias_{layer}"), x.to(weight.dtype), weight)
+        return x.relu() if layer < last or dense.relu_last else x
 
-def _forward(
-    network: QNetwork,
-    own: Sequence[Callable[[Tensor], Tensor]],
-    ranks: StageRanks,
-    obs: Tensor,
-    fractions: Tensor | None = None,
-) -> Tensor:
-    """Return the output of the whole network for the observations, which all ranks have."""
-    assert fractions is None, "iqn is not split into stages"
-    received, last = next(network.parameters()), ranks.size - 1  # the first is that of the network
-    bare = obs if network.masked is None else network.masked.unmask(obs)
-    results = []
-    for part in bare.chunk(min(len(bare), MICRO_BATCHES * ranks.size)):
-        x = part if ranks.rank == 0 else _Receive.apply(received, ranks)  # type: ignore[no-untyped-call]
-        for run in own:
-            x = run(x)
-        results.append(x if ranks.rank == last else _Send.apply(x, ranks))  # type: ignore[no-untyped-call]
-    output: Tensor = _Share.apply(ranks, received.dtype, *results)  # type: ignore[no-untyped-call]
-    return output
-
-
-class _Receive(torch.autograd.Function):
-    """The output of the stage before; its gradient is sent back there."""
-
-    @staticmethod
-    def forward(ctx: Any, received: Tensor, ranks: StageRanks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.receive(received.dtype, ranks.rank - 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.ranks.send(grad, ctx.ranks.rank - 1)
-        return grad.new_zeros(0), None
-
-
-class _Send(torch.autograd.Function):
-    """A placeholder for what the next stage gets; the gradient comes from there."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: StageRanks) -> Tensor:
-        ctx.ranks = ranks
-        ranks.send(x, ranks.rank + 1)
-        return x.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.receive(grad.dtype, ctx.ranks.rank + 1), None
-
-
-class _Share(torch.autograd.Function):
-    """The output of the last stage, on all of them."""
-
-    @staticmethod
-    def forward(ctx: Any, ranks: StageRanks, dtype: torch.dtype, *results: Tensor) -> Tensor:
-        last = ranks.size - 1
-        ctx.sizes = [len(result) for result in results] if ranks.rank == last else None
-        ctx.count = len(results)
-        own = torch.cat(results) if ranks.rank == last else None
-        return ranks.broadcast(own, dtype, last)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.sizes is None:
-            return None, None, *[grad.new_zeros(())] * ctx.count
-        return None, None, *torch.split(grad, ctx.sizes)
+    return run

@@ -167,12 +167,16 @@ class SplitDense(nn.Module):
             self.register_parameter(f"bias_{i}", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        parameters, last = list(self.parameters()), len(self._splits) - 1
-        layers = zip(parameters[::2], parameters[1::2], self._splits, strict=True)
-        for i, (weight, bias, split) in enumerate(layers):
-            x = _apply(_dense_product, x, weight, bias, split, self._ranks)
-            x = x.relu() if i < last or self._relu_last else x
+        for layer in range(len(self._splits)):
+            x = self.apply_layer(layer, x)
         return x
+
+    def apply_layer(self, layer: int, x: Tensor) -> Tensor:
+        """Return the output of one layer, of which the other ranks may have other channels."""
+        weight, bias = (self.get_parameter(f"{name}_{layer}") for name in ("weight", "bias"))
+        split, x = self._splits[layer], x.to(weight.dtype)
+        x = _apply(_dense_product, x, weight, bias, split, self._ranks)
+        return x.relu() if layer < len(self._splits) - 1 or self._relu_last else x
 
 
 def _dense_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +21,16 @@ from qfleet.agent.learner import Learner
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
-from qfleet.core.types import BATCH_FIELDS, Batch, Block, EnvSpec
+from qfleet.core.types import BATCH_FIELDS, Batch, Block, EnvSpec, StateDict
+from qfleet.engines.all_reduce.group import Order
 from qfleet.engines.all_reduce.inference import SharedInference
-from qfleet.engines.all_reduce.mesh import cut_state, join_states
 from qfleet.engines.all_reduce.rank import rank_config
 from qfleet.engines.all_reduce.replay import SharedReplay
+from qfleet.engines.all_reduce.split_model import LeadingEvaluator, SplitModel
 from qfleet.lab.compare import (
     FixedBatches,
     ThreadRanks,
+    Whole,
     collect_batches,
     compare,
     initial_weights,
@@ -36,8 +40,9 @@ from qfleet.memory.samplers import UniformSampler
 from qfleet.networks.factory import make_network
 from qfleet.networks.parallel import stages
 from qfleet.networks.parallel.layout import Layout, Piece
-from qfleet.networks.parallel.split import split_network
-from qfleet.storage.checkpoint import load_checkpoint
+from qfleet.networks.parallel.split import make_part
+from qfleet.storage.checkpoint import load_checkpoint, save_checkpoint
+from qfleet.storage.state_checks import check_like
 from support.configs import tiny_config, tiny_fields
 
 CPU = torch.device("cpu")
@@ -65,12 +70,30 @@ class Apart(ThreadRanks):
         tensor.mul_(self.size)
 
 
-def learn(config: Config, *kinds: Any) -> tuple[dict[str, Tensor], list[dict[str, int]]]:
-    """Return the whole state after the updates, with the losses, and the bytes of each rank."""
-    spec, batches = collect_batches(config.replace(engine="serial"), UPDATES)
+SERIAL = tiny_config(
+    algo="double-dqn", precision="fp64", batch_size=32, learning_rate=1e-3, steps=10_000,
+    prioritized_replay=True, target_update_interval=80, engine="serial", net_arch=(16, 12),
+    max_grad_norm=0.5, dueling=True, micro_batches=2,
+)  # fmt: skip
+
+
+@functools.cache
+def draw() -> tuple[EnvSpec, list[Batch]]:
+    spec, batches = collect_batches(SERIAL, UPDATES)
     generator = torch.Generator().manual_seed(3)
     for batch in batches:  # as if they had been drawn by priority
         batch.weight.uniform_(generator=generator)
+    return spec, batches
+
+
+@functools.cache
+def plain() -> dict[str, Tensor]:
+    return learn(SERIAL)[0]
+
+
+def learn(config: Config, *kinds: Any) -> tuple[dict[str, Tensor], list[dict[str, int]]]:
+    """Return the whole state after the updates, with the losses, and the bytes of each rank."""
+    spec, batches = draw()
     found: dict[str, Tensor] = {}
     has_ranks = config.engine == "all-reduce"
     held: list[dict[str, int]] = [{} for _ in range(config.workers if has_ranks else 1)]
@@ -105,31 +128,27 @@ def learn(config: Config, *kinds: Any) -> tuple[dict[str, Tensor], list[dict[str
 def whole_and_split(
     workers: int, tensor_parallel: int, pipeline_parallel: int, *kinds: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, int]]]:
-    serial = tiny_config(
-        algo="double-dqn", precision="fp64", batch_size=32, learning_rate=1e-3, steps=10_000,
-        prioritized_replay=True, target_update_interval=80, engine="serial", net_arch=(16, 12),
-        max_grad_norm=0.5, dueling=True,
-    )  # fmt: skip
-    split = serial.replace(
+    split = SERIAL.replace(
         engine="all-reduce",
         workers=workers,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
     )
-    return learn(serial)[0], *learn(split, *kinds)
+    return plain(), *learn(split, *kinds)
 
 
 # A torso 4 → 16 → 12 and streams 12 → 2 and 12 → 1. Weights that ranks hold: those of a layer that
 # is split by outputs have a part of its bias, those of one that is split by inputs all of it.
 TORSO, STREAMS = (4 * 16 + 16) + (16 * 12 + 12), (12 * 2 + 2) + (12 + 1)
+HALF_FIRST = (4 * 16 + 16) // 2
 HALF_TORSO, HALF_STREAMS = (4 * 16 + 16) // 2 + 16 * 12 // 2 + 12, (12 * 2 + 2) // 2 + 6 + 1
 HELD = {
     (2, 2, 1): [HALF_TORSO + HALF_STREAMS] * 2,
     (4, 2, 1): [HALF_TORSO + HALF_STREAMS] * 4,
     (2, 1, 2): [16 * 4 + 16, TORSO - 16 * 4 - 16 + STREAMS],
     (4, 1, 2): [16 * 4 + 16, TORSO - 16 * 4 - 16 + STREAMS] * 2,
-    (4, 2, 2): [HALF_TORSO] * 2 + [HALF_STREAMS] * 2,
-    (8, 2, 2): ([HALF_TORSO] * 2 + [HALF_STREAMS] * 2) * 2,
+    (4, 2, 2): [HALF_FIRST] * 2 + [HALF_TORSO - HALF_FIRST + HALF_STREAMS] * 2,
+    (8, 2, 2): ([HALF_FIRST] * 2 + [HALF_TORSO - HALF_FIRST + HALF_STREAMS] * 2) * 2,
 }
 """Ranks, parts of layers and stages → weights of each rank."""
 
@@ -145,6 +164,15 @@ def test_parts_of_a_network_are_the_whole_network(mesh: tuple[int, int, int]) ->
     for name, theirs in whole.items():
         torch.testing.assert_close(split[name], theirs, rtol=0, atol=1e-10, msg=name)
     assert held == [dict.fromkeys(held[0], 8 * size) for size in HELD[mesh]]
+
+
+def test_stages_of_gpipe_are_the_whole_network() -> None:
+    split = SERIAL.replace(
+        engine="all-reduce", workers=2, pipeline_parallel=2, pipeline_schedule="gpipe"
+    )
+    found, _ = learn(split)
+    for name, theirs in plain().items():
+        torch.testing.assert_close(found[name], theirs, rtol=0, atol=1e-10, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +198,13 @@ def test_without_an_exchange_they_are_not(
 def test_without_the_gradient_of_the_next_stage_they_are_not(
     mesh: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = stages._Send.backward
+    wait = stages.Stage._wait
 
-    def without(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        received, none = send(ctx, grad)
-        return torch.zeros_like(received), none
+    def without(stage: stages.Stage, tensor: Tensor, rank: int) -> Tensor:
+        received = wait(stage, tensor, rank)
+        return torch.zeros_like(received) if rank > stage._ranks.rank else received
 
-    monkeypatch.setattr(stages._Send, "backward", staticmethod(without))
+    monkeypatch.setattr(stages.Stage, "_wait", without)
     whole, split, _ = whole_and_split(*mesh)
     assert (split["weights"] - whole["weights"]).abs().max() > 1e-4
 
@@ -237,13 +265,10 @@ def test_ranks_act_together_in_their_own_environments() -> None:
     config, spec = tiny_config(net_arch=(8, 8)), EnvSpec("vector", (4,), "float32", 3)
     whole = make_network(config, spec, CPU, 5)
     states = np.random.default_rng(1).normal(size=(2, 6, 4)).astype(np.float32)
-    peers, chosen, lock = ThreadRanks(2), dict[int, Any](), threading.Lock()
+    peers, chosen = ThreadRanks(2), dict[int, Any]()
 
     def act(rank: int) -> None:
-        with lock:  # the weights are drawn from torch's global generator
-            network = make_network(
-                config, spec, CPU, 5, lambda n: split_network(n, peers, ThreadRanks(1))
-            )
+        network, _ = make_part(config, spec, CPU, 5, peers, ThreadRanks(1, [rank]))
         inference = SharedInference(peers, network, CPU, spec.obs_dtype, 0)
         obs, opened = states[rank], np.zeros(6, dtype=np.bool_)
         chosen[rank] = inference.choose(0, 0, 0, slice(0, 6), obs, opened, needed=rank == 0)
@@ -258,27 +283,164 @@ def test_ranks_act_together_in_their_own_environments() -> None:
 # --- checkpoints ------------------------------------------------------------------------------
 
 
-def test_a_state_is_cut_and_joined_for_any_number_of_ranks() -> None:
+class ThreadGroup:
+    """The group of ranks that are threads: orders and states go through queues."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._orders = size, [Queue[tuple[Order, float]]() for _ in range(size)]
+        self._states = [Queue[Any]() for _ in range(size)]
+        self._ranks = ThreadRanks(size)
+
+    @property
+    def rank(self) -> int:
+        return int(threading.current_thread().name)
+
+    def give_order(self, order: Order, number: float = 0.0) -> None:
+        for queue in self._orders[1:]:
+            queue.put((order, number))
+
+    def send_state(self, state: Any, rank: int) -> None:
+        assert rank == 0
+        self._states[self.rank].put(state.clone())
+
+    def receive_state(self, rank: int) -> Any:
+        return self._states[rank].get(timeout=20)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self._ranks.broadcast(tensor, 0)
+
+    def lead(self, model: SplitModel, work: Callable[[], None]) -> None:
+        """Let rank 0 do the work, and the others what it orders meanwhile."""
+        if self.rank == 0:
+            work()
+            self.give_order(Order.STOP)
+            return
+        while (told := self._orders[self.rank].get(timeout=20))[0] != Order.STOP:
+            order, number = told
+            (model.follow if order == Order.FORWARD else model.send_vector)(int(number))
+
+
+LAYOUTS = {
+    "plain": (1, 1, 1),
+    "tensor 2": (2, 2, 1),
+    "pipeline 2": (2, 1, 2),
+    "tensor 2 × pipeline 2": (4, 2, 2),
+    "data 2": (2, 1, 1),
+    "data 2 × tensor 2": (4, 2, 1),
+    "data 2 × pipeline 2": (4, 1, 2),
+    "data 2 × tensor 2 × pipeline 2": (8, 2, 2),
+}
+"""Name → ranks, parts of layers and stages."""
+
+
+def laid_out(name: str) -> Config:
+    workers, tensor, pipeline = LAYOUTS[name]
+    return tiny_config(
+        algo="double-dqn", precision="fp64", batch_size=32, engine="all-reduce", workers=workers,
+        tensor_parallel=tensor, pipeline_parallel=pipeline, net_arch=(16, 12),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def drawn() -> tuple[EnvSpec, list[Batch], Tensor]:
+    spec, batches = collect_batches(laid_out("plain").replace(engine="serial"), 2)
+    return spec, batches, initial_weights(laid_out("plain"), spec)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(
+    drawn: tuple[EnvSpec, list[Batch], Tensor], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, StateDict]:
+    """Return the learner's state that each layout has saved after an update, by name."""
+    spec, batches, initial = drawn
+    states: dict[str, StateDict] = {}
+    for name, (size, *_) in LAYOUTS.items():
+        folder, group = tmp_path_factory.mktemp("checkpoint"), ThreadGroup(size)
+
+        def save(
+            rank: int, learner: Learner, _: Any, whole: Whole, to: Path = folder, group: Any = group
+        ) -> None:
+            if whole.layout is not None:
+                model = SplitModel(learner, whole.layout, group, spec)
+                state = model.state_dict()
+                group.lead(model, lambda: save_checkpoint(to, 1, {"learner": state}, {}, 1))
+            elif rank == 0:
+                save_checkpoint(to, 1, {"learner": learner.state_dict()}, {}, 1)
+
+        learn_batches(laid_out(name), spec, batches[:1], initial, save)
+        states[name] = load_checkpoint(folder).parts["learner"]
+    return states
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_of_every_layout_loads_under_every_other(
+    layout: str,
+    drawn: tuple[EnvSpec, list[Batch], Tensor],
+    checkpoints: dict[str, StateDict],
+) -> None:
+    """It is the plain one, and the next update from it is the plain run's."""
+    (spec, batches, initial), group = drawn, ThreadGroup(LAYOUTS[layout][0])
+    alone, reached = list[Tensor](), dict[str, Tensor]()
+    keep = lambda _, learner, *__: alone.append(learner.weights.data.clone())  # noqa: E731
+    learn_batches(laid_out("plain"), spec, batches, initial, keep)
+    names, turn = list(LAYOUTS), threading.local()
+
+    def load(rank: int, learner: Learner, _: Any, whole: Whole) -> None:
+        number = turn.number = getattr(turn, "number", -1) + 1
+        joined = whole(learner.weights.data)
+        if rank == 0 and number:
+            reached[names[number - 1]] = joined.clone()
+        if number == len(names):
+            return
+        state = checkpoints[names[number]] | {"objective": learner.state_dict()["objective"]}
+        if whole.layout is not None:
+            model = SplitModel(learner, whole.layout, group, spec)  # type: ignore[arg-type]
+            check_like(state, model.state_dict(), "learner")
+            state = model.cut(state, rank)
+        learner.load_state_dict(state)
+
+    every = [batches[0], *[batches[1]] * len(names)]
+    learn_batches(laid_out(layout), spec, every, initial, load)
+    assert set(reached) == set(LAYOUTS)
+    for name, weights in reached.items():
+        torch.testing.assert_close(weights, alone[1], rtol=0, atol=1e-10, msg=name)
+    assert (alone[1] - alone[0]).abs().max() > 1e-5
+
+
+def test_rank_0_asks_for_one_parameter_at_a_time() -> None:
+    """A saved vector is the whole one, and no piece of it is larger than a parameter."""
     pieces = [Piece("weight", (8, 4), 0), Piece("bias", (4,), None), Piece("last", (4, 8), 1)]
-    size = 8 * 4 + 4 + 4 * 8
-    numbers = torch.arange(float(size))
-    whole = {
-        "weights": numbers,
-        "target_weights": numbers + 0.5,
-        "optimiser": {"first": -numbers, "steps": torch.tensor(3.0)},
-        "lr_scale": 1.0,
-    }
+    numbers = torch.arange(8 * 4 + 4 + 4 * 8)
     for ranks in (2, 4):
         layout = Layout(pieces, ranks)
-        parts = [cut_state(whole, layout, rank) for rank in range(ranks)]
-        assert all(len(part["weights"]) == layout.local_size(0) < size for part in parts)
-        assert parts[0]["weights"][:4].tolist() == [0, 1, 2, 3]
-        assert parts[1]["weights"][0] == 8 // ranks * 4
-        joined = join_states(parts, layout)
-        for name in ("weights", "target_weights"):
-            assert torch.equal(joined[name], whole[name])  # type: ignore[arg-type]
-        assert torch.equal(joined["optimiser"]["first"], -numbers)
-        assert joined["optimiser"]["steps"] == 3
+        parts = [layout.cut(numbers, rank) for rank in range(ranks)]
+        assert all(len(part) == layout.local_size(0) < len(numbers) for part in parts)
+        assert parts[1][0] == 8 // ranks * 4
+        held = [layout.split_vector(part, rank) for rank, part in enumerate(parts)]
+        joined = list(layout.join_each(lambda rank, piece, held=held: held[rank][piece.name]))  # type: ignore[misc]
+        assert list(map(len, joined)) == [32, 4, 32]
+        assert torch.equal(torch.cat(joined), numbers)
+
+
+def test_all_ranks_evaluate_together(drawn: tuple[EnvSpec, list[Batch], Tensor]) -> None:
+    """Rank 0 leads: its values are those of the whole network, though it has a part of it."""
+    spec, batches, initial = drawn
+    alone, found, obs = list[Tensor](), list[Tensor](), batches[0].obs
+    keep = lambda _, learner, *__: alone.append(learner.online.q_values(obs))  # noqa: E731
+    learn_batches(laid_out("plain"), spec, batches[:1], initial, keep)
+    for layout in ("tensor 2", "data 2 × pipeline 2"):
+        group: Any = ThreadGroup(LAYOUTS[layout][0])
+
+        def evaluate(_: int, learner: Learner, __: Any, whole: Whole, group: Any = group) -> None:
+            assert whole.layout is not None
+            model = SplitModel(learner, whole.layout, group, spec)
+            player: Any = SimpleNamespace(play=lambda _: found.append(model.online.q_values(obs)))
+            group.lead(model, lambda: LeadingEvaluator(model, player).play(lambda _: False))
+            assert not model.online._forward_pre_hooks
+
+        learn_batches(laid_out(layout), spec, batches[:1], initial, evaluate)
+        torch.testing.assert_close(found[-1], alone[0].detach(), rtol=0, atol=1e-10)
+    assert len(found) == 2
 
 
 def learner_of(run: Path) -> dict[str, Any]:
@@ -296,19 +458,20 @@ def test_a_run_resumes_with_any_other_split(tmp_path: Path) -> None:
     whole = qfleet.train("CartPole-v1", run_dir=tmp_path / "whole", **told)
     split = told | {"tensor_parallel": 2}
     qfleet.train("CartPole-v1", run_dir=tmp_path / "split", options=half, **split)
-    shutil.copytree(tmp_path / "split", tmp_path / "stages")
-    shutil.copytree(tmp_path / "split", tmp_path / "joined")
     shutil.copytree(tmp_path / "split", tmp_path / "four")
-    qfleet.resume(tmp_path / "split")
-    qfleet.resume(tmp_path / "joined", tensor_parallel=1)
-    qfleet.resume(tmp_path / "stages", tensor_parallel=1, pipeline_parallel=2)
-    theirs = learner_of(tmp_path / "whole")
-    for name in ("split", "joined", "stages"):
-        ours = learner_of(tmp_path / name)
-        for vector in ("weights", "target_weights"):
-            torch.testing.assert_close(ours[vector], theirs[vector], rtol=0, atol=1e-10)
-        policy = qfleet.load(tmp_path / name)
-        assert policy.predict(np.zeros(4, dtype=np.float32))[0] in (0, 1)
+    stages = qfleet.resume(tmp_path / "split", tensor_parallel=1, pipeline_parallel=2)
+    theirs, ours = (learner_of(tmp_path / name) for name in ("whole", "split"))
+    for vector in ("weights", "target_weights"):
+        torch.testing.assert_close(ours[vector], theirs[vector], rtol=0, atol=1e-10)
+    for which in ("best", "last"):  # evaluated and saved by ranks that hold parts
+        pair = [qfleet.load(tmp_path / name, which=which) for name in ("whole", "split")]
+        values = [policy.q_values(np.ones(4, dtype=np.float32)) for policy in pair]
+        np.testing.assert_allclose(*values, rtol=0, atol=1e-10)
+    assert isinstance(stages, qfleet.Trained)
+    assert stages.result.eval_return_mean == whole.result.eval_return_mean
+    for rank in stages.result.fleet["ranks"]:
+        assert rank["pipeline"]["idle_slots"] == pytest.approx(1 / 9)
+        assert 0 < rank["pipeline"]["idle_share"] < 1
     other = qfleet.resume(tmp_path / "four", workers=4, tensor_parallel=2)
     assert isinstance(other, qfleet.Trained)
     assert other.result.updates == whole.result.updates
@@ -333,7 +496,8 @@ def test_the_batch_of_a_copy_is_that_of_its_ranks() -> None:
         ({"pipeline_parallel": 3}, "workers must be a multiple"),
         ({"algo": "rainbow"}, "noisy"),
         ({"algo": "iqn"}, "head 'iqn'"),
-        ({"device": "cuda"}, "for CPUs so far"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"micro_batches": 17}, "micro_batches must be ≤ 16"),
         ({"network": "some.module:Torso"}, "qfleet's own networks"),
         ({"normalize_observations": True}, "normalize_observations"),
         ({"gradient_compression": "top-k"}, "gradient_compression 'top-k'"),

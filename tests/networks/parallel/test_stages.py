@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,12 +12,12 @@ from qfleet.agent.updaters.optimisers import Adam
 from qfleet.agent.weights import FlatWeights
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
-from qfleet.lab.compare import ThreadRanks
+from qfleet.lab.compare import ThreadRanks, make_meshes
 from qfleet.networks.factory import make_network
 from qfleet.networks.parallel.layout import Layout
-from qfleet.networks.parallel.split import split_network
-from qfleet.networks.parallel.stages import assign_stages
-from qfleet.networks.qnetwork import QNetwork
+from qfleet.networks.parallel.schedule import idle_share, make_schedule
+from qfleet.networks.parallel.split import make_part
+from qfleet.networks.parallel.stages import Stage, assign_stages
 from support.configs import tiny_config
 
 VECTOR = EnvSpec("vector", (6,), "float32", 3)
@@ -33,7 +32,6 @@ CASES: dict[str, tuple[EnvSpec, dict[str, Any]]] = {
     "impala": (SMALL_IMAGE, {"network": "impala"}),
     "minatar": (SMALL_IMAGE, {"network": "minatar"}),
 }
-ONE_AT_A_TIME = threading.Lock()
 
 
 class Learnt(NamedTuple):
@@ -42,6 +40,7 @@ class Learnt(NamedTuple):
     output: Tensor
     weights: Tensor
     layout: Layout | None
+    stage: object
 
 
 def observations(spec: EnvSpec) -> Tensor:
@@ -51,38 +50,46 @@ def observations(spec: EnvSpec) -> Tensor:
     return torch.randn(11, *spec.obs_shape, generator=generator)
 
 
-def train(case: str, updates: int, *ranks: ThreadRanks) -> Learnt:
-    (spec, fields), layouts = CASES[case], list[Layout]()
-
-    def split(network: QNetwork) -> None:
-        if ranks:
-            layouts.append(split_network(network, *ranks))
-
-    config, cpu = tiny_config(precision="fp64", **fields), torch.device("cpu")
-    with ONE_AT_A_TIME:  # the weights are drawn from torch's global generator
-        network = make_network(config, spec, cpu, 5, split)
+def train(case: str, updates: int, kind: str = "1f1b", *ranks: ThreadRanks) -> Learnt:
+    spec, fields = CASES[case]
+    config = tiny_config(precision="fp64", pipeline_schedule=kind, micro_batches=4, **fields)
+    cpu, layout = torch.device("cpu"), None
+    if ranks:
+        network, layout = make_part(config, spec, cpu, 5, *ranks)
+    else:
+        network = make_network(config, spec, cpu, 5)
     weights, obs = FlatWeights(network), observations(spec)
     optimiser = Adam(weights.data, 1e-8)
+    for parameter, view in zip(weights.parameters, weights.grad_views(), strict=True):
+        parameter.grad = view
     for _ in range(updates):
-        output = network(obs)
-        loss = (output - 1.0).square().mean()
-        weights.set_grad(torch.autograd.grad(loss, weights.parameters))
+        weights.grad.zero_()
+        if isinstance(network.stage, Stage):
+            network.stage.learn(obs, lambda output, _: squares(output) / len(obs))
+        else:
+            (squares(network(obs)) / len(obs)).backward()
         optimiser.step(weights.data, weights.grad, 1e-3, None)
     with torch.no_grad():
-        return Learnt(network(obs), weights.data, layouts[0] if layouts else None)
+        return Learnt(network(obs), weights.data, layout, network.stage)
 
 
-def train_split(case: str, updates: int, tensor: int, pipeline: int) -> list[Learnt]:
-    found: dict[int, Learnt] = {}
-    tensors = [ThreadRanks(tensor) for _ in range(pipeline)]
-    pipelines = [ThreadRanks(pipeline, stride=tensor) for _ in range(tensor)]
+def squares(output: Tensor) -> Tensor:
+    return (output - 1.0).square().sum()
+
+
+def train_split(
+    case: str, updates: int, tensor: int, pipeline: int, kind: str = "1f1b"
+) -> list[Learnt]:
+    config = tiny_config(tensor_parallel=tensor, pipeline_parallel=pipeline)
+    every, found = ThreadRanks(tensor * pipeline), dict[int, Learnt]()
+    meshes = make_meshes(config, every, ThreadRanks)
 
     def work(rank: int) -> None:
-        axes = tensors[rank // tensor], pipelines[rank % tensor]
-        found[rank] = train(case, updates, *axes)
+        axes = meshes[rank].tensor, meshes[rank].stages
+        found[rank] = train(case, updates, kind, *axes)
 
-    ThreadRanks(tensor * pipeline).run(work)
-    return [found[rank] for rank in range(tensor * pipeline)]
+    every.run(work)
+    return [found[rank] for rank in range(every.size)]
 
 
 def joined(parts: list[Learnt]) -> Tensor:
@@ -92,14 +99,14 @@ def joined(parts: list[Learnt]) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (1, 3), (2, 2)])
-def test_stages_are_the_whole_network(case: str, tensor: int, pipeline: int) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "kind"), [(1, 2, "1f1b"), (1, 3, "gpipe"), (2, 2, "1f1b")]
+)
+def test_stages_are_the_whole_network(case: str, tensor: int, pipeline: int, kind: str) -> None:
     """Outputs and weights after five updates of Adam, in float64."""
-    if case in ("three dense layers", "quantiles") and tensor == 2:
-        pytest.skip("a stack of split dense layers stays in one stage")
     if case in ("dueling", "minatar") and pipeline == 3:
         pytest.skip("it has two layers that can be in different stages")
-    plain, parts = train(case, 5), train_split(case, 5, tensor, pipeline)
+    plain, parts = train(case, 5), train_split(case, 5, tensor, pipeline, kind)
     assert sum(part.weights.numel() for part in parts[::tensor]) <= plain.weights.numel()
     for rank, part in enumerate(parts):
         torch.testing.assert_close(part.output, plain.output, rtol=0, atol=1e-10)
@@ -114,3 +121,29 @@ def test_the_largest_stage_is_as_small_as_possible() -> None:
     assert assign_stages([3, 3, 3], 3) == [0, 1, 2]
     with pytest.raises(ConfigError, match="pipeline_parallel 3 is more than the 2 layers"):
         assign_stages([0, 7, 9], 3)
+    assert assign_stages([0, *[1] * 60], 4) == [0, *[i // 15 for i in range(60)]]
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 8), (3, 4), (4, 4), (4, 2), (1, 3)])
+def test_idle_slots_are_those_of_the_formula(kind: Any, stages: int, micro_batches: int) -> None:
+    schedules = [make_schedule(kind, stage, stages, micro_batches) for stage in range(stages)]
+    for schedule in schedules:
+        assert len(set(schedule)) == len(schedule) == 2 * micro_batches
+    formula = (stages - 1) / (micro_batches + stages - 1)
+    assert idle_share(schedules) == pytest.approx(formula)
+    if stages > 1:  # without overlap: a stage begins when the one before it has ended
+        apart = [[*s[: micro_batches // 2], *s] for s in schedules]
+        assert idle_share(apart) != pytest.approx(formula)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+def test_stages_execute_their_schedule(kind: Any) -> None:
+    """1F1B keeps the activations of at most as many micro-batches as stages are left."""
+    for stage, part in enumerate(train_split("nature", 1, 1, 3, kind)):
+        assert isinstance(part.stage, Stage)
+        assert part.stage.executed == make_schedule(kind, stage, 3, 4)
+        kept = [1 if slot.is_forward else -1 for slot in part.stage.executed]
+        most = max(sum(kept[:end]) for end in range(len(kept)))
+        assert most == (4 if kind == "gpipe" else 3 - stage)
+        assert 0 < part.stage.idle_s < part.stage.learnt_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from qfleet.lab.compare import ThreadRanks
 from qfleet.networks.factory import make_network
 from qfleet.networks.parallel import tensor
 from qfleet.networks.parallel.layout import Layout
-from qfleet.networks.parallel.split import split_network
+from qfleet.networks.parallel.split import make_part
 from qfleet.networks.parallel.tensor import Split, plan
 from qfleet.networks.qnetwork import QNetwork
 from support.configs import tiny_config
@@ -45,9 +46,6 @@ CASES: dict[str, tuple[EnvSpec, dict[str, Any]]] = {
 }
 
 
-ONE_AT_A_TIME = threading.Lock()
-
-
 # Each exchange without its collective, and a network that needs it.
 CONTROLS: dict[str, tuple[Callable[[Tensor, ThreadRanks], Tensor], str]] = {
     "enter": (lambda x, _: x, "impala"),
@@ -58,15 +56,11 @@ CONTROLS: dict[str, tuple[Callable[[Tensor, ThreadRanks], Tensor], str]] = {
 
 
 def make(case: str, ranks: ThreadRanks | None = None) -> tuple[QNetwork, Layout | None]:
-    spec, fields = CASES[case]
-    config, layouts = tiny_config(precision="fp64", **fields), list[Layout]()
-
-    def split(network: QNetwork) -> None:
-        if ranks is not None:
-            layouts.append(split_network(network, ranks, ThreadRanks(1)))
-
-    network = make_network(config, spec, torch.device("cpu"), 5, split)
-    return network, layouts[0] if layouts else None
+    (spec, fields), cpu = CASES[case], torch.device("cpu")
+    config = tiny_config(precision="fp64", **fields)
+    if ranks is None:
+        return make_network(config, spec, cpu, 5), None
+    return make_part(config, spec, cpu, 5, ranks, ThreadRanks(1, [ranks.rank]))
 
 
 def observations(case: str) -> Tensor:
@@ -86,8 +80,7 @@ class Learnt(NamedTuple):
 
 
 def train(case: str, updates: int, ranks: ThreadRanks | None = None) -> Learnt:
-    with ONE_AT_A_TIME:  # the weights are drawn from torch's global generator
-        network, layout = make(case, ranks)
+    network, layout = make(case, ranks)
     weights, obs, first = FlatWeights(network), observations(case), torch.empty(0)
     optimiser = Adam(weights.data, 1e-8)
     for update in range(updates):
@@ -120,6 +113,50 @@ def test_a_split_network_is_the_plain_one(case: str) -> None:
     for name in ("first_grad", "weights"):
         theirs = getattr(plain, name)
         torch.testing.assert_close(joined(parts, name), theirs, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_begin_with_the_weights_of_the_plain_network(case: str) -> None:
+    """To the last bit, buffers included."""
+    plain, _ = make(case)
+    ranks, found = ThreadRanks(2), dict[int, tuple[QNetwork, Layout | None]]()
+    ranks.run(lambda rank: found.update({rank: make(case, ranks)}))
+    layout = found[0][1]
+    assert layout is not None
+    parts = [FlatWeights(found[rank][0]).data for rank in (0, 1)]
+    assert torch.equal(layout.join(parts), FlatWeights(plain).data)
+    assert not torch.equal(*parts)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(found[1][0].get_buffer(name), buffer)
+
+
+def test_no_rank_ever_holds_the_whole_network() -> None:
+    """The most bytes while a part is made: less than half of the network, of which it is an eighth.
+
+    The control is the plain network, which needs all of them.
+    """
+    config = tiny_config(net_arch=(256,) * 16)
+    whole_bytes = 4 * 15 * 256 * 256
+    peaks, eight = dict[int, int](), ThreadRanks(8)
+
+    def build_part() -> None:
+        make_part(config, VECTOR, torch.device("cpu"), 5, ThreadRanks(1, [3]), eight)
+
+    thread = threading.Thread(name="3", target=lambda: peaks.update({1: peak(build_part)}))
+    thread.start()
+    thread.join()
+    plain = peak(lambda: make_network(config, VECTOR, torch.device("cpu"), 5))
+    assert peaks[1] < whole_bytes / 2 < whole_bytes < plain
+
+
+def peak(work: Callable[[], object]) -> int:
+    """Return the most bytes of tensors that were allocated at one time."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        work()
+    assert profile.profiler is not None
+    results: Any = profile.profiler.kineto_results
+    changes = [event.nbytes() for event in results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(changes))
 
 
 def test_three_ranks_and_a_hundred_updates() -> None:

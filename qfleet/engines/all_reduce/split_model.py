@@ -1,0 +1,169 @@
+"""A network whose parts are on several ranks, as a run evaluates and saves it.
+
+Rank 0 never holds the whole network. It saves one parameter after the other, for which it asks the
+ranks of the first copy; evaluations are played by all ranks together. A checkpoint is the same as
+that of a plain network, so it loads under any other layout. Only a run that resumes, or that begins
+with another policy, reads whole vectors on rank 0, and keeps them until all ranks have their parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qfleet.agent.evaluation import Evaluation, GiveUp, HostEvaluator
+from qfleet.agent.learner import Learner
+from qfleet.agent.weights import FlatWeights, SavedWeights, check_same_layout
+from qfleet.core.types import EnvSpec, StateDict
+from qfleet.engines.all_reduce.group import Group, Order
+from qfleet.engines.parts import Model
+from qfleet.networks.parallel.layout import Layout, Piece
+from qfleet.storage.segments import Streamed
+
+
+class SplitModel(Model):
+    """The model of a rank, whose learner holds a part of the network."""
+
+    def __init__(self, learner: Learner, layout: Layout, group: Group, spec: EnvSpec) -> None:
+        self.online, self.layout = learner.online, layout
+        self._learner, self._group, self._spec = learner, group, spec
+        self._part = group.rank % layout.ranks
+        self._loaded: StateDict = {}
+        """What the other ranks do not have yet, in whole vectors (rank 0)."""
+
+    @property
+    def weights(self) -> SavedWeights:
+        """The weights of the policy, which this model itself fetches."""
+        return self
+
+    @property
+    def lr_scale(self) -> float:
+        return self._learner.lr_scale
+
+    @lr_scale.setter
+    def lr_scale(self, scale: float) -> None:
+        self._learner.lr_scale = scale
+
+    def read_metrics(self) -> dict[str, float]:
+        return self._learner.read_metrics()
+
+    # --- states: whole on rank 0, parts on the others -----------------------------------------
+
+    def state_dict(self) -> StateDict:
+        """Return the state of a plain network, whose vectors are fetched while they are saved."""
+        return map_vectors(self._learner.state_dict(), self._stream)
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Take this rank's part of a whole state, and keep those of the others (rank 0)."""
+        self._learner.load_state_dict(self.cut(state, 0))
+        self._loaded = state
+
+    def cut(self, state: StateDict, rank: int) -> StateDict:
+        """Return a rank's part of a whole state."""
+        part = rank % self.layout.ranks
+        return map_vectors(state, lambda _, whole: self.layout.cut(whole, part))
+
+    def take_part(self, rank: int) -> StateDict:
+        """Return what a rank has to load before it begins, if it has to."""
+        return self.cut(self._loaded, rank)
+
+    def forget_loaded(self) -> None:
+        self._loaded = {}
+
+    def _stream(self, number: int, own: Tensor) -> Streamed:
+        return Streamed(
+            torch.empty(self.layout.whole_size, dtype=own.dtype, device="meta"),
+            lambda: self._fetch(number, own),
+        )
+
+    def _fetch(self, number: int, own: Tensor) -> Iterator[Tensor]:
+        """Yield the whole parameters in vector ``number`` of the state, one by one (rank 0)."""
+        self._group.give_order(Order.SEND_VECTOR, number)
+        held = self.layout.split_vector(own, 0)
+
+        def part_of(rank: int, piece: Piece) -> Tensor:
+            return self._group.receive_state(rank) if rank else held[piece.name].cpu()
+
+        return self.layout.join_each(part_of)
+
+    def send_vector(self, number: int) -> None:
+        """Send this rank's part of a vector of the state, parameter by parameter."""
+        vectors: list[Tensor] = []
+        map_vectors(self._learner.state_dict(), lambda _, own: vectors.append(own))
+        if self._group.rank < self.layout.ranks:  # in the first copy
+            held = self.layout.split_vector(vectors[number], self._part)
+            for piece in self.layout.own_pieces(self._part):
+                if self._part in self.layout.holders(piece):
+                    self._group.send_state(held[piece.name], 0)
+
+    # --- the weights of the policy, as they are saved -----------------------------------------
+
+    def row(self, agent: int) -> Streamed:
+        """Return the weights, in the layout of a plain network."""
+        del agent
+        return self._stream(0, self._learner.weights.data)
+
+    def row_buffers(self, agent: int) -> dict[str, Tensor]:
+        return self._learner.weights.row_buffers(agent)
+
+    def describe(self) -> list[list[object]]:
+        return [[piece.name, list(piece.shape)] for piece in self.layout.pieces]
+
+    def copy_from(self, other: FlatWeights) -> None:
+        """Begin with the weights of a plain network (rank 0)."""
+        check_same_layout(self.describe(), other.describe())
+        self._loaded = {"weights": other.data, "target_weights": other.data}
+        self._learner.weights.data.copy_(self.layout.cut(other.data, 0))
+
+    # --- evaluations --------------------------------------------------------------------------
+
+    def lead(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Let all ranks take part in a forward pass of rank 0, which begins with this call."""
+        obs = inputs[0].contiguous()
+        self._group.give_order(Order.FORWARD, len(obs))
+        self._group.broadcast(obs)
+        return (obs.to(self._learner.weights.data.device), *inputs[1:])
+
+    @torch.no_grad()
+    def follow(self, count: int) -> None:
+        """Take part in a forward pass of ``count`` observations that rank 0 leads."""
+        obs = torch.empty((count, *self._spec.obs_shape), dtype=self._spec.torch_dtype)
+        self._group.broadcast(obs)
+        self.online(obs.to(self._learner.weights.data.device))
+
+
+class LeadingEvaluator:
+    """Plays evaluations on rank 0; all ranks compute the values."""
+
+    def __init__(self, model: SplitModel, player: HostEvaluator) -> None:
+        """``player`` plays with this rank's part of the network."""
+        self._model, self._player = model, player
+
+    def play(self, give_up: GiveUp) -> Evaluation | None:
+        hook = self._model.online.register_forward_pre_hook(self._model.lead)
+        try:
+            return self._player.play(give_up)
+        finally:
+            hook.remove()
+
+
+def map_vectors(state: StateDict, change: Callable[[int, Tensor], Any]) -> StateDict:
+    """Return a learner's state with other weights, target weights and moments, in this order.
+
+    ``change`` is called with the number of a vector, from 0, and the vector.
+    """
+    numbers, changed = itertools.count(), dict(state)
+    for name in ("weights", "target_weights"):
+        if name in state:
+            changed[name] = change(next(numbers), state[name])
+    if "optimiser" in state:
+        changed["optimiser"] = {
+            # They have an entry per weight; the number of steps has no dimension.
+            name: change(next(numbers), value) if value.dim() else value
+            for name, value in state["optimiser"].items()
+        }
+    return changed
