@@ -29,7 +29,7 @@ from qfleet.engines.all_reduce.layout_rates import (
 )
 from qfleet.envs.factory import make_envs
 from qfleet.networks.factory import build_network
-from qfleet.networks.parallel.stages import MICRO_BATCHES
+from qfleet.networks.parallel.schedule import MICRO_BATCHES_PER_STAGE
 from qfleet.telemetry.faults import FaultLog
 
 WORTHWHILE = 1.05
@@ -98,7 +98,7 @@ def predict_update_s(sizes: Sizes, ranks: Sequence[RankReport]) -> float:
     busy_s = [rank.compute_s + exchange_seconds(rank.exchanges, rank.exchange_s) for rank in ranks]
     if sizes.pipeline == 1:
         return max(busy_s)
-    tensor, micro_batches = sizes.tensor, MICRO_BATCHES * sizes.pipeline
+    tensor, micro_batches = sizes.tensor, MICRO_BATCHES_PER_STAGE * sizes.pipeline
     copies = np.reshape(busy_s, (sizes.data, sizes.pipeline, tensor)).max(2)
     slots = (copies.sum(1) + (micro_batches - 1) * copies.max(1)) / micro_batches
     return float(slots.max())

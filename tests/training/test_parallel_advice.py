@@ -6,7 +6,7 @@ import pytest
 
 from qfleet.core.errors import ConfigError, UserError
 from qfleet.engines.all_reduce.layout_rates import SIZES, RankReport
-from qfleet.networks.parallel.stages import MICRO_BATCHES
+from qfleet.networks.parallel.schedule import MICRO_BATCHES_PER_STAGE
 from qfleet.training.parallel_advice import (
     Row,
     Sizes,
@@ -53,13 +53,13 @@ def test_ranks_without_stages_are_as_fast_as_the_slowest() -> None:
 
 def test_equal_stages_idle_in_the_slots_of_the_schedule() -> None:
     """(p − 1)/(m + p − 1) of the slots, with m micro-batches."""
-    stages, micro = 4, 4 * MICRO_BATCHES
+    stages, micro = 4, 4 * MICRO_BATCHES_PER_STAGE
     predicted = predict_update_s(Sizes(pipeline=stages), computing(1.0, 1.0, 1.0, 1.0))
     assert 1 - 1 / predicted == pytest.approx((stages - 1) / (micro + stages - 1))
 
 
 def test_stages_follow_the_slowest_of_them() -> None:
-    micro = 2 * MICRO_BATCHES
+    micro = 2 * MICRO_BATCHES_PER_STAGE
     two = predict_update_s(Sizes(pipeline=2), computing(3.0, 1.0))
     assert two == pytest.approx(3.0 + 1.0 / micro)
     # Of two copies with two parts per stage, the second copy's first stage is the slowest.

@@ -2,8 +2,8 @@
 
 In: the configuration of an all-reduce run, and the ranks. Out: a ``RankReport`` of each rank. The
 ranks build what a run would build and learn from a memory of zeros, without steps of environments.
-Then each repeats the update without its exchanges, all at the same time, so that the time of
-computing includes what ranks take from each other where they share cores or a GPU.
+Then all ranks repeat updates without exchanges, at the same time, so that the time of computing
+includes what ranks take from each other where they share cores or a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,56 +63,53 @@ class RankReport:
     """Kind → seconds of an exchange of each of ``SIZES``."""
 
 
-class RepeatingGroup(Group):
-    """Ranks that can repeat an update without exchanging anything."""
+class CountingGroup(Group):
+    """Ranks that count the exchanges of their updates, and can leave them out."""
 
-    noted: list[tuple[str, int, Tensor | None]] | None = None
-    """The exchanges of the update that is noted: kind, bytes, and whole numbers received."""
-    _repeated: Iterator[tuple[str, int, Tensor | None]] | None = None
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.counted = Counter[tuple[str, int]]()
+        """Kind and bytes → number of exchanges."""
+        self.is_silent = False
+        """Whether exchanges are left out."""
 
-    @contextlib.contextmanager
-    def repeating(self) -> Iterator[None]:
-        """Exchange nothing within: integers, such as shapes, are those that were noted."""
-        assert self.noted is not None
-        self._repeated = iter(self.noted)
-        yield
-        self._repeated = None
-
-    def _note(self, kind: str, tensor: Tensor, exchange: Callable[[], Any]) -> None:
-        if self._repeated is not None:
-            _, _, numbers = next(self._repeated)
-            if numbers is not None:
-                tensor.copy_(numbers)
-            return
-        exchange()
-        if self.noted is not None:
-            numbers = None if tensor.is_floating_point() else tensor.clone()
-            self.noted.append((kind, tensor.nbytes, numbers))
+    def count(self, kind: str, tensor: Tensor) -> bool:
+        """Count an exchange; return whether it is to be made."""
+        self.counted[kind, tensor.nbytes] += 1
+        return not self.is_silent
 
     def _reduce(self, tensor: Tensor, operation: Any) -> None:
-        self._note("all", tensor, partial(super()._reduce, tensor, operation))
+        if self.count("all", tensor):
+            super()._reduce(tensor, operation)
 
-    def sum_within(self, channel: Any, tensor: Tensor) -> None:
-        self._note("all", tensor, partial(super().sum_within, channel, tensor))
 
-    def gather_within(self, channel: Any, tensor: Tensor, size: int) -> list[Tensor]:
-        gathered = [tensor] * size
+class CountingAxis(Axis):
+    """The same along an axis of the mesh."""
 
-        def exchange() -> None:
-            gathered[:] = Group.gather_within(self, channel, tensor, size)
+    def __init__(self, group: CountingGroup, every: Sequence[Sequence[int]]) -> None:
+        super().__init__(group, every)
+        self._counting, self._counts = group, group.count
 
-        self._note("all", tensor, exchange)
-        return gathered
+    def sum(self, tensor: Tensor) -> None:
+        if self._counts("all", tensor):
+            super().sum(tensor)
 
-    def send_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
-        self._note("pair", tensor, partial(super().send_within, channel, tensor, rank))
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        return super().gather(tensor) if self._counts("all", tensor) else [tensor] * self.size
 
-    def receive_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
-        tensor.zero_()  # memory that was never written may hold slow numbers
-        self._note("pair", tensor, partial(super().receive_within, channel, tensor, rank))
+    def broadcast(self, tensor: Tensor, rank: int) -> None:
+        if self._counts("all", tensor):
+            super().broadcast(tensor, rank)
 
-    def broadcast_within(self, channel: Any, tensor: Tensor, rank: int) -> None:
-        self._note("all", tensor, partial(super().broadcast_within, channel, tensor, rank))
+    def send(self, tensor: Tensor, rank: int) -> None:
+        if not self._counting.is_silent:  # the receiver counts it: sending does not wait
+            super().send(tensor, rank)
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        if self._counts("pair", tensor):
+            super().receive(tensor, rank)
+        else:
+            tensor.zero_()  # memory that was never written may hold slow numbers
 
 
 class MeasuredRanks:
@@ -143,11 +140,11 @@ def measure_rank(
     started: Sequence[subprocess.Popen[bytes]] = (),
 ) -> list[RankReport]:
     """Measure as one of the ranks; return the reports of all."""
-    group = RepeatingGroup(world, number, config.worker_timeout_s, store, started)
+    group = CountingGroup(world, number, config.worker_timeout_s, store, started)
     settings = TorchSettings()
     try:
         with contextlib.closing(
-            build_rank(Setup(config, FaultLog()), group, world.local_size)
+            build_rank(Setup(config, FaultLog()), group, world.local_size, CountingAxis)
         ) as parts:
             report = _measure(parts, group, seconds)
             told = group.meet("reports", json.dumps(asdict(report)))
@@ -163,31 +160,20 @@ def measure_rank(
     return [RankReport(**json.loads(text)) for text in told]
 
 
-def _measure(parts: LoopParts, group: RepeatingGroup, seconds: float) -> RankReport:
+def _measure(parts: LoopParts, group: CountingGroup, seconds: float) -> RankReport:
     pace = _pace(parts, seconds, lambda s: max(float(t) for t in group.meet("first", str(s))))
     learn = partial(parts.learner.learn, pace.burst)
-    group.noted = []
+    group.counted.clear()
     learn()
-    noted, group.noted = group.noted, None
+    exchanges = [(*exchange, number / pace.burst) for exchange, number in group.counted.items()]
     update_s = pace.update_seconds(learn)
     group.meet("measured", "")
-    group.noted = noted
-
-    def compute() -> None:
-        with group.repeating():
-            learn()
-
-    compute_s = pace.update_seconds(compute)
+    group.is_silent = True
+    compute_s = pace.update_seconds(learn)
+    group.is_silent = False
     group.meet("computed", "")
-    group.noted = None
-    kinds = Counter((kind, nbytes) for kind, nbytes, _ in noted)
-    return RankReport(
-        update_s,
-        compute_s,
-        state_bytes(parts.learner),
-        [(kind, nbytes, count / pace.burst) for (kind, nbytes), count in kinds.items()],
-        time_exchanges(Axis(group, [range(group.size)]), parts.device),
-    )
+    exchange_s = time_exchanges(Axis(group, [range(group.size)]), parts.device)
+    return RankReport(update_s, compute_s, state_bytes(parts.learner), exchanges, exchange_s)
 
 
 def measure_plain(config: Config, seconds: float) -> list[RankReport]:
@@ -257,7 +243,8 @@ def time_exchanges(ranks: Axis, device: torch.device) -> dict[str, list[float]]:
             if ranks.rank == sender:
                 ranks.send(tensor, 1 - sender)
             elif ranks.rank == 1 - sender:
-                ranks.receive(tensor.dtype, sender)
+                ranks.receive(tensor, sender)
+        ranks.end_sends()
 
     def median_s(exchange: Callable[[Tensor], None], nbytes: int) -> float:
         tensor = torch.zeros(nbytes // 4, device=device)

@@ -11,29 +11,40 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from qfleet.core.errors import ConfigError
 from qfleet.engines.all_reduce.layout_rates import (
     SIZES,
+    CountingAxis,
+    CountingGroup,
     MeasuredRanks,
-    RepeatingGroup,
     measure_plain,
 )
 from qfleet.engines.all_reduce.world import World
 from qfleet.training.parallel_advice import measured_settings
 
 
-def test_a_repeated_update_exchanges_nothing_and_keeps_whole_numbers() -> None:
-    group = RepeatingGroup(World(0, 2, 0, 2, "127.0.0.1", 1), 0, 10.0, HashStore())
-    group.noted = [("all", 8, None), ("pair", 16, torch.tensor([3, 4])), ("all", 8, None)]
-    for _ in range(2):
-        with group.repeating():
-            own = torch.tensor([1.0, 2.0])
-            group.sum_within(None, own)
-            shape = torch.empty(2, dtype=torch.int64)
-            group.receive_within(None, shape, 1)
-            gathered = group.gather_within(None, own, 2)
-        assert own.tolist() == [1.0, 2.0]
-        assert shape.tolist() == [3, 4]
-        assert [part.tolist() for part in gathered] == [[1.0, 2.0]] * 2
+class Alone(CountingAxis):
+    """One of two ranks, which are not connected."""
+
+    def __init__(self, group: CountingGroup) -> None:
+        self._group = self._counting = group
+        self._counts, self.size = group.count, 2
+        self._ranks, self._gloo, self._nccl = [0, 1], None, None
+
+
+def test_silent_ranks_exchange_nothing_and_count_everything() -> None:
+    group = CountingGroup(World(0, 2, 0, 2, "127.0.0.1", 1), 0, 10.0, HashStore())
+    axis, own = Alone(group), torch.tensor([1.0, 2.0])
+    group.is_silent = True
+    for exchange in (axis.sum, group.sum):
+        exchange(own)
+    axis.broadcast(own, 1)
+    axis.send(own, 1)
+    assert [part.tolist() for part in axis.gather(own)] == [[1.0, 2.0]] * 2
+    assert own.tolist() == [1.0, 2.0]
+    axis.receive(received := torch.full((3,), torch.nan), 1)
+    assert received.tolist() == [0.0] * 3
+    assert group.counted == {("all", 8): 4, ("pair", 12): 1}
+    group.is_silent = False
     with pytest.raises(ValueError, match="process group"):  # not connected: a real exchange fails
-        group.sum_within(None, own)
+        axis.sum(own)
 
 
 def test_ranks_measure_one_layout_after_another() -> None:
