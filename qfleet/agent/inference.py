@@ -124,7 +124,7 @@ def make_greedy(
     """
     if device.type == "cpu" and network.is_plain_mlp:
         return _HostMLP(network)
-    if batch is not None and can_record(device):
+    if batch is not None and can_record(device) and not network.is_split:
         return _RecordedNetwork(network, device, batch)
 
     @torch.inference_mode()

@@ -49,6 +49,8 @@ class QNetwork(nn.Module):
         self.num_actions = num_actions
         self.allows_shortcuts = True
         """False once ``forward`` was replaced (torch.compile), which shortcuts would bypass."""
+        self.is_split = False
+        """Whether ranks hold parts of it, which exchange activations in every pass."""
         self.stage: object | None = None
         """This rank's ``Stage``, if its layers are on several ranks (parallel/stages.py)."""
         self.autocast_dtype: torch.dtype | None = None

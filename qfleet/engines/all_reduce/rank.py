@@ -225,10 +225,8 @@ def _use_split(parts: RankParts, mesh: Mesh, layout: Layout) -> None:
         f"{layout.whole_size:,} weights"
     )
     parts.mesh, parts.model = mesh, SplitModel(parts.learner, layout, parts.group, parts.spec)
-    # On the host: the model moves observations to the device.
-    host = torch.device("cpu")
-    player = parts.setup.make_evaluator(parts.learner.online, host, parts.closing)
-    parts.evaluator = LeadingEvaluator(parts.model, player)
+    assert parts.evaluator is not None
+    parts.evaluator = LeadingEvaluator(parts.model, parts.evaluator)
 
 
 def _check_alike(group: Group, whole: Config, place: str) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qfleet.agent.evaluation import Evaluation, GiveUp, HostEvaluator
+from qfleet.agent.evaluation import Evaluation, GiveUp
 from qfleet.agent.learner import Learner
 from qfleet.agent.weights import FlatWeights, SavedWeights, check_same_layout
 from qfleet.core.types import EnvSpec, StateDict
 from qfleet.engines.all_reduce.group import Group, Order
-from qfleet.engines.parts import Model
+from qfleet.engines.parts import Model, PolicyEvaluator
 from qfleet.networks.parallel.layout import Layout, Piece
 from qfleet.storage.segments import Streamed
 
@@ -121,12 +121,10 @@ class SplitModel(Model):
 
     # --- evaluations --------------------------------------------------------------------------
 
-    def lead(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def lead(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Let all ranks take part in a forward pass of rank 0, which begins with this call."""
-        obs = inputs[0].contiguous()
-        self._group.give_order(Order.FORWARD, len(obs))
-        self._group.broadcast(obs)
-        return (obs.to(self._learner.weights.data.device), *inputs[1:])
+        self._group.give_order(Order.FORWARD, len(inputs[0]))
+        self._group.broadcast(inputs[0].cpu().contiguous())
 
     @torch.no_grad()
     def follow(self, count: int) -> None:
@@ -139,7 +137,7 @@ class SplitModel(Model):
 class LeadingEvaluator:
     """Plays evaluations on rank 0; all ranks compute the values."""
 
-    def __init__(self, model: SplitModel, player: HostEvaluator) -> None:
+    def __init__(self, model: SplitModel, player: PolicyEvaluator) -> None:
         """``player`` plays with this rank's part of the network."""
         self._model, self._player = model, player
 

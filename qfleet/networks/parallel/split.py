@@ -56,6 +56,7 @@ def make_part(
             setattr(network.get_submodule(path), leaf, value)
 
     construction.carry_out(seed, take)
+    network.is_split = True
     if config.precision == "fp64":
         double(network)
     return network.to(device), layout
