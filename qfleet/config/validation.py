@@ -234,6 +234,8 @@ def _split_rules(c: Config) -> Rules:
     yield ":" not in c.network, "network", f"{no}, which splits qfleet's own networks; use one"
     yield c.precision in ("auto", "fp32", "fp64"), "precision", f"{no}; use fp32"
     yield c.compile != "on", "compile", f"{no}; switch it off"
+    yield c.replay_device in ("auto", "cpu"), "replay_device", f"{no}, whose replay is on the host"
+    yield c.inference_device == "auto", "inference_device", f"{no}: the learner's ranks act"
     yield c.gradient_compression in ("none", "fp16", "bf16"), "gradient_compression", (
         f"{no}, whose ranks would send different entries of the layers that all hold; use bf16")
     for field in ("noisy", "normalize_observations", "dropout"):
