@@ -60,7 +60,8 @@ SOLVERS = {
 PONG = "train ALE/Pong-v5 --preset pong --target-return 18 --no-tensorboard"
 PONG_PLAYERS = {
     "pipeline": "--engine pipeline",
-    "actors": "--engine actors --workers 16 --envs 8 --servers 2",
+    "actors": "--engine actors --workers 16 --envs 8 --servers 0 --block-rows 32",
+    "shards": "--engine actors --workers 16 --envs 8 --servers 2",
     "workers": "--engine parameter-server --workers 16 --envs 8 --update async --device cpu",
 }
 RESULT_KEYS = ("wall_s", "env_steps", "stopped_by", "best_eval_return", "joules", "device_s")
@@ -69,7 +70,7 @@ GAME = "train ALE/{game}-v5 --preset pong --target-return 1000 --eval-freq 10000
 APEX = {
     "pipeline": "--engine pipeline --envs 32 --threads 4",
     "actors": (
-        "--engine actors --workers 3 --envs 16 --double --dueling --prioritized-replay "
+        "--engine actors --workers 3 --envs 16 --servers 0 --double --dueling --prioritized-replay "
         "--exploration-ladder --exploration-final-eps 0.4"
     ),
 }
