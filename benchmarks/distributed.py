@@ -253,9 +253,12 @@ def draw_games(out: Path) -> Path:
     for panel, game in zip(figure.subplots(1, 2), GAMES, strict=True):
         for name in APEX:
             lines = (out / f"apex-{game}-{name}" / "metrics.jsonl").read_text().splitlines()
-            rows = [row for row in map(json.loads, lines) if "eval/mean_reward" in row]
-            returns = [row["eval/mean_reward"] for row in rows]
-            panel.plot([row["time/time_elapsed"] for row in rows], returns, label=name)
+            seconds, points = 0.0, list[tuple[float, float]]()
+            for row in map(json.loads, lines):
+                seconds = row.get("time/time_elapsed", seconds)
+                if "eval/mean_reward" in row:
+                    points.append((seconds, row["eval/mean_reward"]))
+            panel.plot(*zip(*points, strict=True), marker="o", label=name)
         panel.set(title=game, xlabel="seconds", ylabel="evaluation return")
         panel.legend(fontsize=8)
     path = out / "apex.png"

@@ -90,7 +90,7 @@ def build(setup: Setup) -> LoopParts:
         cluster = made.enter_context(_open(config, needed))
         contents, lower = "samples, blocks and weights", "--batch-size, --workers or --block-rows"
         check_store(cluster, cluster.store_bytes(), needed, contents, lower)
-        notes, all_timers = [*place.notes, _note(config, cluster)], [timers]
+        notes, all_timers = [*place.notes, _note(config, cluster, place)], [timers]
         memory: ShardedReplay | LearnerReplay
         if config.servers:
             memory = ShardedReplay(cluster, config, spec, faults, account, seeds.memory)
@@ -169,13 +169,15 @@ def _open(config: Config, needed_bytes: int) -> contextlib.AbstractContextManage
     )
 
 
-def _note(config: Config, cluster: Cluster) -> str:
+def _note(config: Config, cluster: Cluster, place: Placement) -> str:
     where = "this machine" if not config.address else f"the cluster at {cluster.address}"
     actors = f"{config.workers} actors of {config.envs} envs"
     if not config.servers:
         return f"{actors} on {where}, replay in the learner's process"
     shards = f"{config.servers} replay shard{'s' if config.servers > 1 else ''}"
-    return f"{actors} and {shards} on {where}"
+    on_device = place.device.type != "cpu" and not config.address
+    advice = f" (--servers 0 keeps it beside the learner on {place.device})" if on_device else ""
+    return f"{actors} and {shards} on {where}{advice}"
 
 
 def _check_rings(config: Config, spec: EnvSpec) -> None:
