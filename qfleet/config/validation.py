@@ -133,10 +133,10 @@ def _rules(c: Config) -> Rules:
         no = "does not go with --engine actors"
         yield c.replay, "replay", (
             f"{no}, because actors fill a replay memory; choose an algorithm with replay")
-        yield c.replay_device in ("auto", "cpu"), "replay_device", (
-            f"{no}, whose replay shards are in RAM; use cpu or leave it out")
-        yield not c.replay_dir, "replay_dir", (
-            f"{no}, whose replay shards are in RAM; leave it out")
+        in_ram = "whose replay shards are in RAM; leave it out, or use --servers 0"
+        yield c.servers == 0 or c.replay_device in ("auto", "cpu"), "replay_device", (
+            f"{no}, {in_ram}")
+        yield c.servers == 0 or not c.replay_dir, "replay_dir", f"{no}, {in_ram}"
         yield c.servers <= c.workers, "servers", (
             f"must be ≤ workers ({c.workers}); every replay shard needs an actor")
     kind = c.gradient_compression
@@ -144,6 +144,7 @@ def _rules(c: Config) -> Rules:
         yield kind == word or getattr(c, name) == getattr(default, name), name, (
             f"is for --gradient-compression {word}, not {kind}; leave it out")
     if c.engine == "parameter-server":
+        yield c.servers >= 1, "servers", "must be ≥ 1: they hold the weights"
         yield c.backup_workers < c.workers, "backup_workers", f"must be < workers ({c.workers})"
         yield c.hybrid_workers <= c.workers, "hybrid_workers", f"must be ≤ workers ({c.workers})"
         yield kind != "powersgd", "gradient_compression", (
