@@ -60,7 +60,8 @@ SOLVERS = {
 PONG = "train ALE/Pong-v5 --preset pong --target-return 18 --no-tensorboard"
 PONG_PLAYERS = {
     "pipeline": "--engine pipeline",
-    "actors": "--engine actors --workers 16 --envs 8 --servers 2",
+    "actors": "--engine actors --workers 16 --envs 8 --servers 0 --block-rows 32",
+    "shards": "--engine actors --workers 16 --envs 8 --servers 2",
     "workers": "--engine parameter-server --workers 16 --envs 8 --update async --device cpu",
 }
 RESULT_KEYS = ("wall_s", "env_steps", "stopped_by", "best_eval_return", "joules", "device_s")
@@ -69,7 +70,7 @@ GAME = "train ALE/{game}-v5 --preset pong --target-return 1000 --eval-freq 10000
 APEX = {
     "pipeline": "--engine pipeline --envs 32 --threads 4",
     "actors": (
-        "--engine actors --workers 3 --envs 16 --double --dueling --prioritized-replay "
+        "--engine actors --workers 3 --envs 16 --servers 0 --double --dueling --prioritized-replay "
         "--exploration-ladder --exploration-final-eps 0.4"
     ),
 }
@@ -252,9 +253,12 @@ def draw_games(out: Path) -> Path:
     for panel, game in zip(figure.subplots(1, 2), GAMES, strict=True):
         for name in APEX:
             lines = (out / f"apex-{game}-{name}" / "metrics.jsonl").read_text().splitlines()
-            rows = [row for row in map(json.loads, lines) if "eval/mean_reward" in row]
-            returns = [row["eval/mean_reward"] for row in rows]
-            panel.plot([row["time/time_elapsed"] for row in rows], returns, label=name)
+            seconds, points = 0.0, list[tuple[float, float]]()
+            for row in map(json.loads, lines):
+                seconds = row.get("time/time_elapsed", seconds)
+                if "eval/mean_reward" in row:
+                    points.append((seconds, row["eval/mean_reward"]))
+            panel.plot(*zip(*points, strict=True), marker="o", label=name)
         panel.set(title=game, xlabel="seconds", ylabel="evaluation return")
         panel.legend(fontsize=8)
     path = out / "apex.png"

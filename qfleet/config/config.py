@@ -399,8 +399,9 @@ class Config:
     workers: int = field(4, "cluster", common=True, low=1, engines=PROCESSES)
     """Parameter server, actors, all-reduce: number of processes that step environments, --envs
     each; with torchrun or mpirun, as many as those started."""
-    servers: int = field(1, "cluster", low=1, engines=ON_RAY)
-    """Processes that hold the weights (parameter server) or the replay memory (actors)."""
+    servers: int = field(1, "cluster", low=0, engines=ON_RAY)
+    """Processes that hold the weights (parameter server) or the replay memory (actors; 0: the
+    learner holds it, on its device if it fits)."""
     address: str = field("", "cluster", common=True, engines=ON_RAY)
     """Ray cluster to join, as host:port; empty: start one on this machine for this run."""
     update: Update = field("async", "cluster", common=True, engines=SERVERS)
@@ -516,6 +517,11 @@ class Config:
     @property
     def updates_per_env_step(self) -> float:
         return self.gradient_steps / self.train_freq
+
+    @property
+    def has_learner_replay(self) -> bool:
+        """Whether actors in other processes fill a replay memory in the learner's process."""
+        return self.engine == "actors" and self.servers == 0
 
     @property
     def replay_capacity(self) -> int:

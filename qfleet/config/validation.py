@@ -137,10 +137,10 @@ def _rules(c: Config) -> Rules:
         no = "does not go with --engine actors"
         yield c.replay, "replay", (
             f"{no}, because actors fill a replay memory; choose an algorithm with replay")
-        yield c.replay_device in ("auto", "cpu"), "replay_device", (
-            f"{no}, whose replay shards are in RAM; use cpu or leave it out")
-        yield not c.replay_dir, "replay_dir", (
-            f"{no}, whose replay shards are in RAM; leave it out")
+        in_ram = "whose replay shards are in RAM; leave it out, or use --servers 0"
+        yield c.servers == 0 or c.replay_device in ("auto", "cpu"), "replay_device", (
+            f"{no}, {in_ram}")
+        yield c.servers == 0 or not c.replay_dir, "replay_dir", f"{no}, {in_ram}"
         yield c.servers <= c.workers, "servers", (
             f"must be ≤ workers ({c.workers}); every replay shard needs an actor")
     kind = c.gradient_compression
@@ -148,6 +148,7 @@ def _rules(c: Config) -> Rules:
         yield kind == word or getattr(c, name) == getattr(default, name), name, (
             f"is for --gradient-compression {word}, not {kind}; leave it out")
     if c.engine == "parameter-server":
+        yield c.servers >= 1, "servers", "must be ≥ 1: they hold the weights"
         yield c.backup_workers < c.workers, "backup_workers", f"must be < workers ({c.workers})"
         yield c.hybrid_workers <= c.workers, "hybrid_workers", f"must be ≤ workers ({c.workers})"
         yield kind != "powersgd", "gradient_compression", (
@@ -238,6 +239,8 @@ def _split_rules(c: Config) -> Rules:
     yield ":" not in c.network, "network", f"{no}, which splits qfleet's own networks; use one"
     yield c.precision in ("auto", "fp32", "fp64"), "precision", f"{no}; use fp32"
     yield c.compile != "on", "compile", f"{no}; switch it off"
+    yield c.replay_device in ("auto", "cpu"), "replay_device", f"{no}, whose replay is on the host"
+    yield c.inference_device == "auto", "inference_device", f"{no}: the learner's ranks act"
     yield c.gradient_compression in ("none", "fp16", "bf16"), "gradient_compression", (
         f"{no}, whose ranks would send different entries of the layers that all hold; use bf16")
     for field in ("noisy", "normalize_observations", "dropout"):

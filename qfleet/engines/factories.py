@@ -225,7 +225,8 @@ def evaluates_in_background(config: Config, device: torch.device) -> bool:
     Not on a CPU, where both would share the cores, and not where training depends on the result.
     """
     depends = config.lr_plateau_patience or config.pbt_interval or config.halving_interval
-    has_it = config.engine in ("pipeline", "device") and not config.lockstep
+    has_it = config.engine in ("pipeline", "device") or config.has_learner_replay
+    has_it = has_it and not config.lockstep
     return has_it and has_streams(device) and config.eval_freq > 0 and not depends
 
 

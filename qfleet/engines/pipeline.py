@@ -24,9 +24,7 @@ from qfleet.accelerator.stream_timer import StreamTimer
 from qfleet.accelerator.streams import has_streams
 from qfleet.agent.actor import Actor, Inline
 from qfleet.agent.ahead import Ahead
-from qfleet.agent.background_evaluation import BackgroundEvaluator
 from qfleet.agent.device_inference import DeviceInference
-from qfleet.agent.evaluation import HostEvaluator
 from qfleet.agent.inference import HostInference, Inference
 from qfleet.agent.learner import Learner
 from qfleet.agent.recorded_learner import RecordedLearner
@@ -43,12 +41,8 @@ from qfleet.core.types import (
     WeightsChannel,
 )
 from qfleet.engines import serial
-from qfleet.engines.factories import (
-    copy_network,
-    evaluates_in_background,
-    make_learner,
-    make_memory,
-)
+from qfleet.engines.evaluators import make_host_evaluator
+from qfleet.engines.factories import make_learner, make_memory
 from qfleet.engines.loop import SameWeights
 from qfleet.engines.parts import EngineHook, LoopParts, Setup
 from qfleet.engines.placement import Acting, Placement, inference_rate, place_inference
@@ -163,17 +157,8 @@ def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B00
         else:
             channel = SameWeights()
             collector = Inline(actor, channel, clock)
-        evaluator: BackgroundEvaluator | HostEvaluator
-        if evaluates_in_background(config, place.device):
-            network, copy = copy_network(config, spec, learner.weights, choice)
-            player = setup.make_evaluator(network, place.device, None, apart=True)
-            timers = [*timers, setup.make_timers("evaluator")]
-            evaluator = BackgroundEvaluator(
-                player.play, learner.weights, copy, timers[-1], player.close
-            )
-            made.callback(evaluator.close)
-        else:
-            evaluator = setup.make_evaluator(learner.online, place.device, made)
+        timers = list(timers)  # the hooks have the others
+        evaluator = make_host_evaluator(setup, spec, place, learner, choice, timers, made)
         return variant.parts(
             setup=setup,
             spec=spec,

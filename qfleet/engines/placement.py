@@ -88,7 +88,7 @@ class Placement:
             _refuse_other_replay(config, spec, device)
             return cls(device, device, ahead=False, capturable=has_streams(device))
         on_gpu_rank = config.engine == "all-reduce" and device.type != "cpu"
-        on_pipeline = config.engine == "pipeline" or on_gpu_rank
+        on_pipeline = config.engine == "pipeline" or on_gpu_rank or config.has_learner_replay
         replay, why = _place_replay(config, spec, device if on_pipeline else torch.device("cpu"))
         ahead = on_pipeline and not config.lockstep and (in_background or device.type != "cpu")
         notes = [why] if why else []

@@ -183,16 +183,17 @@ class Ring:
         self._reward_rows[into].copy_(block.reward[source])
         self._flag_rows[into].copy_(block.flags[source])
 
-    def end_open_episodes(self) -> None:
+    def end_open_episodes(self, envs: slice | None = None) -> None:
         """Mark the newest row SKIP: its observation ends the episode, its action has no result.
 
-        A row that is TERMINATED is left as it is, because it needs no next observation.
+        ``envs`` None: of all. A row that is TERMINATED is left as it is: it needs no next one.
 
         The newest row is in no window yet, and samplers read flags when a row enters a window, so
         they see the new flag without further action.
         """
         if self._total_rows:
-            end_episodes(self._flag_rows[(self._total_rows - 1) % self.rows])
+            newest = self._flag_rows[(self._total_rows - 1) % self.rows]
+            end_episodes(newest if envs is None else newest[envs])
 
     def frame_bytes(self) -> int:
         """Return the current bytes of the frames; compressed frames vary with their contents."""

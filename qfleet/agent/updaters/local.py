@@ -27,8 +27,7 @@ class LocalUpdater(Updater):
         self, learning_rate: float | Tensor, loss: Callable[[], Tensor] | None = None
     ) -> Mapping[str, Tensor | float]:
         del loss
-        grad = self._weights.grad
-        norm_of_all = self._weights.norm_of_all
+        grad, norm_of_all = self._weights.grad, self._weights.norm_of_all
         if norm_of_all is None and (not grad.is_cpu or isinstance(learning_rate, Tensor)):
             norm, found_bad = self._apply_capturable(learning_rate)
             return {"grad_norm": norm, "skipped": found_bad}

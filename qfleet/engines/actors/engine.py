@@ -2,7 +2,8 @@
 
 It is the serial loop with its parts placed otherwise: blocks come from the actor that is done first
 and go to its shard without passing through this process, and shards draw samples while the learner
-learns. The ordinary rate limiter holds the replay ratio, where blocks enter the memory.
+learns. With ``--servers 0`` blocks come here, and the learner is prepared as in the pipeline
+engine. The ordinary rate limiter holds the replay ratio, where blocks enter the memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable
 
 import torch
 
+from qfleet.agent.learner import Learner
+from qfleet.agent.recorded_learner import RecordedLearner
 from qfleet.agent.schedules import rows_per_block
 from qfleet.config.config import Config
 from qfleet.core.cores import usable_cores
@@ -23,6 +26,7 @@ from qfleet.engines import serial
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.broadcast import Broadcast
 from qfleet.engines.actors.fleet import ActorFleet
+from qfleet.engines.actors.learner_replay import LearnerReplay
 from qfleet.engines.actors.remote_actor import actor_seed
 from qfleet.engines.actors.replay import (
     BLOCKS_PER_ACTOR,
@@ -40,12 +44,15 @@ from qfleet.engines.cluster.ray_cluster import (
     check_store,
     open_cluster,
 )
-from qfleet.engines.factories import check_replay_fits, make_learner
+from qfleet.engines.evaluators import make_host_evaluator
+from qfleet.engines.factories import check_replay_fits, make_learner, make_ring
 from qfleet.engines.parts import LoopParts, Setup
 from qfleet.engines.placement import Placement
+from qfleet.engines.recording import prepare_learner
 from qfleet.engines.torch_settings import set_threads
-from qfleet.engines.tuning import apply_precision
+from qfleet.engines.tuning import Choice, apply_precision
 from qfleet.envs.factory import make_envs
+from qfleet.memory.ring import Ring
 from qfleet.networks.factory import make_network
 from qfleet.telemetry.timeline import draw_workers
 from qfleet.telemetry.timers import Timers
@@ -64,8 +71,10 @@ def build(setup: Setup) -> LoopParts:
     probe = make_envs(config, 1, seeds.envs, training=False, on_fault=faults)
     spec = probe.spec
     probe.close()
-    place = Placement.of(config, spec, in_background=False)
-    _check_rings(config, spec)
+    all_envs = config.replace(envs=config.workers * config.envs)
+    place = Placement.of(all_envs, spec, in_background=True)
+    if config.servers:
+        _check_rings(config, spec)
     if not config.address:
         check_memory(config.workers + config.servers, LEAST_BYTES_WITH_TORCH)
     _set_threads(config, spec)
@@ -81,10 +90,23 @@ def build(setup: Setup) -> LoopParts:
         cluster = made.enter_context(_open(config, needed))
         contents, lower = "samples, blocks and weights", "--batch-size, --workers or --block-rows"
         check_store(cluster, cluster.store_bytes(), needed, contents, lower)
-        memory = ShardedReplay(cluster, config, spec, faults, account, seeds.memory)
-        learner = make_learner(config, spec, place, memory, clock, timers, draw_stage="communicate")
-        apply_precision(config, learner.networks)
-        learner.burst_updates = min(learner.burst_updates, _batches_at_once(config, spec))
+        notes, all_timers = [*place.notes, _note(config, cluster, place)], [timers]
+        memory: ShardedReplay | LearnerReplay
+        if config.servers:
+            memory = ShardedReplay(cluster, config, spec, faults, account, seeds.memory)
+            learner = make_learner(
+                config, spec, place, memory, clock, timers, draw_stage="communicate"
+            )
+            choice = apply_precision(config, learner.networks)
+            learner.burst_updates = min(learner.burst_updates, _batches_at_once(config, spec))
+        else:
+            ring = make_ring(all_envs, spec, place, seeds.memory)
+            memory = LearnerReplay(cluster, config, ring, faults, account)
+            made.callback(memory.close)
+            learner = make_learner(config, spec, place, memory, clock, timers)
+            choice, note = _prepare(setup, spec, learner, ring, place)
+            timers.load_state_dict({})  # trials are not part of the run
+            notes += [note] if note else []
         channel = Broadcast(cluster, learner.weights, account)
         actors = ActorFleet(cluster, setup, spec, channel, clock, timers, account)
         if config.record:
@@ -96,13 +118,13 @@ def build(setup: Setup) -> LoopParts:
             device=place.device,
             env_seeds=[seed for own in each for seed in env_seeds(own, config.envs)],
             clock=clock,
-            timers=[timers],
+            timers=all_timers,
             collector=actors,
-            evaluator=setup.make_evaluator(learner.online, place.device, made),
+            evaluator=make_host_evaluator(setup, spec, place, learner, choice, all_timers, made),
             memory=memory,
             learner=learner,
             channel=channel,
-            notes=[*place.notes, _note(config, cluster)],
+            notes=notes,
             hooks=[ProcessesHook(account, config)],
             draw_timeline=draw_workers,
             closing=made.pop_all(),
@@ -117,6 +139,17 @@ def run(parts: LoopParts, keep_going: Callable[[], bool]) -> None:
         except NothingToSample:
             # All shards died in the middle of a burst, which was reported: collect first.
             continue
+
+
+def _prepare(
+    setup: Setup, spec: EnvSpec, learner: Learner, ring: Ring, place: Placement
+) -> tuple[Choice, str]:
+    """Tune and record the learner's updates on an accelerator; return the choice and a note."""
+    if not place.capturable:
+        return apply_precision(setup.config, learner.networks), ""
+    assert isinstance(learner, RecordedLearner), "devices with streams record updates"
+    prepared = prepare_learner(setup, spec, learner, ring, place.device)
+    return prepared.tuning.choice, prepared.note
 
 
 def _set_threads(config: Config, spec: EnvSpec) -> None:
@@ -136,10 +169,15 @@ def _open(config: Config, needed_bytes: int) -> contextlib.AbstractContextManage
     )
 
 
-def _note(config: Config, cluster: Cluster) -> str:
+def _note(config: Config, cluster: Cluster, place: Placement) -> str:
     where = "this machine" if not config.address else f"the cluster at {cluster.address}"
+    actors = f"{config.workers} actors of {config.envs} envs"
+    if not config.servers:
+        return f"{actors} on {where}, replay in the learner's process"
     shards = f"{config.servers} replay shard{'s' if config.servers > 1 else ''}"
-    return f"{config.workers} actors of {config.envs} envs and {shards} on {where}"
+    on_device = place.device.type != "cpu" and not config.address
+    advice = f" (--servers 0 keeps it beside the learner on {place.device})" if on_device else ""
+    return f"{actors} and {shards} on {where}{advice}"
 
 
 def _check_rings(config: Config, spec: EnvSpec) -> None:

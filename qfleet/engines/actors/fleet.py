@@ -1,12 +1,14 @@
 """The actors as one collector: it returns blocks in the order in which actors finish them.
 
 An actor is given its next slice when its last block is taken, so it works while the learner learns,
-one block ahead at most: the rate limiter says when a block may be taken. An actor that dies or does
-not answer is replaced by a new one, with new episodes.
+one block ahead at most: the rate limiter says when a block may be taken. With ``--servers 0``, an
+actor that is far ahead of the slowest rests. An actor that dies or does not answer is replaced by a
+new one, with new episodes.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ from qfleet.engines.parts import Setup
 from qfleet.storage.state_checks import check_episodes
 from qfleet.telemetry.timers import Timers
 
+BLOCKS_AHEAD = 2
+"""With ``--servers 0``: blocks by which an actor may be ahead of the slowest; they wait in RAM."""
 LOOK_S = 1.0
 """Longest wait for a block before the run checks for signals and its time limit."""
 
@@ -71,6 +75,12 @@ class ActorFleet:
             advice="fix the cause or raise max_env_restarts",
         )
         self._done: deque[tuple[_Actor, Report]] = deque()
+        self._resting: list[_Actor] = []
+        """Actors without an order, because others have to catch up."""
+        self._rows = dict.fromkeys(range(config.workers), 0)
+        """Rows of each actor that were taken."""
+        ahead = BLOCKS_AHEAD * rows_per_block(config)
+        self._most_ahead = ahead if config.has_learner_replay else math.inf
         self._episodes: list[Episode] = []
 
     def collect(self, rows: int) -> RemoteBlock:
@@ -87,8 +97,20 @@ class ActorFleet:
         actor, report = self._done.popleft()
         message = actor.message
         self._note(actor, report)
-        self._order(actor, min(rows, rows_per_block(self._config)))
+        self._rows[actor.number] += report.rows
+        self._resting.append(actor)
+        self._order_all(min(rows, rows_per_block(self._config)))
         return RemoteBlock.of(self._spec, report.rows, envs, report.version, actor.number, message)
+
+    def _order_all(self, rows: int) -> None:
+        """Give an order to every resting actor that is not too far ahead."""
+        most = min(self._rows.values()) + self._most_ahead
+        resting, self._resting = self._resting, []
+        for actor in resting:
+            if self._rows[actor.number] <= most:
+                self._order(actor, rows)
+            else:
+                self._resting.append(actor)
 
     def _order(self, actor: _Actor, rows: int) -> None:
         order = Order(rows, self._channel.version, self._clock.progress)

@@ -45,6 +45,8 @@ BLOCKS_PER_ACTOR = 2
 """Blocks of an actor in flight to its shard; with more, collecting waits for the shard."""
 ROWS_OF_A_LIFE = 2**40
 """More rows than a ring ever takes: rows of different lives have different numbers."""
+WHOLE = "whole"
+"""Name of the only ring of a checkpoint whose replay memory was in the learner's process."""
 
 Samples = list[NDArray[Any]]
 """Arrays of samples that have arrived: those of ``COLUMNS``, index and relative rarity."""
@@ -336,6 +338,10 @@ class ShardedReplay:
             raise CheckpointError(f"the replay memory cannot be saved: {error}") from None
 
     def load_state_dict(self, state: StateDict) -> None:
+        if WHOLE in state["rings"]:
+            raise CheckpointError(
+                "the stored replay memory is in one piece; resume with --servers 0"
+            )
         theirs, ours = state["actors"], self._config.workers
         if theirs != ours:
             raise CheckpointError(

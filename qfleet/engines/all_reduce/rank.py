@@ -119,18 +119,17 @@ def build_rank(
         place = Placement.of(own, spec, in_background)
         if device.type == "cpu":
             return place
-        if meshes:
-            return replace(place, ahead=False, capturable=False)
         # What the host computes or adds up cannot be recorded.
         on_device = config.gradient_compression not in ("top-k", "powersgd")
         is_recorded = place.capturable and group.has_nccl and on_device and not config.data
+        is_recorded, ahead = is_recorded and not meshes, place.ahead and not meshes
         if group.has_nccl:
             _check_alike(group, whole, f"replay on {place.replay.type}")
         why = ", because ranks share a GPU" if group.shares_gpus else ""
         how = "by NCCL" if group.has_nccl else f"by way of the host{why}"
         group.is_tuning = is_recorded
         notes = (*place.notes, f"gradients are added up {how}")
-        return replace(place, capturable=is_recorded, notes=notes)
+        return replace(place, ahead=ahead, capturable=is_recorded, notes=notes)
 
     def agree(choice: Choice) -> Choice:
         first = group.meet("tuned", json.dumps(asdict(choice)), TUNED_S)[0]
