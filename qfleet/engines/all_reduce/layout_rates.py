@@ -162,14 +162,12 @@ def measure_rank(
 
 def _measure(parts: LoopParts, group: CountingGroup, seconds: float) -> RankReport:
     pace = _pace(parts, seconds, lambda s: max(float(t) for t in group.meet("first", str(s))))
-    learn = partial(parts.learner.learn, pace.burst)
     group.counted.clear()
-    learn()
-    exchanges = [(*exchange, number / pace.burst) for exchange, number in group.counted.items()]
-    update_s = pace.update_seconds(learn)
+    update_s = pace.update_seconds(parts.learner)
+    exchanges = [(*exchange, number / pace.updates) for exchange, number in group.counted.items()]
     group.meet("measured", "")
     group.is_silent = True
-    compute_s = pace.update_seconds(learn)
+    compute_s = pace.update_seconds(parts.learner)
     group.is_silent = False
     group.meet("computed", "")
     exchange_s = time_exchanges(Axis(group, [range(group.size)]), parts.device)
@@ -184,9 +182,8 @@ def measure_plain(config: Config, seconds: float) -> list[RankReport]:
         assert isinstance(parts, LoopParts)
         with contextlib.closing(parts):
             pace = _pace(parts, seconds, lambda first_s: first_s)
-            learn = partial(parts.learner.learn, pace.burst)
-            compute_s, update_s = (pace.update_seconds(learn) for _ in range(2))
-            return [RankReport(update_s, compute_s, state_bytes(parts.learner), [], {})]
+            update_s = pace.update_seconds(parts.learner)
+            return [RankReport(update_s, update_s, state_bytes(parts.learner), [], {})]
     finally:
         settings.restore()
 
@@ -201,14 +198,18 @@ class Pace(NamedTuple):
     """In each slice of a measurement."""
     slices: int
 
-    def update_seconds(self, learn: Callable[[], None]) -> float:
-        """Return the median seconds of an update; ``learn`` makes a burst of them."""
+    @property
+    def updates(self) -> int:
+        return self.slices * self.bursts * self.burst
 
-        def work() -> None:
+    def update_seconds(self, learner: Learner) -> float:
+        """Return the median seconds of an update."""
+
+        def learn() -> None:
             for _ in range(self.bursts):
-                learn()
+                learner.learn(self.burst)
 
-        times = [_seconds(work, self.device) for _ in range(self.slices)]
+        times = [_seconds(learn, self.device) for _ in range(self.slices)]
         return statistics.median(times) / (self.bursts * self.burst)
 
 
@@ -219,12 +220,12 @@ def _pace(parts: LoopParts, seconds: float, agree: Callable[[float], float]) -> 
     """
     parts.memory.extend(blank_block(parts.spec, parts.config.envs, FILLED_ROWS))
     learn = parts.learner.learn
-    learn(2)  # the first updates also allocate
+    learn(1)  # the first update also allocates
     slice_s, first_s = seconds / REPEATS, agree(_seconds(partial(learn, 1), parts.device))
-    burst = BURST if BURST * first_s < slice_s else 1
-    learn(burst)
-    slices = REPEATS if first_s < slice_s else 3
-    return Pace(parts.device, burst, max(1, round(slice_s / (burst * first_s))), slices)
+    if BURST * first_s > slice_s:  # a large network
+        return Pace(parts.device, 1, max(1, round(slice_s / first_s)), 3)
+    learn(BURST)
+    return Pace(parts.device, BURST, round(slice_s / (BURST * first_s)), REPEATS)
 
 
 def state_bytes(learner: Learner) -> int:
