@@ -19,13 +19,20 @@ from qfleet.agent.devices import resolve_device
 from qfleet.config.config import Config
 from qfleet.config.presets import resolve
 from qfleet.config.validation import validate
-from qfleet.core.errors import ConfigError, UserError
+from qfleet.core.errors import (
+    ConfigError,
+    QfleetError,
+    RankLost,
+    UserError,
+    lacks_memory,
+    one_line,
+)
 from qfleet.engines.all_reduce.layout_rates import (
     BURST,
     SIZES,
-    MeasuredRanks,
     RankReport,
     measure_plain,
+    measure_ranks,
 )
 from qfleet.envs.factory import make_envs
 from qfleet.networks.factory import build_network
@@ -130,30 +137,31 @@ def choose(rows: Sequence[Row]) -> Row:
 
 def measure_layouts(config: Config, ranks: int, seconds: float) -> list[Row]:
     """Measure one process and all layouts of ``ranks`` ranks, one after another."""
-    # First, and alone: ranks that start would take its cores. With one thread too: two threads of a
-    # small network are slower on cores that other programs use (240 instead of 1,900 updates per
-    # second of an MLP of 386 weights, on two such cores).
+    # With one thread too: two threads of a small network are slower on cores that other programs
+    # use (240 instead of 1,900 updates per second of an MLP of 386 weights, on two such cores).
     numbers = (0, 1) if config.engine == "serial" else (0,)
     plain = [
         _row(Sizes(threads=n), partial(measure_plain, config.replace(threads=n), seconds))
         for n in numbers
     ]
     rows = [max(plain, key=lambda row: row.measured or 0.0)]
-    with contextlib.closing(MeasuredRanks(ranks)) as others:
-        for sizes in layouts(ranks):
-            split = config.replace(
-                engine="all-reduce", workers=ranks,
-                tensor_parallel=sizes.tensor, pipeline_parallel=sizes.pipeline,
-            )  # fmt: skip
-            rows.append(_row(sizes, partial(others.measure, split, seconds)))
+    for sizes in layouts(ranks):
+        split = config.replace(
+            engine="all-reduce", workers=ranks,
+            tensor_parallel=sizes.tensor, pipeline_parallel=sizes.pipeline,
+        )  # fmt: skip
+        rows.append(_row(sizes, partial(measure_ranks, split, seconds)))
     return rows
 
 
 def _row(sizes: Sizes, measure: Callable[[], list[RankReport]]) -> Row:
     try:
         ranks = measure()
-    except UserError as error:
-        return Row(sizes, refused=str(error))
+    except (QfleetError, RuntimeError, MemoryError) as error:
+        # A rank is also lost if it gets no memory, and the operating system may kill it then.
+        if not (isinstance(error, UserError | RankLost) or lacks_memory(error)):
+            raise
+        return Row(sizes, refused=one_line(error)[:200])
     return Row(
         sizes,
         1 / predict_update_s(sizes, ranks),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from qfleet.core.errors import ConfigError, UserError
+from qfleet.config.config import Config
+from qfleet.core.errors import ConfigError, RankLost, UserError
 from qfleet.engines.all_reduce.layout_rates import SIZES, RankReport
 from qfleet.networks.parallel.schedule import MICRO_BATCHES_PER_STAGE
+from qfleet.training import parallel_advice
 from qfleet.training.parallel_advice import (
     Row,
     Sizes,
@@ -19,6 +21,9 @@ from qfleet.training.parallel_advice import (
 from support.messages import says
 
 TIMES = {"all": [1.0, 2.0, 4.0, 10.0], "pair": [0.5, 0.5, 0.5, 0.5]}
+
+
+WHY = ("too few layers", "rank 1", "allocate memory")
 
 
 def computing(*seconds: float) -> list[RankReport]:
@@ -93,6 +98,28 @@ def test_the_fastest_layout_is_advised_if_it_gains(
 def test_a_network_that_no_layout_can_train_is_refused() -> None:
     with pytest.raises(UserError, match="too large"):
         choose(rows(None, None, None, None))
+
+
+def test_what_one_layout_cannot_do_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Exception] = [
+        ConfigError("too few layers"),
+        RankLost("rank 1 of 2 is lost: it was killed"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ]
+
+    def measure(*_: object) -> list[RankReport]:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(
+        parallel_advice, "measure_plain", lambda *_: [RankReport(4.0, 2.0, 0, [], {})]
+    )
+    monkeypatch.setattr(parallel_advice, "measure_ranks", measure)
+    found = parallel_advice.measure_layouts(Config(engine="serial"), 2, 1.0)
+    assert [(row.predicted, row.measured) for row in found] == [(0.5, 0.25)] + [(None, None)] * 3
+    assert [word in row.refused for word, row in zip(WHY, found[1:], strict=True)] == [True] * 3
+    errors.append(RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        parallel_advice.measure_layouts(Config(engine="serial"), 2, 1.0)
 
 
 def test_settings_are_those_of_the_preset_with_the_given_network() -> None:

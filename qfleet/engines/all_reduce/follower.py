@@ -83,7 +83,7 @@ def _train(world: World, number: int, store: Store, told: dict[str, Any]) -> Non
     config = Config(**told["config"])
     if "measured_s" in told:  # qfleet doctor --parallel
         with contextlib.suppress(UserError):  # rank 0 shows it
-            measure_rank(world, number, store, config, told["measured_s"])
+            measure_rank(world, store, config, told["measured_s"])
         return
     group = Group(world, number, config.worker_timeout_s, store)
     faults = UnsentFaults()

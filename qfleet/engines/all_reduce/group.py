@@ -425,10 +425,10 @@ class LocalRanks:
             start_rank(world._replace(rank=rank, local_rank=rank)) for rank in range(1, size)
         ]
 
-    def close(self, runs: int = 1) -> None:
-        """End them after ``runs`` runs; kill those that do not end in time."""
+    def close(self) -> None:
+        """End them; kill those that do not end in time."""
         with contextlib.suppress(RuntimeError):
-            self.store.set(RUN.format(runs), END)
+            self.store.set(RUN.format(1), END)
         until_s = time.monotonic() + self._patience_s
         for process in self.processes:
             try:

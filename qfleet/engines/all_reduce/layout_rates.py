@@ -26,7 +26,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from qfleet.agent.learner import Learner
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
-from qfleet.core.errors import UserError
 from qfleet.engines.all_reduce.group import RUN, Group, LocalRanks
 from qfleet.engines.all_reduce.mesh import Axis
 from qfleet.engines.all_reduce.rank import build_rank
@@ -112,35 +111,27 @@ class CountingAxis(Axis):
             tensor.zero_()  # memory that was never written may hold slow numbers
 
 
-class MeasuredRanks:
-    """Ranks on this machine that measure one layout after another; this process is rank 0."""
-
-    def __init__(self, size: int) -> None:
-        self._ranks, self._number = LocalRanks(size), 0
-
-    def measure(self, config: Config, seconds: float) -> list[RankReport]:
-        """Return the reports of all ranks; raise UserError if this layout is not possible."""
-        validate(config)
-        number, ranks = self._number, self._ranks
-        self._number += 1
+def measure_ranks(config: Config, seconds: float) -> list[RankReport]:
+    """Start ``config.workers`` ranks, of which this process is the first; return their reports."""
+    config = validate(config)
+    ranks = LocalRanks(config.workers)
+    try:
         told = {"config": asdict(config), "measured_s": seconds}
-        ranks.store.set(RUN.format(number), json.dumps(told))
-        return measure_rank(ranks.world, number, ranks.store, config, seconds, ranks.processes)
-
-    def close(self) -> None:
-        self._ranks.close(self._number)
+        ranks.store.set(RUN.format(0), json.dumps(told))
+        return measure_rank(ranks.world, ranks.store, config, seconds, ranks.processes)
+    finally:
+        ranks.close()
 
 
 def measure_rank(
     world: World,
-    number: int,
     store: Store,
     config: Config,
     seconds: float,
     started: Sequence[subprocess.Popen[bytes]] = (),
 ) -> list[RankReport]:
     """Measure as one of the ranks; return the reports of all."""
-    group = CountingGroup(world, number, config.worker_timeout_s, store, started)
+    group = CountingGroup(world, 0, config.worker_timeout_s, store, started)
     settings = TorchSettings()
     try:
         with contextlib.closing(
@@ -148,9 +139,6 @@ def measure_rank(
         ) as parts:
             report = _measure(parts, group, seconds)
             told = group.meet("reports", json.dumps(asdict(report)))
-    except UserError:  # the same on all ranks
-        group.close()
-        raise
     except BaseException as error:
         group.close(error)
         raise
