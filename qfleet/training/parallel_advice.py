@@ -25,7 +25,6 @@ from qfleet.core.errors import (
     RankLost,
     UserError,
     lacks_memory,
-    one_line,
 )
 from qfleet.engines.all_reduce.layout_rates import (
     BURST,
@@ -158,10 +157,10 @@ def _row(sizes: Sizes, measure: Callable[[], list[RankReport]]) -> Row:
     try:
         ranks = measure()
     except (QfleetError, RuntimeError, MemoryError) as error:
-        # A rank is also lost if it gets no memory, and the operating system may kill it then.
+        # A rank is also lost if the operating system kills it, for want of memory.
         if not (isinstance(error, UserError | RankLost) or lacks_memory(error)):
             raise
-        return Row(sizes, refused=one_line(error)[:200])
+        return Row(sizes, refused=" ".join(str(error).split())[:200])
     return Row(
         sizes,
         1 / predict_update_s(sizes, ranks),

@@ -26,6 +26,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from qfleet.agent.learner import Learner
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
+from qfleet.core.errors import UserError
 from qfleet.engines.all_reduce.group import RUN, Group, LocalRanks
 from qfleet.engines.all_reduce.mesh import Axis
 from qfleet.engines.all_reduce.rank import build_rank
@@ -139,6 +140,9 @@ def measure_rank(
         ) as parts:
             report = _measure(parts, group, seconds)
             told = group.meet("reports", json.dumps(asdict(report)))
+    except UserError:  # all ranks raise it, so that none has to report it to the others
+        group.close()
+        raise
     except BaseException as error:
         group.close(error)
         raise
