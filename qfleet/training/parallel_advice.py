@@ -7,6 +7,7 @@ measured rate of updates at the same batch size, and the layout to use.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -154,6 +155,7 @@ def measure_layouts(config: Config, ranks: int, seconds: float) -> list[Row]:
 
 
 def _row(sizes: Sizes, measure: Callable[[], list[RankReport]]) -> Row:
+    gc.collect()  # the parts of a run refer to each other: the last layout's are still in memory
     try:
         ranks = measure()
     except (QfleetError, RuntimeError, MemoryError) as error:
