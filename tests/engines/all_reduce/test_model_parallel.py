@@ -17,6 +17,7 @@ from torch import Tensor
 
 import qfleet
 from qfleet.agent.learner import Learner
+from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
@@ -325,7 +326,7 @@ class ThreadGroup:
             return
         while (told := self._orders[self.rank].get(timeout=20))[0] != Order.STOP:
             order, number = told
-            (model.follow if order == Order.FORWARD else model.send_vector)(int(number))
+            (model.follow if order == Order.FORWARD else model.send_piece)(int(number))
 
 
 LAYOUTS = {
@@ -413,6 +414,36 @@ def test_a_checkpoint_of_every_layout_loads_under_every_other(
     for name, weights in reached.items():
         torch.testing.assert_close(weights, alone[1], rtol=0, atol=1e-10, msg=name)
     assert (alone[1] - alone[0]).abs().max() > 1e-5
+
+
+def test_a_run_begins_with_the_weights_of_a_plain_network(
+    drawn: tuple[EnvSpec, list[Batch], Tensor],
+) -> None:
+    """Of ``init_from``: every rank gets its part, of both networks."""
+    spec, batches, initial = drawn
+    config = laid_out("tensor 2 × pipeline 2")
+    other = FlatWeights(make_network(config, spec, CPU, 77))
+    small = FlatWeights(make_network(config.replace(net_arch=(8,)), spec, CPU, 77))
+    group, joined = ThreadGroup(4), dict[str, Tensor]()
+
+    def start(rank: int, learner: Learner, _: Any, whole: Whole) -> None:
+        if rank > 0:
+            return
+        assert whole.layout is not None
+        model = SplitModel(learner, whole.layout, group, spec)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="init_from has another network"):
+            model.copy_from(small)
+        model.copy_from(other)
+        parts = [model.take_part(rank) for rank in range(4)]
+        assert torch.equal(learner.weights.data, parts[0]["weights"])
+        for name in ("weights", "target_weights"):
+            joined[name] = whole.layout.join([part[name] for part in parts])
+        model.forget_loaded()
+        assert model.take_part(1) == {}
+
+    learn_batches(config, spec, batches[:1], initial, start)
+    assert torch.equal(joined["weights"], other.data)
+    assert torch.equal(joined["target_weights"], other.data)
 
 
 def test_rank_0_asks_for_one_parameter_at_a_time() -> None:
