@@ -75,7 +75,9 @@ class ThreadRanks:
         """``members``: the numbers of the threads; default: 0 to ``size`` − 1."""
         self.size, self.exchanges, self._members = size, size > 1, members or range(size)
         self.bytes_sent = self.messages = 0
-        self._tensors: dict[int, Tensor] = {}
+        self._tensors: tuple[dict[int, Tensor], ...] = {}, {}
+        """Of the newest exchange and the one before, which a slower rank may still read."""
+        self._newest = [0] * size
         self._barrier = threading.Barrier(size)
         self._sent = defaultdict[tuple[int, int], Queue[Tensor]](Queue)
         """By sender and receiver."""
@@ -89,11 +91,12 @@ class ThreadRanks:
         tensor.copy_(torch.stack(self.gather(tensor)).sum(0))
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        self._tensors[self.rank] = tensor.clone()
+        own = self.rank
+        self._newest[own] ^= 1
+        tensors = self._tensors[self._newest[own]]
+        tensors[own] = tensor.clone()
         self._barrier.wait(RANKS_S)
-        gathered = [self._tensors[rank] for rank in range(self.size)]
-        self._barrier.wait(RANKS_S)
-        return gathered
+        return [tensors[rank] for rank in range(self.size)]
 
     def broadcast(self, tensor: Tensor, rank: int) -> None:
         tensor.copy_(self.gather(tensor)[rank])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import Tensor
 
 from qfleet.core import files
 from qfleet.core.errors import CheckpointError, ConfigError
@@ -24,7 +26,8 @@ from qfleet.storage.checkpoint import (
     save_checkpoint,
     save_policy,
 )
-from qfleet.storage.segments import Segments
+from qfleet.storage.segments import Segments, Streamed
+from qfleet.storage.tensor_files import read_tensors, write_tensors
 from support.messages import says
 
 
@@ -397,3 +400,22 @@ def test_an_empty_tensor_with_any_strides_comes_back(tmp_path: Path) -> None:
     assert part["empty"].shape == (0,)
     assert part["empty"].dtype == torch.int64
     assert part["one"].tolist() == [1.0]
+
+
+def test_a_streamed_tensor_is_stored_as_the_whole_one(tmp_path: Path) -> None:
+    """Byte for byte, though its pieces are made one after the other."""
+    whole, made = torch.arange(10.0), list[int]()
+
+    def pieces() -> Iterator[Tensor]:
+        for part in whole.split(3):
+            made.append(len(part))
+            yield part
+
+    streamed = Streamed(torch.empty(10, device="meta"), pieces)
+    other = torch.ones(2, dtype=torch.int64)
+    record = write_tensors(tmp_path / "streamed.safetensors", {"a": streamed, "b": other})
+    assert made == [3, 3, 3, 1]
+    assert record == write_tensors(tmp_path / "whole.safetensors", {"a": whole, "b": other})
+    found = read_tensors(tmp_path / "streamed.safetensors", record)
+    assert torch.equal(found["a"], whole)
+    assert record != write_tensors(tmp_path / "other.safetensors", {"a": whole + 1, "b": other})

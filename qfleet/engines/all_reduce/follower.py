@@ -123,11 +123,12 @@ def _obey(parts: RankParts, faults: UnsentFaults) -> bool:
             parts.model.lr_scale = number
         if order in (Order.GO, Order.STOP):
             return order == Order.GO
-        if isinstance(parts.model, SplitModel) and order == Order.SEND_VECTOR:
-            parts.model.send_vector(int(number))
-        if isinstance(parts.model, SplitModel) and order == Order.FORWARD:
-            parts.model.follow(int(number))
-        if order in (Order.SEND_VECTOR, Order.FORWARD) or number != group.rank:
+        if order in (Order.SEND_PIECE, Order.FORWARD):
+            assert isinstance(parts.model, SplitModel)
+            model = parts.model
+            (model.follow if order == Order.FORWARD else model.send_piece)(int(number))
+            continue
+        if number != group.rank:
             continue
         if order == Order.TAKE_STATE:
             parts.get_in_step()

@@ -57,7 +57,7 @@ class Order(IntEnum):
     SEND_STATE = 2
     SEND_REPORT = 3
     TAKE_STATE = 4
-    SEND_VECTOR = 5
+    SEND_PIECE = 5
     FORWARD = 6
 
 
@@ -240,8 +240,8 @@ class Group:
     def give_order(self, order: Order, number: float = 0.0) -> None:
         """Tell all other ranks what to do (rank 0).
 
-        ``number``: of GO, the factor of the learning rate; of SEND_VECTOR, which one; of FORWARD,
-        the observations; of other orders, the rank meant.
+        ``number``: of GO, the factor of the learning rate; of SEND_PIECE, which one; of FORWARD,
+        how many observations follow; of other orders, the rank meant.
         """
         if self.size > 1:
             with self.exchange():

@@ -31,7 +31,6 @@ class SplitModel(Model):
     def __init__(self, learner: Learner, layout: Layout, group: Group, spec: EnvSpec) -> None:
         self.online, self.layout = learner.online, layout
         self._learner, self._group, self._spec = learner, group, spec
-        self._part = group.rank % layout.ranks
         self._loaded: StateDict = {}
         """What the other ranks do not have yet, in whole vectors (rank 0)."""
 
@@ -82,23 +81,28 @@ class SplitModel(Model):
 
     def _fetch(self, number: int, own: Tensor) -> Iterator[Tensor]:
         """Yield the whole parameters in vector ``number`` of the state, one by one (rank 0)."""
-        self._group.give_order(Order.SEND_VECTOR, number)
-        held = self.layout.split_vector(own, 0)
+        held, pieces = self.layout.split_vector(own, 0), self.layout.pieces
 
         def part_of(rank: int, piece: Piece) -> Tensor:
-            return self._group.receive_state(rank) if rank else held[piece.name].cpu()
+            if rank == 0:
+                return held[piece.name].cpu()
+            if rank == max(1, self.layout.holders(piece).start):
+                # One order each: ranks wait for orders as long as a slow disk takes.
+                order = number * len(pieces) + pieces.index(piece)
+                self._group.give_order(Order.SEND_PIECE, order)
+            part: Tensor = self._group.receive_state(rank)
+            return part
 
         return self.layout.join_each(part_of)
 
-    def send_vector(self, number: int) -> None:
-        """Send this rank's part of a vector of the state, parameter by parameter."""
-        vectors: list[Tensor] = []
-        map_vectors(self._learner.state_dict(), lambda _, own: vectors.append(own))
-        if self._group.rank < self.layout.ranks:  # in the first copy
-            held = self.layout.split_vector(vectors[number], self._part)
-            for piece in self.layout.own_pieces(self._part):
-                if self._part in self.layout.holders(piece):
-                    self._group.send_state(held[piece.name], 0)
+    def send_piece(self, order: int) -> None:
+        """Send this rank's part of a parameter in a vector of the state, if rank 0 needs it."""
+        number, index = divmod(order, len(self.layout.pieces))
+        piece, rank = self.layout.pieces[index], self._group.rank
+        if rank in self.layout.holders(piece):  # in the first copy
+            vectors: list[Tensor] = []
+            map_vectors(self._learner.state_dict(), lambda _, own: vectors.append(own))
+            self._group.send_state(self.layout.split_vector(vectors[number], rank)[piece.name], 0)
 
     # --- the weights of the policy, as they are saved -----------------------------------------
 
