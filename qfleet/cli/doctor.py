@@ -167,7 +167,7 @@ def _advise(env: str, fields: dict[str, Any], workers: int, seconds: float, json
         if row.measured is None or row.predicted is None or row.bytes_per_rank is None:
             print(f"  {row.sizes!s:<24} {row.refused}")
             continue
-        rates = f"{row.predicted:>10.4g} {row.measured:>10.4g}"
+        rates = f"{row.predicted:>10,.2f} {row.measured:>10,.2f}"
         mark = "  ◄ advice" if row is best else ""
         print(f"  {row.sizes!s:<24} {rates} {row.bytes_per_rank / 1e6:>12,.1f}{mark}")
     pays = str(best.sizes) if best.sizes.ranks > 1 else "none: train without workers"
