@@ -39,8 +39,8 @@ from qfleet.networks.factory import build_network
 from qfleet.networks.parallel.schedule import MICRO_BATCHES_PER_STAGE
 from qfleet.telemetry.faults import FaultLog
 
-WORTHWHILE = 1.05
-"""Least gain of ranks over one process, which is simpler."""
+WORTHWHILE = 1.1
+"""Least gain of ranks over one process, which is simpler and whose rate varies less."""
 
 
 class Sizes(NamedTuple):
