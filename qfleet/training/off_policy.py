@@ -33,6 +33,7 @@ from qfleet.data.dataset_memory import DatasetMemory
 from qfleet.data.manifest import Dataset
 from qfleet.data.operations import fit_statistics
 from qfleet.data.rows import PartFile
+from qfleet.engines.offline import make_dataset_memory
 from qfleet.networks.factory import make_network
 from qfleet.networks.qnetwork import QNetwork
 
@@ -145,8 +146,8 @@ def compare(
 
 
 def _read(dataset: Dataset, gamma: float, seed: int) -> Recording:
-    scale = Config(**dataset.manifest.origin.env).reward_scale
-    memory = DatasetMemory(dataset, 1, gamma, 2**62, 2, seed, HOST, lambda reward: reward / scale)
+    whole = Config(gamma=gamma, data_memory_mb=2**42)
+    memory = make_dataset_memory(whole, dataset, seed, HOST)
     columns = list[list[NDArray[Any]]]()
     for part in dataset.manifest.parts:
         file = PartFile(part, dataset.local(part), dataset.spec)
@@ -178,10 +179,8 @@ def _fit(
     statistics = recording.statistics
     config = Config(**NETWORK, normalize_observations="obs_mean" in statistics)
     online, target = (make_network(config, dataset.spec, HOST, seed) for _ in range(2))
-    if config.normalize_observations:
-        mean, variance = (torch.tensor(statistics[f"obs_{name}"]) for name in ("mean", "variance"))
-        for network in (online, target):
-            network.set_statistics(mean, variance, statistics["obs_count"])
+    for network in (online, target):
+        network.set_statistics(statistics)
     weights, old_weights = FlatWeights(online), FlatWeights(target)
     adam = make_optimiser("adam", weights.data, 1e-8, 0.0, None)
     updater = LocalUpdater(weights, adam, max_grad_norm=10.0)
