@@ -172,10 +172,7 @@ class Objective:
 
     def predict(self, obs: Tensor, online: ValueNetwork) -> Prediction:
         fractions = self._fractions(obs)
-        output = online(obs, fractions)
-        if self.loss_kind == "cross-entropy":  # over legal actions only
-            output = online.only_legal(output, obs)
-        return Prediction(output, fractions)
+        return Prediction(online(obs, fractions), fractions)
 
     def loss(
         self, prediction: Prediction, action: Tensor, online: ValueNetwork, target: Tensor
