@@ -65,8 +65,7 @@ def make_gradient(
     network: QNetwork, objective: Objective, weights: FlatWeights, weighted: bool
 ) -> Gradient:
     """Return the fastest gradient. ``weighted``: whether samples can have weights other than 1."""
-    has_td_error = objective.head == "q" and objective.loss_kind != "cross-entropy"
-    has_td_error = has_td_error and not isinstance(objective, OfflineObjective)
+    has_td_error = objective.head == "q" and not isinstance(objective, OfflineObjective)
     if weights.data.device.type == "cpu" and network.is_plain_mlp and has_td_error:
         return DenseGradient(objective, weights, weighted)
     return AutogradGradient(network, objective, weights, weighted)
