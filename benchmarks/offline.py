@@ -1,15 +1,15 @@
 """Offline training on CartPole-v1: what CQL learns, how policies are ranked, work by speed.
 
     python benchmarks/offline.py cql [--algo cql] [--seeds 5] [--epochs 20] [--image PATH]
-    python benchmarks/offline.py fqe
+    python benchmarks/offline.py fqe --seeds 3 --first-seed 3 --updates 4000
     python benchmarks/offline.py speed
 
 ``cql`` records 50,000 steps of a half-trained policy that takes a random action with probability
-0.3, and trains from them. ``fqe`` records a run of 10,000 steps, estimates the returns of its
-ten checkpoints from the recording, and correlates these with the returns that they get when they
-play. ``speed`` trains with two workers of a parameter server, one of which needs twice as long for
-a row, and compares the time of an epoch with that of one and a half workers. Every result is one
-line of JSON.
+0.3, and trains from them. ``fqe`` records a run of the preset with each seed, chooses ten of its
+checkpoints whose returns are far apart, estimates their returns from the recording, and correlates
+the estimates with the returns that they get when they play. ``speed`` trains with two workers of a
+parameter server, one of which needs twice as long for a row, and compares the time of an epoch with
+that of one and a half workers. Every result is one line of JSON.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from qfleet.data.manifest import Dataset
 from qfleet.data.operations import read_episodes
 from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.storage.spec_json import spec_from_json
+from qfleet.telemetry.aggregate import bootstrap_ci
 from qfleet.training.off_policy import compare
 from qfleet.training.record_data import record
 
 STEPS, EPSILON, HALF_TRAINED = 50_000, 0.3, 150.0
+CHECKPOINT_FREQ = 1000
 LATENCY_S = 1e-3
 """Time that the faster worker needs for a row: more than computing takes, so that it decides."""
 ONLINE = {"tensorboard": False, "checkpoint_freq": 10**9, "n_eval_episodes": 20}
@@ -61,13 +63,13 @@ def mean_return(dataset: Dataset) -> float:
 
 
 def measure_cql(
-    folder: Path, algo: str, seeds: int, epochs: int, image: str, fields: dict[str, Any]
+    folder: Path, algo: str, seeds: range, epochs: int, image: str, fields: dict[str, Any]
 ) -> None:
     dataset = recorded(folder)
     behaviour = mean_return(dataset)
     print(json.dumps({"behaviour_return": behaviour, "episodes": dataset.manifest.episodes}))
     found = list[float]()
-    for seed in range(seeds):
+    for seed in seeds:
         trained = qfleet.train(
             data=dataset.url, algo=algo, seed=seed, epochs=epochs, eval_freq=2 * STEPS,
             run_dir=folder / f"{algo}-{seed}", **{**OFFLINE, **fields},
@@ -80,37 +82,70 @@ def measure_cql(
             "best": played.best_eval_return, "wall_s": played.wall_s,
         }), flush=True)  # fmt: skip
     reached = sum(one >= 475 or one >= behaviour + 100 for one in found)
-    print(json.dumps({"algo": algo, "reached": reached, "seeds": seeds, "returns": found}))
+    print(json.dumps({"algo": algo, "reached": reached, "seeds": len(seeds), "returns": found}))
     if image:
         from qfleet.telemetry.plots import learning_curve
         from qfleet.telemetry.runs import read_run
 
-        runs = [read_run(folder / f"{algo}-{seed}") for seed in range(seeds)]
+        runs = [read_run(folder / f"{algo}-{seed}") for seed in seeds]
         learning_curve({algo: runs}, "eval/mean_reward", Path(image))
 
 
-def measure_fqe(folder: Path, updates: int) -> None:
+def measure_fqe(folder: Path, seeds: range, gamma: float, updates: int) -> None:
+    found: dict[str, list[float]] = {"fqe": [], "wdr": []}
+    for seed in seeds:
+        policies = spread_out(checkpoints(folder / f"{seed}", seed))
+        played = {
+            name: np.array(policy.evaluate(100, seed=5).returns)
+            for name, policy in policies.items()
+        }
+        began_s, dataset = time.monotonic(), Dataset(str(folder / f"{seed}" / "data"))
+        estimates = compare(policies, dataset, gamma=gamma, updates=updates)
+        for one in sorted(estimates, key=lambda one: played[one.policy].mean()):
+            returns = played[one.policy]
+            error = returns.std(ddof=1) / len(returns) ** 0.5
+            true = {"seed": seed, "true_return": returns.mean(), "standard_error": error}
+            print(json.dumps(true | asdict(one)))
+        true_returns = [float(played[one.policy].mean()) for one in estimates]
+        for method, correlations in found.items():
+            correlations.append(spearman(true_returns, [getattr(e, method) for e in estimates]))
+        newest = {f"spearman_{method}": values[-1] for method, values in found.items()}
+        print(
+            json.dumps({"seed": seed, **newest, "wall_s": time.monotonic() - began_s}), flush=True
+        )
+    for method, values in found.items():
+        interval = {"mean": np.mean(values), "interval": bootstrap_ci(values)}
+        print(json.dumps({"method": method, "spearman": values, **interval}))
+
+
+def checkpoints(folder: Path, seed: int) -> dict[str, qfleet.Policy]:
+    """Return the policies of all checkpoints of a run that is recorded to ``folder/data``."""
     trained = qfleet.train(
-        "CartPole-v1", run_dir=folder / "run", steps=10_000, seed=7, checkpoint_freq=1000,
-        keep_checkpoints=10, eval_freq=0, tensorboard=False, record=str(folder / "data"),
+        "CartPole-v1", run_dir=folder / "run", seed=seed, checkpoint_freq=CHECKPOINT_FREQ,
+        keep_checkpoints=10**6, eval_freq=0, tensorboard=False, record=str(folder / "data"),
     )  # fmt: skip
-    dataset = Dataset(str(folder / "data"))
     assert isinstance(trained, qfleet.Trained)
     policies = dict[str, qfleet.Policy]()
-    for steps in range(1000, 10_001, 1000):
+    for steps in range(CHECKPOINT_FREQ, trained.config.steps + 1, CHECKPOINT_FREQ):
         stored = load_checkpoint(trained.folder / "checkpoints", steps)
         spec = spec_from_json(stored.meta["spec"])
         policies[str(steps)] = qfleet.Policy(trained.config, spec, stored.parts["learner"])
-    true = {name: policy.evaluate(50, seed=5).mean for name, policy in policies.items()}
-    began_s = time.monotonic()
-    estimates = compare(policies, dataset, updates=updates)
-    for one in estimates:
-        print(json.dumps({"true_return": true[one.policy], **asdict(one)}))
-    played = [true[one.policy] for one in estimates]
-    for method in ("fqe", "wdr"):
-        estimated = [getattr(one, method) for one in estimates]
-        print(json.dumps({"method": method, "spearman": spearman(played, estimated)}))
-    print(json.dumps({"wall_s": time.monotonic() - began_s}))
+    return policies
+
+
+def spread_out(policies: dict[str, qfleet.Policy], count: int = 10) -> dict[str, qfleet.Policy]:
+    """Return the policies nearest to evenly spaced returns between the worst and the best.
+
+    Most checkpoints of a run have almost the same return, and ranking those is ranking noise. The
+    choice is made by episodes of its own, before anything is estimated.
+    """
+    returns = {name: policy.evaluate(20, seed=1000).mean for name, policy in policies.items()}
+    chosen = dict[str, qfleet.Policy]()
+    for level in np.linspace(min(returns.values()), max(returns.values()), count):
+        name = min(returns, key=lambda name: abs(returns[name] - level))
+        chosen[name] = policies[name]
+        del returns[name]
+    return chosen
 
 
 def measure_speed(folder: Path) -> None:
@@ -143,21 +178,22 @@ def main() -> None:
     parser.add_argument("what", choices=["cql", "fqe", "speed"])
     parser.add_argument("--algo", default="cql")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--image", default="", help="draw the learning curve to this file")
     parser.add_argument(
         "--fields", default='{"cql_alpha": 0.5}', help="configuration fields as JSON"
     )
+    parser.add_argument("--gamma", type=float, default=0.995, help="discount of FQE")
     parser.add_argument("--updates", type=int, default=5000, help="gradient steps of FQE")
     options = parser.parse_args()
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     with tempfile.TemporaryDirectory() as folder:
         if options.what == "cql":
             fields = json.loads(options.fields)
-            measure_cql(
-                Path(folder), options.algo, options.seeds, options.epochs, options.image, fields
-            )
+            measure_cql(Path(folder), options.algo, seeds, options.epochs, options.image, fields)
         elif options.what == "fqe":
-            measure_fqe(Path(folder), options.updates)
+            measure_fqe(Path(folder), seeds, options.gamma, options.updates)
         else:
             measure_speed(Path(folder))
 

@@ -69,8 +69,7 @@ def make_gradient(
     """Return the fastest gradient. ``weighted``: whether samples can have weights other than 1."""
     if isinstance(network.stage, Stage):
         return StagedGradient(network, objective, weights, weighted, network.stage)
-    has_td_error = objective.head == "q" and objective.loss_kind != "cross-entropy"
-    has_td_error = has_td_error and not isinstance(objective, OfflineObjective)
+    has_td_error = objective.head == "q" and not isinstance(objective, OfflineObjective)
     if weights.data.device.type == "cpu" and network.is_plain_mlp and has_td_error:
         return DenseGradient(objective, weights, weighted)
     return AutogradGradient(network, objective, weights, weighted)

@@ -106,7 +106,7 @@ class FlatWeights:
 
     def copy_from(self, other: FlatWeights) -> None:
         """Copy the weights of another network, to every agent; raise where shapes differ."""
-        check_same_layout(self.describe(), other.describe())
+        check_same_layout(self.layout, other.layout)
         self.data[..., : other.data.numel()].copy_(other.data)
         for name, buffer in other.buffers().items():
             # Those of heads are constants of the configuration.
@@ -129,8 +129,10 @@ class FlatWeights:
         return [[name, list(shape)] for name, shape in self.layout]
 
 
-def check_same_layout(ours: Sequence[Sequence[object]], theirs: Sequence[Sequence[object]]) -> None:
-    """Raise ConfigError where names or shapes of ``FlatWeights.describe`` differ."""
+def check_same_layout(
+    ours: Sequence[tuple[str, tuple[int, ...]]], theirs: Sequence[tuple[str, tuple[int, ...]]]
+) -> None:
+    """Raise ConfigError where names or shapes of the parameters of two networks differ."""
     for mine, other in itertools.zip_longest(ours, theirs):
         if mine != other:
             found, needed = (one and f"{one[0]} {one[1]}" for one in (other, mine))

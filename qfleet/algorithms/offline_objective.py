@@ -1,7 +1,8 @@
 """The learning rules of offline algorithms: terms that keep the policy near the data.
 
 In and out are those of ``Objective``. Discrete CQL adds a penalty to the loss; discrete BCQ adds
-the loss of its model of the data's policy, by which the network itself excludes actions.
+the loss of its model of the data's policy, by which the network itself excludes actions. Behaviour
+cloning adds nothing. All of them compare actions, so they leave out those that are illegal.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from qfleet.algorithms.objective import Loss, Objective, Prediction, ValueNetwor
 
 @dataclass(frozen=True)
 class OfflineObjective(Objective):
-    """An objective with the terms of discrete CQL, of discrete BCQ, or both."""
+    """An objective with the terms of discrete CQL, of discrete BCQ, both, or none."""
 
     cql_alpha: float
     """Weight of the penalty on values of actions that are not in the data."""

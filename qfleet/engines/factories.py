@@ -146,7 +146,7 @@ def make_sampler(
 
 def make_objective(config: Config, device: torch.device, seed: int) -> Objective:
     kind: Callable[..., Objective] = Objective
-    if config.cql_alpha or config.bcq_threshold:
+    if config.cql_alpha or config.bcq_threshold or config.loss == "cross-entropy":
         kind = functools.partial(
             OfflineObjective, cql_alpha=config.cql_alpha, imitates=config.bcq_threshold > 0
         )

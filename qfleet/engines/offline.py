@@ -176,8 +176,7 @@ def _normalise(network: QNetwork, dataset: Dataset) -> None:
             f"normalize_observations needs the statistics of '{dataset.url}'; run: qfleet data "
             f"stats {dataset.url}"
         )
-    mean, variance = torch.tensor(stored["obs_mean"]), torch.tensor(stored["obs_variance"])
-    network.set_statistics(mean, variance, stored["obs_count"])
+    network.set_statistics(stored)
 
 
 class NoCollector:

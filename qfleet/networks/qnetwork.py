@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -209,13 +211,13 @@ class QNetwork(nn.Module):
             frames = obs.flatten(2)[..., : shape.numel()]
             self.torso.statistics.observe(frames.reshape(*obs.shape[:2], *shape))
 
-    def set_statistics(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """Normalise by these statistics of observations, if the network normalises."""
+    def set_statistics(self, stored: Mapping[str, Any]) -> None:
+        """Normalise by the statistics of a dataset, if the network normalises."""
         if isinstance(self.torso, NormalizedTorso):
             statistics = self.torso.statistics
-            statistics.mean.copy_(mean)
-            statistics.variance.copy_(variance)
-            statistics.count.fill_(count)
+            statistics.mean.copy_(torch.tensor(stored["obs_mean"]))
+            statistics.variance.copy_(torch.tensor(stored["obs_variance"]))
+            statistics.count.fill_(stored["obs_count"])
 
     def share_statistics(self, other: QNetwork) -> None:
         """Use the running statistics of another network, if there are any."""

@@ -78,6 +78,7 @@ def test_bcq_adds_the_imitation_loss() -> None:
         ({"cql_alpha": 2.0}, 0.575364),
         ({"cql_alpha": 2.0, "head": "qr"}, 0.575364),
         ({"bcq_threshold": 0.3}, 0.293717),
+        ({"loss": "cross-entropy"}, 0.287682),
     ],
 )
 def test_illegal_actions_are_left_out(fields: dict[str, Any], added: float) -> None:

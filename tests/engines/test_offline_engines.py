@@ -209,10 +209,11 @@ def test_a_piece_that_was_not_begun_is_given_out_again() -> None:
     assert shares.state_dict()["left"][0] == [0, 80] == [piece.start, piece.stop]
 
 
-def test_speeds_are_those_of_the_last_pieces() -> None:
-    worker = WorkerState(number=0)
-    for env_steps, wall_s, speed in ((1000, 10.0, 100.0), (1000, 20.0, 100.0), (1300, 21.0, 200.0)):
-        report = Report(*[None] * len(Report._fields))._replace(env_steps=env_steps, wall_s=wall_s)
+def test_speeds_are_those_of_the_last_pieces_without_the_time_between_them() -> None:
+    worker, empty = WorkerState(number=0), Report(*[None] * len(Report._fields))
+    for env_steps, slice_s, speed in ((1000, 10.0, 100.0), (1000, 9.0, 100.0), (1300, 1.0, 200.0)):
+        # wall_s: an hour without rows to read is not slow reading
+        report = empty._replace(env_steps=env_steps, slice_s=slice_s, wall_s=3600.0 * env_steps)
         worker.measure_rows(report)
         worker.report = report
         assert worker.rows_per_s == speed

@@ -20,7 +20,13 @@ from qfleet.data.manifest import Dataset
 from qfleet.networks.factory import make_network
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.training import off_policy
-from qfleet.training.off_policy import Steps, _log_ratio, compare, weighted_doubly_robust
+from qfleet.training.off_policy import (
+    Steps,
+    _log_ratio,
+    compare,
+    range_of_returns,
+    weighted_doubly_robust,
+)
 from support.datasets import record_block
 
 SPEC = EnvSpec("Box-v0", (2,), "float32", 2)
@@ -121,6 +127,29 @@ def test_policies_are_ranked_by_their_returns(tmp_path: Path) -> None:
     assert compare({"one": always(1)}, dataset, gamma=0.9, updates=200) == [one]
     other = compare({"one": always(1)}, dataset, gamma=0.9, updates=200, seed=1)
     assert other != [one]  # the negative control
+
+
+def test_returns_are_bounded_by_the_rewards_of_the_data() -> None:
+    assert range_of_returns(torch.tensor([0.5, 1.0]), 0.9) == pytest.approx((0.0, 10.0))
+    assert range_of_returns(torch.tensor([-2.0, -1.0]), 0.5) == pytest.approx((-4.0, 0.0))
+
+
+def test_a_target_network_that_diverges_does_not_move_the_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its values are 10⁶; rewards of at most 1 and γ = 0.9 leave targets of at most 10."""
+    original, losses = off_policy._fit, list[float]()
+
+    def fit(recording: Any, dataset: Any, _updates: int, seed: int, loss: Any) -> QNetwork:
+        online, diverged = (original(recording, dataset, 1, seed, loss) for _ in range(2))
+        dict(diverged.named_parameters())["head.advantage.bias_2"].data.fill_(1e6)
+        rows = torch.arange(10)
+        losses.append(loss(online, diverged, rows, recording.batch(rows)).item())
+        return online
+
+    monkeypatch.setattr(off_policy, "_fit", fit)
+    compare({"one": always(1)}, choices(tmp_path), gamma=0.9)
+    assert 1 < losses[-1] < 12**2
 
 
 def test_actions_that_the_data_lacks_are_warned_about(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ class SplitModel(Model):
 
     def copy_from(self, other: FlatWeights) -> None:
         """Begin with the weights of a plain network (rank 0)."""
-        check_same_layout(self.describe(), other.describe())
+        check_same_layout([(p.name, p.shape) for p in self.layout.pieces], other.layout)
         self._loaded = {"weights": other.data, "target_weights": other.data}
         self._learner.weights.data.copy_(self.layout.cut(other.data, 0))
 

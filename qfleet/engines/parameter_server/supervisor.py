@@ -71,11 +71,10 @@ class WorkerState(Member):
 
     def measure_rows(self, report: Report) -> int:
         """Return the rows of a dataset that were read since the last report; note their speed."""
-        rows, seconds = report.env_steps, report.wall_s
-        if self.report is not None:
-            rows, seconds = rows - self.report.env_steps, seconds - self.report.wall_s
+        rows = report.env_steps - (self.report.env_steps if self.report else 0)
         if rows > 0:
-            speed = rows / max(seconds, 1e-9)
+            # Without the time between slices: a worker that had no rows to read is not slower.
+            speed = rows / max(report.slice_s, 1e-9)
             self.rows_per_s = (self.rows_per_s + speed) / 2 if self.rows_per_s else speed
         return rows
 

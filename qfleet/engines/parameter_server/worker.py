@@ -67,6 +67,8 @@ class Report(NamedTuple):
     exploration_rate: float
     wall_s: float
     """Time since its first slice began."""
+    slice_s: float
+    """Time of this slice."""
     seconds: dict[str, float]
     processor_s: float
     traffic: dict[str, Any]
@@ -185,7 +187,7 @@ class Worker:
                 made = max(0, clock.updates - updates)
                 clock.env_steps = env_steps + made * self._own.batch_size
                 parts.limiter.forgive(parts.limiter.updates_owed())
-        return self._report()
+        return self._report(self._clock() - began_s)
 
     def _waiting_s(self) -> float:
         seconds = self._parts.timers[0].seconds
@@ -232,7 +234,7 @@ class Worker:
         if self._own.update == "sync" and self._own.replay:
             self._parts.limiter.forgive(first_round % self._own.gradient_steps)
 
-    def _report(self) -> Report:
+    def _report(self, slice_s: float) -> Report:
         parts = self._parts
         seconds = dict(parts.timers[0].seconds)
         seconds["learn"] -= self._inside_s
@@ -244,6 +246,7 @@ class Worker:
             metrics=parts.learner.read_metrics(),
             exploration_rate=parts.collector.exploration_rate(),
             wall_s=self._clock() - (self._began_s or 0.0),
+            slice_s=slice_s,
             seconds=seconds,
             processor_s=processor_s() - self._processor_s,
             traffic={

@@ -65,6 +65,7 @@ def report_of(updates: int, env_steps: int, skipped: float, env_s: float) -> Rep
         metrics={"abs_q_max": 1.0, "skipped": skipped},
         exploration_rate=0.1,
         wall_s=1.0,
+        slice_s=1.0,
         seconds=dict.fromkeys(STAGES, 0.0) | {"env": env_s},
         processor_s=1.0,
         traffic={},
