@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import qfleet
+from qfleet.accelerator.compiling import switch
 from qfleet.agent.device_actor import TensorActor
 from qfleet.agent.device_evaluation import TensorEvaluator
 from qfleet.agent.device_inference import DeviceInference
@@ -33,7 +34,7 @@ from qfleet.envs.device.names import MINATAR_IDS, make_tensor_env
 from qfleet.envs.device.protocol import begin_episodes, step_episodes
 from qfleet.envs.factory import make_envs
 from qfleet.memory.ring import Ring
-from qfleet.memory.samplers import PrioritizedSampler
+from qfleet.memory.samplers import PrioritizedSampler, UniformSampler, Window
 from qfleet.networks.factory import make_network
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
@@ -236,6 +237,29 @@ def test_compiled_updates_point_where_plain_ones_do(precision: Any) -> None:
         assert alike > 0.99
     finally:
         settings.restore()
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_compiled_draws_are_those_of_plain_code(prioritized: bool) -> None:
+    """Of a memory as large as Atari's: a compiled search went wrong, and nothing was learnt."""
+    rows, envs = 4166, 48
+    draws = []
+    for compiled in (False, True):
+        generator = torch.Generator(device=CUDA).manual_seed(0)
+        sampler: UniformSampler | PrioritizedSampler = UniformSampler(generator, True)
+        if prioritized:
+            sampler = PrioritizedSampler(rows, envs, 0.6, 1e-6, CUDA, generator, True)
+        switch(sampler.compilables(), compiled)
+        flags = torch.rand(rows, envs, generator=torch.Generator().manual_seed(1)) < 0.1
+        sampler.move(Window(0, rows), (flags * SKIP).to(torch.uint8).to(CUDA))
+        for _ in range(20):
+            index, weight = sampler.draw(1024, torch.tensor(0.4, device=CUDA))
+            sampler.update(index, (index % 97 + 1) * 0.01)
+        draws.append((index, weight))
+        assert len(index.unique()) > 1000
+    (plain, weights), (compiled_ones, same) = draws
+    assert (plain == compiled_ones).float().mean() > 0.99
+    assert (weights - same).abs().mean() < 1e-3
 
 
 def test_stacks_on_the_device_are_those_of_the_environments() -> None:

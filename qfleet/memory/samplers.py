@@ -211,7 +211,7 @@ class PrioritizedSampler(Sampler):
     ) -> None:
         """Create a sampler; ``generator`` must be on ``device``."""
         super().__init__(generator, capturable)
-        self._find = Compilable(self._find_leaves, is_sized=True)
+        # Not the search: torch 2.11 compiles it for GPUs so that it finds other leaves.
         self._reweigh = Compilable(self._set_leaves)
         self._rows, self._num_envs = capacity_rows, num_envs
         self._alpha, self._eps = alpha, eps
@@ -238,8 +238,7 @@ class PrioritizedSampler(Sampler):
         ascending order each batch would come from one region of the memory.
         """
         self._settle()
-        drawn: tuple[Tensor, Tensor] = self._find(self._stratified_mass(count), beta)
-        return drawn
+        return self._find_leaves(self._stratified_mass(count), beta)
 
     def _find_leaves(self, fraction: Tensor, beta: float | Tensor) -> tuple[Tensor, Tensor]:
         """Return index and importance weight of the leaf at each fraction of the total mass."""
@@ -354,7 +353,7 @@ class PrioritizedSampler(Sampler):
         return self.leaves.view(-1, self.block)
 
     def compilables(self) -> list[Compilable]:
-        return [self._find, self._reweigh]
+        return [self._reweigh]
 
     def state_dict(self) -> StateDict:
         self._settle()
