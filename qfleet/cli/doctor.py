@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json as json_module
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from qfleet.cli.parsing import parse
 from qfleet.cli.run_options import quiet_stdout
@@ -14,26 +15,46 @@ HELP = "show hardware and libraries; measure the fastest vectoriser, envs, preci
 DESCRIPTION = """Show hardware and libraries, and measure for a few seconds which vectoriser and
 which number of environments are fastest on this machine. With --tune, measure on the accelerator
 instead: which precision is fastest, with or without torch.compile, and which inference device.
+With --parallel, measure updates of one process and of --workers ranks that share the batch, the
+layers or the stages of a network, and say which of them pays.
 
 Examples:
   qfleet doctor
   qfleet doctor --env ALE/Pong-v5 --seconds 1
   qfleet doctor --tune --env ALE/Breakout-v5
+  qfleet doctor --parallel --env ALE/Pong-v5 --network impala --width 4
 """
 
+NETWORK_OPTIONS = ("network", "net_arch", "width", "depth", "batch_size", "device")
 MEASURED_ENV, TUNED_ENV = "CartPole-v1", "ALE/Pong-v5"
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
     env: str | None = None
-    """Environment to measure with; default CartPole-v1, with --tune ALE/Pong-v5."""
+    """Environment to measure with; default CartPole-v1, with --tune or --parallel ALE/Pong-v5."""
     envs: tuple[int, ...] = (1, 4, 16, 64)
     """Numbers of envs to try."""
-    seconds: float = 0.3
-    """Duration of each measurement, in seconds."""
+    seconds: float | None = None
+    """Duration of each measurement, in seconds; default 0.3, with --parallel 2."""
     tune: bool = False
     """Tune the pipeline engine for the accelerator, and show the time of every choice."""
+    parallel: bool = False
+    """Measure which of data, tensor and pipeline parallelism pays for a network."""
+    workers: int = 2
+    """With --parallel: number of ranks."""
+    network: str | None = None
+    """With --parallel, also the next five: as in `qfleet train`; default: those of the preset."""
+    net_arch: tuple[int, ...] | None = None
+    """Hidden layers of an MLP."""
+    width: int | None = None
+    """Factor on the channels of network impala."""
+    depth: int | None = None
+    """Residual blocks in each section of network impala."""
+    batch_size: int | None = None
+    """Samples per update of all ranks together."""
+    device: str | None = None
+    """Device of the learner."""
     json: bool = False
     """Print one JSON object and nothing else."""
 
@@ -42,18 +63,27 @@ def run(argv: list[str]) -> int:
     options = parse(DoctorOptions, argv, "doctor", DESCRIPTION)
     from qfleet.core.errors import ConfigError
 
-    if options.seconds <= 0 or not options.envs or min(options.envs) < 1:
+    default_s = 2.0 if options.parallel else 0.3
+    seconds = default_s if options.seconds is None else options.seconds
+    if seconds <= 0 or not options.envs or min(options.envs) < 1:
         raise ConfigError("--seconds and --envs must be positive")
+    given = {name: getattr(options, name) for name in NETWORK_OPTIONS}
+    fields = {name: value for name, value in given.items() if value is not None}
+    if options.parallel:
+        env = full_id(options.env or TUNED_ENV)
+        return _advise(env, fields, options.workers, seconds, options.json)
+    if fields:
+        raise ConfigError(f"--{next(iter(fields)).replace('_', '-')} is for --parallel; add that")
     if options.tune:
         return _tune(full_id(options.env or TUNED_ENV), options.json)
-    return _measure(full_id(options.env or MEASURED_ENV), options)
+    return _measure(full_id(options.env or MEASURED_ENV), options, seconds)
 
 
-def _measure(env: str, options: DoctorOptions) -> int:
+def _measure(env: str, options: DoctorOptions, seconds: float) -> int:
     from qfleet.training import doctor
 
     machine = doctor.machine()
-    rates = doctor.measure_vectorisers(env, options.envs, options.seconds)
+    rates = doctor.measure_vectorisers(env, options.envs, seconds)
     memory = doctor.replay_capacity(env)
     if options.json:
         rows = [dict(zip(("vectorize", "envs", "env_steps_per_s"), r, strict=True)) for r in rates]
@@ -100,4 +130,46 @@ def _tune(env: str, json: bool) -> int:
         print(f"read from {cache_path()}; remove that file to measure again")
     else:
         print(f"saved in {cache_path()}")
+    return 0
+
+
+def _advise(env: str, fields: dict[str, Any], workers: int, seconds: float, json: bool) -> int:
+    from qfleet.core.errors import ConfigError
+    from qfleet.training.parallel_advice import choose, measure_layouts, measured_settings
+
+    if workers < 2:
+        raise ConfigError(f"--parallel compares ranks: --workers must be ≥ 2, got {workers}")
+    with quiet_stdout(json):
+        config, device, weights = measured_settings(env, fields)
+        rows = measure_layouts(config, workers, seconds)
+    best = choose(rows)
+    words = ["qfleet train", env]
+    for name, value in fields.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        words += ["--" + name.replace("_", "-"), *map(str, numbers)]
+    command = " ".join([*words, best.sizes.options]).strip()
+    if json:
+        report = {
+            "env": env,
+            "device": device,
+            "weights": weights,
+            "batch_size": config.batch_size,
+            "rows": [{**asdict(row), "sizes": row.sizes._asdict()} for row in rows],
+            "advice": str(best.sizes),
+            "command": command,
+        }
+        print(json_module.dumps(report))
+        return 0
+    batches = f"batches of {config.batch_size}"
+    print(f"updates per second, {env}, {weights:,} weights, {batches}, {device}:")
+    print(f"  {'layout':<24} {'predicted':>10} {'measured':>10} {'MB per rank':>12}")
+    for row in rows:
+        if row.measured is None or row.predicted is None or row.bytes_per_rank is None:
+            print(f"  {row.sizes!s:<24} {row.refused}")
+            continue
+        rates = f"{row.predicted:>10,.2f} {row.measured:>10,.2f}"
+        mark = "  ◄ advice" if row is best else ""
+        print(f"  {row.sizes!s:<24} {rates} {row.bytes_per_rank / 1e6:>12,.1f}{mark}")
+    pays = str(best.sizes) if best.sizes.ranks > 1 else "none: train without workers"
+    print(f"\n{pays}: {command}")
     return 0

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import sys
 from importlib.metadata import version
 
 from qfleet.cli.program import run_to_end, take_cache_dir
-from qfleet.core.errors import QfleetError, UnknownNameError, check_platform, one_line
+from qfleet.core.errors import QfleetError, UnknownNameError, check_platform, lacks_memory, one_line
 
 VERBS = (
     "train", "resume", "scale", "evaluate", "plot", "report", "watch", "video", "runs", "export",
@@ -27,9 +26,6 @@ examples:
   qfleet resume runs/NAME
   qfleet plot runs/NAME runs/OTHER
 """
-
-_NO_MEMORY = re.compile("allocate memory|out of memory|Storage size")
-"""In the RuntimeErrors with which PyTorch reports that it got no memory."""
 
 
 def usage() -> str:
@@ -69,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"qfleet: {' '.join(str(error).splitlines())}\n")
         return error.exit_code
     except (MemoryError, RuntimeError) as error:
-        if debug or not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
+        if debug or not lacks_memory(error):
             raise
         print(
             "qfleet: not enough memory; lower envs, batch_size or the size of the network "

@@ -221,6 +221,10 @@ class Config:
     """mlp, nature, impala, minatar, or package.module:Class; auto chooses by the observations."""
     net_arch: tuple[int, ...] = field((64, 64), "algorithm", common=True, low=1)
     """Hidden layers of the MLP; none: the values are linear in the observation, or a table."""
+    width: int = field(1, "algorithm", low=1)
+    """Impala: factor on the channels of every convolution."""
+    depth: int = field(2, "algorithm", low=1)
+    """Impala: residual blocks in each of the three sections."""
     activation: Literal["relu", "tanh", "elu", "gelu", "silu"] = field("relu", "algorithm")
     """Activation of the hidden layers of an MLP; only relu has fused kernels."""
     layer_norm: bool = field(False, "algorithm")

@@ -83,6 +83,10 @@ def _rules(c: Config) -> Rules:
         elif c.engine == "parameter-server" and not option.used_with(c.update):
             yield unset, name, (
                 f"is for --update {' or '.join(option.updates)}, not {c.update}; leave it out")
+    for name in ("width", "depth"):
+        yield c.network == "impala" or getattr(c, name) == getattr(default, name), name, (
+            f"is for --network impala, not {c.network}; choose that network, set net_arch for an "
+            "mlp, or leave it out")
     yield c.v_min < c.v_max, "v_min", f"must be < v_max ({c.v_max})"
     yield c.exploration_final_eps <= c.exploration_initial_eps, "exploration_final_eps", (
         f"must be ≤ exploration_initial_eps ({c.exploration_initial_eps})")

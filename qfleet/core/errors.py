@@ -7,6 +7,7 @@ prints it as one line and exits with ``exit_code``; ``--debug`` shows the traceb
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable
 
@@ -15,6 +16,12 @@ def one_line(error: BaseException) -> str:
     """Return ``ValueError: text``, with all lines of the message in one."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether Python or PyTorch, which raises a RuntimeError, got no memory."""
+    no_memory = "allocate memory|out of memory|Storage size"
+    return isinstance(error, MemoryError) or bool(re.search(no_memory, str(error)))
 
 
 def require(ok: bool, name: str, value: float, allowed: str) -> None:

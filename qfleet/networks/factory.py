@@ -78,21 +78,25 @@ def _build_unmasked(spec: EnvSpec, config: Config) -> QNetwork:
         return QNetwork(mlp, mlp.features, spec.num_actions, config, hidden)
     if name not in _CONVOLUTIONAL:
         raise UnknownNameError("network", name, ("auto", "mlp", *_CONVOLUTIONAL))
-    kind, dense = _CONVOLUTIONAL[name]
-    if config.layer_norm:
-        if issubclass(kind, ImpalaResNet):
-            raise ConfigError(
-                f"network '{name}' does not support layer_norm; use --no-layer-norm or "
-                "--network nature"
-            )
-        normal = kind(spec, dense, layer_norm=True)
-        torso = _with_dropout(normal, config)
-        return QNetwork(torso, normal.features, spec.num_actions, config)
-    if config.dropout:
-        torso = _with_dropout(kind(spec, dense), config)
-        return QNetwork(torso, dense, spec.num_actions, config)
-    conv = kind(spec, dense=0)
+    dense = _CONVOLUTIONAL[name][1]
+    if config.layer_norm or config.dropout:
+        conv = _convolutional(name, spec, dense, config)
+        return QNetwork(_with_dropout(conv, config), conv.features, spec.num_actions, config)
+    conv = _convolutional(name, spec, 0, config)
     return QNetwork(conv, conv.features, spec.num_actions, config, (dense,))
+
+
+def _convolutional(
+    name: str, spec: EnvSpec, dense: int, config: Config
+) -> NatureCNN | ImpalaResNet | MinAtarCNN:
+    kind = _CONVOLUTIONAL[name][0]
+    if not issubclass(kind, ImpalaResNet):
+        return kind(spec, dense, config.layer_norm)
+    if config.layer_norm:
+        raise ConfigError(
+            f"network '{name}' does not support layer_norm; use --no-layer-norm or --network nature"
+        )
+    return kind(spec, dense, config.width, config.depth)
 
 
 def _with_dropout(torso: nn.Module, config: Config) -> nn.Module:

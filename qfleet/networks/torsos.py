@@ -296,24 +296,24 @@ class Residual(nn.Module):
 class ImpalaResNet(nn.Module):
     """The deep network of IMPALA (1802.01561, fig. 3): 16, 32, 32 channels, 15 convolutions.
 
-    ``dense`` = 0 omits the dense layer, for heads that have their own.
+    ``dense`` = 0 omits the dense layer, for heads that have their own. ``width`` multiplies the
+    channels, and each of the three sections has ``depth`` residual blocks.
     """
 
-    def __init__(self, spec: EnvSpec, dense: int = 256) -> None:
+    def __init__(self, spec: EnvSpec, dense: int = 256, width: int = 1, depth: int = 2) -> None:
         super().__init__()
         self.layout = layout = _require_image(spec, "impala", 1)
-        channels, height, width = layout.channels, layout.height, layout.width
+        channels, rows, columns = layout.channels, layout.height, layout.width
         stages: list[nn.Module] = []
-        for wider in (16, 32, 32):
+        for wider in (16 * width, 32 * width, 32 * width):
             stages += [
                 nn.Conv2d(channels, wider, 3, padding=1),
                 nn.MaxPool2d(3, stride=2, padding=1),
-                Residual(wider),
-                Residual(wider),
+                *(Residual(wider) for _ in range(depth)),
             ]
-            channels, height, width = wider, (height + 1) // 2, (width + 1) // 2
+            channels, rows, columns = wider, (rows + 1) // 2, (columns + 1) // 2
         self.stages = nn.Sequential(*stages, nn.ReLU(), nn.Flatten())
-        flat = channels * height * width
+        flat = channels * rows * columns
         self.dense = _dense(flat, dense, layer_norm=False)
         self.features = dense or flat
 

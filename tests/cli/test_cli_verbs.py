@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from qfleet.cli.main import VERBS, main
-from qfleet.config.config import OPTIONS, Group
+from qfleet.config.config import OPTIONS, Config, Group
+from qfleet.training.parallel_advice import Row, Sizes
 from qfleet.training.result import Result
 from support.messages import holds
 from support.waiting import PHASE_S, deadline
@@ -214,6 +215,9 @@ MISTAKES = [
     ("runs --rooot x", "--rooot"),
     ("doctor --seconds 0", "--seconds"),
     ("doctor --env CartPol-v1", "CartPol-v1 CartPole-v1"),
+    ("doctor --parallel --workers 1", "--workers 1"),
+    ("doctor --width 2", "--width --parallel"),
+    ("doctor --parallel --env CartPole-v1 --width 2", "width 2 impala"),
     ("lab mazze", "mazze maze"),
     ("lab maze --episodes many", "many"),
 ]
@@ -428,6 +432,28 @@ def test_doctor(shell: Shell) -> None:
     assert all(rate["env_steps_per_s"] > 0 for rate in said["rates"])
     assert shell("doctor", "--envs", "1", "--seconds", "0.02") == 0
     assert "fastest" in shell.out
+
+
+def test_doctor_says_which_layout_pays(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {Sizes(): 10.0, Sizes(data=2): 11.0, Sizes(tensor=2): 30.0}
+
+    def measured(config: Config, ranks: int, seconds: float) -> list[Row]:
+        assert (config.net_arch, ranks, seconds) == ((8, 4), 2, 2.0)
+        rows = [Row(sizes, 2.0, rate, 4_000_000) for sizes, rate in rates.items()]
+        return [*rows, Row(Sizes(pipeline=2), refused="too few layers")]
+
+    monkeypatch.setattr("qfleet.training.parallel_advice.measure_layouts", measured)
+    words = ("doctor", "--parallel", "--env", "CartPole-v1", "--net-arch", "8", "4")
+    assert shell(*words) == 0
+    train = "qfleet train CartPole-v1 --net-arch 8 4"
+    assert holds(shell.out, "tensor 2", "4.0", "advice", "too few layers", "86 weights")
+    assert f"{train} --engine all-reduce --workers 2 --tensor-parallel 2" in shell.out
+    rates |= {Sizes(data=2): 9.0, Sizes(tensor=2): 9.0}
+    said = shell.json(*words)
+    assert (said["advice"], said["command"]) == ("one process", train)
+    assert [row["measured"] for row in said["rows"]] == [10.0, 9.0, 9.0, None]
+    assert shell(*words) == 0
+    assert "none: train without workers" in shell.out
 
 
 def test_doctor_measures_an_environment_whose_preset_chooses_the_number_of_envs(

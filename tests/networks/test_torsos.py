@@ -7,6 +7,7 @@ import torch
 from torch import tensor
 
 from qfleet.config.config import Config
+from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.networks.factory import build_network
@@ -111,6 +112,40 @@ def test_impala() -> None:
     assert ImpalaResNet(ATARI, dense=0).features == 3872
     convolutions = [m for m in torso.modules() if isinstance(m, torch.nn.Conv2d)]
     assert [c.out_channels for c in convolutions] == [16] * 5 + [32] * 10
+
+
+def test_impala_is_wider_and_deeper_on_request() -> None:
+    torso = ImpalaResNet(ATARI, width=2, depth=3)
+    convolutions = [m for m in torso.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert [c.out_channels for c in convolutions] == [32] * 7 + [64] * 14
+    assert torso(pixels(2, 4, 84, 84)).shape == (2, 256)
+    # Only the channels are wider: 64·11·11 features before a dense layer of 256.
+    assert ImpalaResNet(ATARI, dense=0, width=2, depth=3).features == 7744
+
+
+@pytest.mark.parametrize("more", [{}, {"dropout": 0.1}], ids=str)
+def test_the_fields_width_and_depth_reach_the_network(more: dict[str, float]) -> None:
+    with torch.device("meta"):
+        plain, large = (
+            sum(p.numel() for p in build_network(ATARI, config).parameters())
+            for config in (
+                Config(network="impala", **more),
+                Config(network="impala", width=16, depth=8, **more),
+            )
+        )
+    # Without them the network of IMPALA: convolutions 97,744 (3·3 kernels of 4→16, 16→16 …,
+    # 32→32, with biases), dense 3872·256 + 256, head 256·6 + 6.
+    assert plain == 97_744 + 991_488 + 1_542
+    assert large > 100_000_000
+
+
+@pytest.mark.parametrize(("field", "value"), [("width", 2), ("depth", 3)])
+@pytest.mark.parametrize("network", ["auto", "mlp", "nature"])
+def test_width_and_depth_are_refused_for_other_networks(
+    field: str, value: int, network: str
+) -> None:
+    with pytest.raises(ConfigError, match=says(field, str(value), "--network impala", network)):
+        validate(Config(network=network, **{field: value}))
 
 
 def test_impala_takes_small_images_but_no_vectors() -> None:

@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from qfleet.config.config import Config
-from qfleet.core.errors import QfleetError, RankLost, one_line
+from qfleet.core.errors import QfleetError, RankLost, UserError, one_line
 from qfleet.engines import serial
 from qfleet.engines.all_reduce.group import END, GONE, RUN, Group, Order, connect
+from qfleet.engines.all_reduce.layout_rates import measure_rank
 from qfleet.engines.all_reduce.rank import RankParts, build_rank
 from qfleet.engines.all_reduce.split_model import SplitModel
 from qfleet.engines.all_reduce.world import World, launched_world, see_own_gpu
@@ -80,6 +81,10 @@ def _deaf_to_signals() -> Iterator[None]:
 
 def _train(world: World, number: int, store: Store, told: dict[str, Any]) -> None:
     config = Config(**told["config"])
+    if "measured_s" in told:  # qfleet doctor --parallel
+        with contextlib.suppress(UserError):  # rank 0 shows it
+            measure_rank(world, store, config, told["measured_s"])
+        return
     group = Group(world, number, config.worker_timeout_s, store)
     faults = UnsentFaults()
     try:

@@ -6,7 +6,7 @@ exchange most are on one machine if possible.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -117,9 +117,9 @@ class Mesh(NamedTuple):
     """Those that hold the other parts of the same layers."""
 
     @classmethod
-    def of(cls, group: Group, config: Config) -> Mesh:
+    def of(cls, group: Group, config: Config, axis: Callable[..., Axis] = Axis) -> Mesh:
         """Connect the ranks along all axes; all ranks call this together."""
-        return cls(*(Axis(group, every) for every in axes_of(group.size, config)))
+        return cls(*(axis(group, every) for every in axes_of(group.size, config)))
 
 
 def axes_of(size: int, config: Config) -> tuple[list[list[int]], ...]:

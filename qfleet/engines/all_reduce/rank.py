@@ -16,7 +16,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from qfleet.engines import offline, pipeline
 from qfleet.engines.all_reduce.compression import Ranks, make_exchange
 from qfleet.engines.all_reduce.group import TUNED_S, Group, Order
 from qfleet.engines.all_reduce.inference import SharedInference
-from qfleet.engines.all_reduce.mesh import Mesh, use_whole_norm
+from qfleet.engines.all_reduce.mesh import Axis, Mesh, use_whole_norm
 from qfleet.engines.all_reduce.replay import SharedReplay, deal, in_order
 from qfleet.engines.all_reduce.split_model import LeadingEvaluator, SplitModel
 from qfleet.engines.all_reduce.updater import AllReduceUpdater
@@ -92,8 +92,13 @@ def rank_config(config: Config, rank: int) -> Config:
     )
 
 
-def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
-    """Create the parts of one rank, and connect it; ``ranks_here`` share this machine's cores."""
+def build_rank(
+    setup: Setup, group: Group, ranks_here: int, axis: Callable[..., Axis] = Axis
+) -> RankParts:
+    """Create the parts of one rank, and connect it; ``ranks_here`` share this machine's cores.
+
+    ``axis`` connects the ranks along each axis of the mesh.
+    """
     config, rank = setup.config, group.rank
     own, whole = rank_config(config, rank), whole_config(config)
     together = whole.replace(envs=config.envs * group.size)
@@ -107,7 +112,7 @@ def build_rank(setup: Setup, group: Group, ranks_here: int) -> RankParts:
         device = learner_device(own, spec)
         group.connect(device)
         if config.ranks_per_copy > 1:
-            meshes.append(Mesh.of(group, config))
+            meshes.append(Mesh.of(group, config, axis))
             own = own.replace(replay_device="cpu")  # whose samples the ranks of a copy gather
         if device.type != "cpu" and not group.has_nccl and own.replay_device == "auto":
             own = own.replace(replay_device="cpu")  # ranks that share a GPU do not see who fits
