@@ -85,6 +85,8 @@ class ThreadRanks:
     @property
     def rank(self) -> int:
         """The place of this thread among these ranks."""
+        if self.size == 1:
+            return 0  # in any thread
         return self._members.index(int(threading.current_thread().name))
 
     def sum(self, tensor: Tensor) -> None:

@@ -32,6 +32,10 @@ class QNetwork(nn.Module):
 
     support: Tensor
     fractions: Tensor
+    is_split = False
+    """Whether ranks hold parts of it, which exchange activations in every pass."""
+    stage: object | None = None
+    """This rank's ``Stage``, if its layers are on several ranks (parallel/stages.py)."""
 
     def __init__(
         self,
@@ -51,10 +55,6 @@ class QNetwork(nn.Module):
         self.num_actions = num_actions
         self.allows_shortcuts = True
         """False once ``forward`` was replaced (torch.compile), which shortcuts would bypass."""
-        self.is_split = False
-        """Whether ranks hold parts of it, which exchange activations in every pass."""
-        self.stage: object | None = None
-        """This rank's ``Stage``, if its layers are on several ranks (parallel/stages.py)."""
         self.autocast_dtype: torch.dtype | None = None
         """Autocast precision; None: that of the weights. Noisy heads, that of IQN, and the last
         layer of all others always have that of the weights."""
