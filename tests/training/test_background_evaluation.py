@@ -20,7 +20,7 @@ from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.errors import EnvironmentFault
 from qfleet.core.types import EnvSpec
-from qfleet.engines import device, pipeline
+from qfleet.engines import device, evaluators
 from qfleet.engines.factories import evaluates_in_background
 from qfleet.networks.factory import make_network
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
@@ -40,7 +40,7 @@ def train(folder: Path, **changes: Any) -> qfleet.Trained:
 
 
 def force(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (pipeline, device):
+    for module in (evaluators, device):
         monkeypatch.setattr(
             module, "evaluates_in_background", lambda config, _: config.eval_freq > 0
         )
