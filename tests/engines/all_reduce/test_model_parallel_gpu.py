@@ -24,6 +24,7 @@ RANDOM = tiny_fields(
     target_update_interval=100, checkpoint_freq=10**6, steps=512, optimizer="sgd",
     learning_rate=1e-2, exploration_initial_eps=1.0, exploration_final_eps=1.0, precision="fp32",
     net_arch=(32, 32), eval_freq=256, n_eval_episodes=2, batch_size=32,
+    block_rows=4, env_groups=1,  # by default both depend on the device
 )  # fmt: skip
 MESHES: dict[str, dict[str, Any]] = {
     "tensor 2": {"workers": 2, "tensor_parallel": 2},
