@@ -1,21 +1,26 @@
-"""Offline training on CartPole-v1: what CQL learns, how policies are ranked, work by speed.
+"""Offline training: what CQL learns, how policies are ranked, work by speed.
 
     python benchmarks/offline.py cql [--algo cql] [--seeds 5] [--epochs 20] [--image PATH]
     python benchmarks/offline.py fqe --seeds 3 --first-seed 3 --updates 4000
     python benchmarks/offline.py speed
+    python benchmarks/offline.py pong --seeds 3              a GPU
 
 ``cql`` records 50,000 steps of a half-trained policy that takes a random action with probability
 0.3, and trains from them. ``fqe`` records a run of the preset with each seed, chooses ten of its
 checkpoints whose returns are far apart, estimates their returns from the recording, and correlates
 the estimates with the returns that they get when they play. ``speed`` trains with two workers of a
 parameter server, one of which needs twice as long for a row, and compares the time of an epoch with
-that of one and a half workers. Every result is one line of JSON.
+that of one and a half workers. ``pong`` trains a policy to 18, records a million steps of it with
+ε = 0.2, and trains with CQL from them, all seeds at the same time: 50,000 updates. Every result is
+one line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -167,6 +172,43 @@ def measure_speed(folder: Path) -> None:
     print(json.dumps({"epoch_over_ideal": 1.5 * rates[1] / rates[2]}))
 
 
+def measure_pong(folder: Path, seeds: range, target: float, steps: int, updates: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    data, began_s = folder / "data", time.monotonic()
+
+    def qfleet_does(command: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-m", "qfleet.cli.main", *command.split()])
+
+    def check(*programs: subprocess.Popen[bytes]) -> None:
+        if any([program.wait() for program in programs]):  # noqa: C419 (wait for all)
+            raise SystemExit("a command failed")
+        print(json.dumps({"seconds": round(time.monotonic() - began_s)}), flush=True)
+
+    if not (folder / "behaviour").exists():
+        check(qfleet_does(
+            f"train ALE/Pong-v5 --preset pong --target-return {target} --no-tensorboard "
+            f"--steps {max(3 * steps, 1000)} --run-dir {folder / 'behaviour'}"
+        ))  # fmt: skip
+    if not data.exists():
+        recording = f"--steps {steps} --epsilon 0.2 --envs 64"
+        check(qfleet_does(f"data record {folder / 'behaviour'} {data} {recording}"))
+    print(json.dumps({"behaviour_return": mean_return(Dataset(str(data)))}), flush=True)
+    batch = 32
+    check(*(
+        qfleet_does(
+            f"train --data {data} --algo cql --steps {updates * batch} --batch-size {batch} "
+            f"--seed {seed} --learning-rate 1e-4 --n-steps 3 --target-update-interval 16000 "
+            f"--eval-freq {max(updates * batch // 2, 1)} --n-eval-episodes 10 --no-tensorboard "
+            f"--checkpoint-freq 1000000000 --run-dir {folder / f'cql-{seed}'}"
+        )
+        for seed in seeds
+    ))  # fmt: skip
+    results = [json.loads((folder / f"cql-{seed}" / "result.json").read_text()) for seed in seeds]
+    for result in results:
+        shown = ("seed", "updates", "eval_return_mean", "best_eval_return", "wall_s")
+        print(json.dumps({name: result[name] for name in shown}))
+
+
 def spearman(one: list[float], other: list[float]) -> float:
     """Return the correlation of ranks; equal values have the mean of their ranks."""
     ranks = [[np.mean(np.flatnonzero(np.sort(v) == x)) for x in v] for v in (one, other)]
@@ -175,7 +217,7 @@ def spearman(one: list[float], other: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["cql", "fqe", "speed"])
+    parser.add_argument("what", choices=["cql", "fqe", "speed", "pong"])
     parser.add_argument("--algo", default="cql")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
@@ -185,7 +227,10 @@ def main() -> None:
         "--fields", default='{"cql_alpha": 0.5}', help="configuration fields as JSON"
     )
     parser.add_argument("--gamma", type=float, default=0.995, help="discount of FQE")
-    parser.add_argument("--updates", type=int, default=5000, help="gradient steps of FQE")
+    parser.add_argument("--updates", type=int, help="of FQE (5,000) or pong (50,000)")
+    parser.add_argument("--target", type=float, default=18.0, help="return of pong's behaviour")
+    parser.add_argument("--steps", type=int, default=1_000_000, help="steps that pong records")
+    parser.add_argument("--keep", default="", help="folder of pong's runs; what exists is used")
     options = parser.parse_args()
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     with tempfile.TemporaryDirectory() as folder:
@@ -193,7 +238,10 @@ def main() -> None:
             fields = json.loads(options.fields)
             measure_cql(Path(folder), options.algo, seeds, options.epochs, options.image, fields)
         elif options.what == "fqe":
-            measure_fqe(Path(folder), seeds, options.gamma, options.updates)
+            measure_fqe(Path(folder), seeds, options.gamma, options.updates or 5000)
+        elif options.what == "pong":
+            kept, updates = Path(options.keep or folder), options.updates or 50_000
+            measure_pong(kept, seeds, options.target, options.steps, updates)
         else:
             measure_speed(Path(folder))
 
