@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from qfleet.config.config import Config
-from qfleet.core.errors import CheckpointError, ValueLost
+from qfleet.core.errors import CheckpointError, ClusterError, ClusterLost, StoreFullError
 from qfleet.core.types import FIRST, Block, StateDict
 from qfleet.engines.actors.account import Account
 from qfleet.engines.actors.block_messages import BlockMessage, decode
-from qfleet.engines.actors.replay import WHOLE, RemoteBlock
+from qfleet.engines.actors.replay import WHOLE, RemoteBlock, check_actors
 from qfleet.engines.cluster.ray_cluster import Cluster
 from qfleet.memory.ring import Ring, end_episodes
 from qfleet.telemetry.faults import FaultLog
@@ -56,8 +56,10 @@ class LearnerReplay:
         name = f"the block of actor {block.actor}"
         try:
             message: BlockMessage = self._cluster.get(block.message, name, self._timeout_s)
-        except ValueLost as error:
-            # The next block shows that rows are missing, and ends episodes.
+        except (ClusterLost, StoreFullError):
+            raise
+        except ClusterError as error:
+            # It was lost with its machine. The next block shows that rows are missing.
             self._faults("letter", str(error))
             return
         self._account.bytes_received += message.nbytes
@@ -115,17 +117,12 @@ class LearnerReplay:
         return {"actors": len(self._early), "rings": {WHOLE: self._ring.state_dict()}}
 
     def load_state_dict(self, state: StateDict) -> None:
-        rings, theirs, ours = state["rings"], state["actors"], len(self._early)
-        if WHOLE not in rings:
+        if WHOLE not in state["rings"]:
             raise CheckpointError(
                 "the stored replay memory is that of replay shards; resume with --servers 1"
             )
-        if theirs != ours:
-            raise CheckpointError(
-                f"the stored replay memory is of {theirs} actors, not of {ours}; resume with "
-                f"--workers {theirs}"
-            )
-        self._ring.load_state_dict(rings[WHOLE])
+        check_actors(state, len(self._early))
+        self._ring.load_state_dict(state["rings"][WHOLE])
 
 
 def _rows(block: Block, rows: slice) -> Block:

@@ -82,6 +82,15 @@ class RemoteBlock(Block):
         )
 
 
+def check_actors(state: StateDict, workers: int) -> None:
+    """Raise CheckpointError if a stored memory is that of another number of actors."""
+    if (theirs := state["actors"]) != workers:
+        raise CheckpointError(
+            f"the stored replay memory is of {theirs} actors, not of {workers}; resume with "
+            f"--workers {theirs}"
+        )
+
+
 @dataclass
 class _Request:
     """A request for samples of several shards."""
@@ -342,12 +351,7 @@ class ShardedReplay:
             raise CheckpointError(
                 "the stored replay memory is in one piece; resume with --servers 0"
             )
-        theirs, ours = state["actors"], self._config.workers
-        if theirs != ours:
-            raise CheckpointError(
-                f"the stored replay memory is of {theirs} actors, not of {ours}; resume with "
-                f"--workers {theirs}"
-            )
+        check_actors(state, self._config.workers)
         for shard in self._shards:
             for actor in shard.actors if state["rings"] else ():
                 self._restore(shard, actor, dict(state["rings"][str(actor)]))

@@ -14,7 +14,7 @@ import torch
 import qfleet
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
-from qfleet.core.errors import CheckpointError, ConfigError, ValueLost
+from qfleet.core.errors import CheckpointError, ClusterError, ConfigError
 from qfleet.core.types import FIRST, SKIP, Block, EnvSpec
 from qfleet.engines.actors import engine
 from qfleet.engines.actors.account import Account
@@ -101,7 +101,7 @@ def test_a_gap_of_one_actor_ends_its_episodes_only(gap: str, is_early: bool) -> 
     if not is_early:
         send(memory, 1, second, slice(0, 10), 0)
     if gap == "a lost letter":
-        lost = Reference(ValueLost("it was lost"))
+        lost = Reference(ClusterError("it was lost with its machine"))
         memory.extend(RemoteBlock.of(FRAMES, 4, 2, 0, 0, lost))
         assert faults.counts == {"letter": 1}
     send(memory, 0, first, slice(10, 20), start, life=life)
