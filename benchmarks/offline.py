@@ -1,7 +1,7 @@
 """Offline training: what CQL learns, how policies are ranked, work by speed.
 
     python benchmarks/offline.py cql [--algo cql] [--seeds 5] [--epochs 20] [--image PATH]
-    python benchmarks/offline.py fqe --seeds 3 --first-seed 3 --updates 4000
+    python benchmarks/offline.py fqe --seeds 3 --first-seed 3
     python benchmarks/offline.py speed
     python benchmarks/offline.py pong --seeds 3              a GPU
 
@@ -226,8 +226,8 @@ def main() -> None:
     parser.add_argument(
         "--fields", default='{"cql_alpha": 0.5}', help="configuration fields as JSON"
     )
-    parser.add_argument("--gamma", type=float, default=0.995, help="discount of FQE")
-    parser.add_argument("--updates", type=int, help="of FQE (5,000) or pong (50,000)")
+    parser.add_argument("--gamma", type=float, default=0.998, help="discount of FQE")
+    parser.add_argument("--updates", type=int, help="of FQE (3,000) or pong (50,000)")
     parser.add_argument("--target", type=float, default=18.0, help="return of pong's behaviour")
     parser.add_argument("--steps", type=int, default=1_000_000, help="steps that pong records")
     parser.add_argument("--keep", default="", help="folder of pong's runs; what exists is used")
@@ -238,7 +238,7 @@ def main() -> None:
             fields = json.loads(options.fields)
             measure_cql(Path(folder), options.algo, seeds, options.epochs, options.image, fields)
         elif options.what == "fqe":
-            measure_fqe(Path(folder), seeds, options.gamma, options.updates or 5000)
+            measure_fqe(Path(folder), seeds, options.gamma, options.updates or 3000)
         elif options.what == "pong":
             kept, updates = Path(options.keep or folder), options.updates or 50_000
             measure_pong(kept, seeds, options.target, options.steps, updates)

@@ -86,7 +86,7 @@ class CompareOptions:
     """The best evaluated policy, or the newest checkpoint's; default: best, if there is one."""
     gamma: float = 0.99
     """Discount per env step of the estimated returns."""
-    updates: int = 5000
+    updates: int = 3000
     """Gradient steps of each fitted function."""
     seed: int = 0
     """Seed of fitted functions and bootstrap samples."""
@@ -250,14 +250,15 @@ def _compare(options: CompareOptions) -> dict[str, Any]:
 
     dataset = Dataset(options.data)
     policies = {run: api.load(run, options.which, options.trust, "cpu") for run in options.runs}
-    with Console(stderr=True, quiet=options.json).status("reading the dataset") as status:
+    console = Console(stderr=True, quiet=options.json, soft_wrap=True)
+    with console.status("reading the dataset, estimating"):
         estimates = compare(
             policies,
             dataset,
             gamma=options.gamma,
             updates=options.updates,
             seed=options.seed,
-            on_policy=lambda name: status.update(f"estimating {name}"),
+            on_policy=lambda name: console.print(f"estimating {name} …", highlight=False),
         )
     warnings = [one.warning for one in estimates if one.warning is not None]
     if dataset.manifest.origin.env.get("clip_rewards"):

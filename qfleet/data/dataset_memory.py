@@ -9,12 +9,15 @@ the number of reader threads, and not on where a run was stopped and resumed.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,7 +35,10 @@ from qfleet.memory.samplers import UniformSampler
 T = TypeVar("T")
 
 READ_TIMEOUT_S = 600.0
-"""Longest time that training waits for a window."""
+"""Longest time that training waits for a row group."""
+CLOSE_S = 3.0
+"""Longest time that the end waits for readers. One whose storage hangs is left; without the wait,
+18 of 25 processes with daemon threads inside of pyarrow aborted as Python ended."""
 MOST_READERS = 4
 BLANK_ROWS = 1024
 RESERVED_BYTES = (5 + 4 * MOST_READERS) * GROUP_BYTES
@@ -79,6 +85,34 @@ class _Filled:
     ring: Ring
     total_rows: int = 0
     """Rows written into it so far; it wraps around."""
+
+
+class _Threads:
+    """Calls in daemon threads: unlike an executor's, one that hangs does not keep Python alive."""
+
+    def __init__(self) -> None:
+        self._under_way = set[Future[Any]]()
+        self._is_closed = False
+
+    def start(self, function: Callable[[], T]) -> Future[T]:
+        if self._is_closed:
+            raise CancelledError("the memory is closed")
+        future = Future[T]()
+
+        def call() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # ``result`` raises it
+                future.set_exception(error)
+
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        threading.Thread(target=call, daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        self._is_closed = True
+        wait(list(self._under_way), CLOSE_S)
 
 
 class DatasetMemory:
@@ -129,10 +163,12 @@ class DatasetMemory:
         self._rings = [_Filled(self._make_ring(capacity)) for _ in range(1 if fits else 2)]
         self._loads = 0
         self._plan = self._plan_of(0)
-        self._readers, self._in_flight = ThreadPoolExecutor(readers), readers
-        self._loader = ThreadPoolExecutor(1)
+        self._threads, self._readers = _Threads(), readers
+        self._close_threads = weakref.finalize(self, self._threads.close)  # also as Python ends
         self._current: Window | None = None
         self._loading: Future[Window] | None = None
+        self._newest_load: Future[Window] | None = None
+        """The load that began last, also if rows were skipped since; None: no load is left."""
         self._env = torch.zeros((), dtype=torch.int64, device=device)
 
     # --- the order ----------------------------------------------------------------------------
@@ -191,22 +227,14 @@ class DatasetMemory:
             self._current = self._shuffled(*self._current[:2], self.epoch, 0)
             return self._current
         loading = self._loading or self._load(self.epoch, self._window, self._plan[self._window])
-        self._current = self._result(loading)
+        self._current = loading.result()  # no limit: the load has one for each of its row groups
+        self._newest_load = None
         if len(self._plan) > 1:
             last = self._window + 1 == len(self._plan)
             epoch, window = (self.epoch + 1, 0) if last else (self.epoch, self._window + 1)
             plan = self._plan_of(epoch) if last else self._plan
             self._loading = self._load(epoch, window, plan[window])
         return self._current
-
-    def _result(self, future: Future[T]) -> T:
-        try:
-            return future.result(READ_TIMEOUT_S)
-        except TimeoutError:
-            raise DataError(
-                f"dataset '{self._dataset.url}' gave no rows for {READ_TIMEOUT_S:g} s; check its "
-                "storage and resume the run"
-            ) from None
 
     def _make_ring(self, capacity: int) -> Ring:
         sampler = UniformSampler(torch.Generator(device=self.device))  # not drawn from
@@ -224,7 +252,14 @@ class DatasetMemory:
         """Begin to load a window into the ring that is not in use."""
         into = self._rings[self._loads % len(self._rings)]
         self._loads += 1
-        return self._loader.submit(self._read_window, epoch, window, groups, into)
+        before = filter(None, [self._newest_load])
+
+        def read() -> Window:
+            wait(before)  # it may fill the same ring
+            return self._read_window(epoch, window, groups, into)
+
+        self._newest_load = self._threads.start(read)
+        return self._newest_load
 
     def _read_window(
         self, epoch: int, window: int, groups: Sequence[GroupAt], into: _Filled
@@ -240,11 +275,18 @@ class DatasetMemory:
 
     def _read(self, groups: Sequence[GroupAt]) -> Iterator[Rows]:
         """Yield the rows of the groups in their order; each reader has one group in flight."""
-        submitted = (self._readers.submit(self._read_group, group) for group in groups)
-        waiting = list(itertools.islice(submitted, self._in_flight))
+        reads = (functools.partial(self._read_group, group) for group in groups)
+        started = map(self._threads.start, reads)
+        waiting = list(itertools.islice(started, self._readers))
         while waiting:
-            yield self._result(waiting.pop(0))
-            waiting += itertools.islice(submitted, 1)
+            try:
+                yield waiting.pop(0).result(READ_TIMEOUT_S)
+            except TimeoutError:
+                raise DataError(
+                    f"dataset '{self._dataset.url}' gave no rows for {READ_TIMEOUT_S:g} s; check "
+                    "its storage and resume the run"
+                ) from None
+            waiting += itertools.islice(started, 1)
 
     def _read_group(self, at: GroupAt) -> Rows:
         return PartFile(at.part, self._dataset.local(at.part), self._dataset.spec).read(at.group)
@@ -311,10 +353,9 @@ class DatasetMemory:
         """Do nothing: a dataset has no open episodes."""
 
     def close(self) -> None:
-        """Stop reading, without waiting for a reader whose storage does not answer."""
-        for pool in (self._readers, self._loader):  # the loader then finds no readers
-            pool.shutdown(wait=False, cancel_futures=True)
-        self._current = self._loading = None
+        """Stop reading; a reader whose storage does not answer is left after ``CLOSE_S``."""
+        self._close_threads()
+        self._current = self._loading = self._newest_load = None
 
     def state_dict(self) -> StateDict:
         return {
@@ -326,11 +367,11 @@ class DatasetMemory:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        for name, what in (("dataset", "other files"), ("window_rows", "windows of another size")):
-            if state[name] != self.state_dict()[name]:
-                raise DataError(
-                    f"'{self._dataset.url}' has {what} than when the checkpoint was written; "
-                    "resume with the same data and data_memory_mb"
-                )
+        self._dataset.check_same(state["dataset"])
+        if state["window_rows"] != self._window_rows:
+            raise DataError(
+                f"'{self._dataset.url}' has windows of another size than when the checkpoint was "
+                "written; resume with the same data_memory_mb"
+            )
         self._total_rows = state["total_rows"]
         self._go_to(state["epoch"], state["position"])

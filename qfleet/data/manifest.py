@@ -171,6 +171,14 @@ class Dataset:
     def spec(self) -> EnvSpec:
         return self.manifest.origin.spec
 
+    def check_same(self, sha256: str) -> None:
+        """Raise DataError unless the manifest is the one that a checkpoint was written with."""
+        if sha256 != self.manifest.sha256:
+            raise DataError(
+                f"'{self.url}' has other files than when the checkpoint was written; resume with "
+                "the same data"
+            )
+
     def local(self, part: Part) -> Path:
         """Return the path of a file of the dataset; one at a URL is downloaded at first use."""
         if self.store.url.startswith(LOCAL):

@@ -170,6 +170,8 @@ class PartFile:
             self._refuse(group, "obs", wrong, obs, "finite")
         if spec.is_masked:
             mask = np.frombuffer(table["action_mask"], np.uint8).reshape(n, -1)
+            wrong = (mask[np.arange(n), table["action"]] == 0) & ~skip
+            self._refuse(group, "action", wrong, table["action"], "an action that its mask allows")
             obs = np.concatenate((obs.reshape(n, -1), mask.astype(dtype)), axis=1)
         flags = table["terminated"] * np.uint8(TERMINATED) + skip * np.uint8(SKIP)
         flags += (step == 0) * np.uint8(FIRST)

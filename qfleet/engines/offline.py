@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from qfleet.core.errors import ConfigError, UserError
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Block, Clock, EnvSpec, Episode, StateDict, Updater
 from qfleet.data.dataset_memory import BatchShare, DatasetMemory
-from qfleet.data.manifest import Dataset, env_fields
+from qfleet.data.manifest import Dataset, Manifest, env_fields
 from qfleet.engines import serial
 from qfleet.engines.factories import make_learner
 from qfleet.engines.loop import SameWeights
@@ -37,6 +37,8 @@ from qfleet.networks.qnetwork import QNetwork
 
 BLOCK_SAMPLES = 1024
 """Transitions per turn of the loop: enough to hide the cost of a turn."""
+LOOP = {"envs": 1, "learning_starts": 0, "gradient_steps": 1}
+"""Fields of the loop that are set by a run with a dataset, besides ``train_freq``."""
 MAY_DIFFER = {"clip_rewards", "reward_scale", "imports", "max_episode_steps"}
 """Fields of a dataset that a run may set anew: they change neither observations nor actions."""
 
@@ -52,29 +54,58 @@ def with_dataset(config: Config) -> Config:
     """Return the configuration of an offline run; of any other run, as it is."""
     if not config.data:
         return config
-    manifest = Dataset(config.data).manifest
-    recorded, ours = manifest.origin.env, env_fields(config)
-    for name in recorded.keys() - MAY_DIFFER:
-        if recorded[name] != ours[name]:
-            raise ConfigError(
-                f"{name} must be {recorded[name]!r}, as dataset '{config.data}' was recorded, got "
-                f"{ours[name]!r}; leave it out, and use eval_env to evaluate elsewhere"
-            )
-    if Config(**manifest.origin.env).clip_rewards and not config.clip_rewards:
-        raise ConfigError(
-            f"dataset '{config.data}' has clipped rewards, whose sizes are lost; set clip_rewards"
-        )
-    batch_size = config.batch_size
+    manifest, batch_size = check_datasets(config), config.batch_size
     return config.replace(
         engine="offline" if config.engine in ("auto", "serial") else config.engine,
         steps=config.epochs * manifest.transitions or config.steps,
-        envs=1,
-        learning_starts=0,
-        train_freq=batch_size,
-        gradient_steps=1,
+        **{**LOOP, "train_freq": batch_size},
         # At most an epoch, because runs look at their metrics between blocks.
         block_rows=max(1, min(BLOCK_SAMPLES, manifest.transitions) // batch_size) * batch_size,
     )
+
+
+def check_datasets(config: Config) -> Manifest:
+    """Raise unless the run can use both datasets; return the manifest of ``data``."""
+    urls, ours = list(filter(None, (config.data, config.validation_data))), env_fields(config)
+    manifests = [Dataset(url).manifest for url in urls]
+    for url, manifest in zip(urls, manifests, strict=True):
+        recorded = manifest.origin.env
+        for name in recorded.keys() - MAY_DIFFER:
+            if recorded[name] != ours[name]:
+                raise ConfigError(
+                    f"{name} must be {recorded[name]!r}, as dataset '{url}' was recorded, got "
+                    f"{ours[name]!r}; leave it out, and use eval_env to evaluate elsewhere"
+                )
+        if Config(**recorded).clip_rewards and not config.clip_rewards:
+            raise ConfigError(
+                f"dataset '{url}' has clipped rewards, whose sizes are lost; set clip_rewards"
+            )
+        if manifest.origin.spec != manifests[0].origin.spec:
+            raise ConfigError(
+                f"validation_data '{url}' has other observations or actions than data "
+                f"'{config.data}'; use a split of the same dataset"
+            )
+    return manifests[0]
+
+
+def with_given(config: Config, given: Collection[str]) -> Config:
+    """Refuse ``given`` options without an effect; given steps replace a stored ``epochs``."""
+    if not config.data:
+        return config
+    own = {**LOOP, "train_freq": config.batch_size}
+    for name in (*own, "replay_dir", "replay_device", "replay_compression"):
+        value = getattr(config, name)
+        if name in given and value not in (getattr(Config(), name), own.get(name)):
+            raise ConfigError(
+                f"{name} {value} has no effect with data, where every batch is an update and the "
+                "dataset is the replay memory; leave it out"
+            )
+    both = "steps" in given and config.epochs > 0
+    if both and "epochs" in given:
+        raise ConfigError(
+            f"steps {config.steps} and epochs {config.epochs} both set the length; give one of them"
+        )
+    return config.replace(epochs=0) if both else config
 
 
 def make_dataset_memory(

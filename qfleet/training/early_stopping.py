@@ -1,6 +1,8 @@
-"""Early stopping and lower learning rates on a plateau, from the mean returns of evaluations."""
+"""Early stopping and lower learning rates on a plateau of a metric, of which more is better."""
 
 from __future__ import annotations
+
+import math
 
 from qfleet.config.config import Config
 from qfleet.core.types import StateDict
@@ -13,24 +15,24 @@ class EarlyStopping:
         self._since_best = 0
         self._since_lower_rate = 0
 
-    def add(self, mean_return: float) -> tuple[str | None, bool]:
-        """Return why the run should stop, if it should, and whether to lower the learning rate."""
+    def add(self, value: float, counts: int = 1) -> tuple[bool, bool, bool]:
+        """Return whether the value is the best, whether to stop, and to lower the learning rate.
+
+        ``counts``: evaluations or epochs since the last value. NaN is never the best.
+        """
         config = self._config
-        if self.best_return is None or mean_return > self.best_return:
-            self.best_return = mean_return
+        best = -math.inf if self.best_return is None else self.best_return
+        is_best = math.isfinite(value) and value > best
+        if is_best:
+            self.best_return = value
             self._since_best = self._since_lower_rate = 0
         else:
-            self._since_best += 1
-            self._since_lower_rate += 1
+            self._since_best += counts
+            self._since_lower_rate += counts
         lower_rate = 0 < config.lr_plateau_patience <= self._since_lower_rate
         if lower_rate:
             self._since_lower_rate = 0
-        stop = None
-        if config.target_return is not None and mean_return >= config.target_return:
-            stop = "target_return"
-        elif 0 < config.patience <= self._since_best:
-            stop = "patience"
-        return stop, lower_rate
+        return is_best, 0 < config.patience <= self._since_best, lower_rate
 
     def state_dict(self) -> StateDict:
         return {

@@ -29,8 +29,6 @@ class Evaluate(Hook):
 
     def __init__(self, config: Config, save: Hook) -> None:
         """``save`` writes a checkpoint before a failing environment ends the run."""
-        if config.plateau_metric != "return":  # epochs count instead (``validate_data.py``)
-            config = config.replace(patience=0, lr_plateau_patience=0)
         self._early_stopping, self._save, self.plateau = EarlyStopping(config), save, Plateau()
         self._begun_at: int | None = None
         """Env steps of the evaluation under way in the background."""
@@ -60,7 +58,9 @@ class Evaluate(Hook):
             return
         if run.parts.background is not None and self._begun_at is not None:
             self._end_background(run, run.parts.background)
-        stopped_early = run.stopped_by in ("target_return", "patience")
+        # With the patience of another metric, no evaluation has stopped the run.
+        by_patience = run.stopped_by == "patience" and run.config.plateau_metric == "return"
+        stopped_early = run.stopped_by == "target_return" or by_patience
         if (
             run.evaluated_at != run.parts.clock.env_steps
             and not run.is_out_of_time()
@@ -130,13 +130,16 @@ class Evaluate(Hook):
             **standings.evaluation_scalars(parts.members),
         }
         run.writers.write(env_steps, scalars)
-        stop, lower_rate = self._early_stopping.add(evaluation.mean)
+        _, stops, lower_rate = self._early_stopping.add(evaluation.mean)
         run.best_return = self._early_stopping.best_return
-        if stop:
-            run.stop(stop)
+        if config.target_return is not None and evaluation.mean >= config.target_return:
+            run.stop("target_return")
         self._save_best(run, better, weights)
-        if lower_rate:
-            self.plateau.reached(run)
+        if config.plateau_metric == "return":  # otherwise epochs count (``validate_data.py``)
+            if stops:
+                run.stop("patience")
+            if lower_rate:
+                self.plateau.reached(run)
         run.call("on_evaluation", evaluation)
 
     def _save_best(self, run: RunState, better: Iterable[int], weights: SavedWeights) -> None:

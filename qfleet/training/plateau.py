@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qfleet.agent.learner import BURST_SAMPLES
 from qfleet.core.types import StateDict
 from qfleet.engines.parts import LoopParts
 from qfleet.training.run_state import RunState
@@ -33,7 +34,10 @@ class Plateau:
     def _set_batch(self, run: RunState, size: int) -> None:
         parts = run.parts
         assert isinstance(parts, LoopParts)
-        parts.learner.batch_size = size
+        learner = parts.learner
+        learner.batch_size = size
+        # A burst is not to draw more samples at once than before.
+        learner.burst_updates = max(1, min(learner.burst_updates, BURST_SAMPLES // size))
         if run.config.data:  # every transition is still drawn once per epoch
             parts.limiter.set_train_freq(size)
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from qfleet.config.config import Config
-from qfleet.core.errors import ConfigError
 from qfleet.core.types import StateDict
 from qfleet.data.dataset_memory import DatasetMemory
 from qfleet.data.manifest import Dataset
@@ -39,10 +38,7 @@ class Validate(Hook):
     """Those of the training dataset: an epoch."""
 
     def __init__(self, config: Config, plateau: Plateau) -> None:
-        follows = config.plateau_metric != "return"
-        patience = {} if follows else {"patience": 0, "lr_plateau_patience": 0}
-        self._early_stopping = EarlyStopping(config.replace(target_return=None, **patience))
-        self._plateau, self._epochs = plateau, 0
+        self._early_stopping, self._plateau, self._epochs = EarlyStopping(config), plateau, 0
 
     def on_start(self, run: RunState) -> None:
         config, parts = run.config, run.parts
@@ -50,11 +46,6 @@ class Validate(Hook):
             return
         self._transitions = Dataset(config.data).manifest.transitions
         dataset = Dataset(config.validation_data)
-        if dataset.spec != parts.spec:
-            raise ConfigError(
-                f"validation_data '{dataset.url}' is of {dataset.spec.env_id}, and data of "
-                f"{parts.spec.env_id}; use a split of the same dataset"
-            )
         # In the device's memory if the network is there.
         self._memory = make_dataset_memory(config, dataset, config.seed, parts.device)
         parts.closing.callback(self._memory.close)
@@ -76,20 +67,21 @@ class Validate(Hook):
             scalars = measure(run.config, network, self._memory, run.is_out_of_time)
         if scalars is None:
             return  # a resumed run measures this epoch
-        self._epochs = epochs
+        passed, self._epochs = epochs - self._epochs, epochs
         run.writers.write(run.parts.clock.env_steps, dict(scalars))
         metric = run.config.plateau_metric
         if metric == "return":
             return
         sign = -1.0 if metric == "td_loss" else 1.0
-        before = self._early_stopping.best_return
-        stop, lower_rate = self._early_stopping.add(sign * scalars[f"data/{metric}"])
-        if self._early_stopping.best_return != before:
+        # A fleet may read several epochs of a small dataset between two looks.
+        value = sign * scalars[f"data/{metric}"]
+        is_best, stops, lower_rate = self._early_stopping.add(value, passed)
+        if is_best:
             parts, unknown = run.parts, Standings(1)  # its return, that is
             weights, env_steps = parts.model.weights, parts.clock.env_steps
             save_best(run.folder, parts, unknown, [0], run.faults, weights, env_steps)
-        if stop:
-            run.stop(stop)
+        if stops:
+            run.stop("patience")
         if lower_rate:
             self._plateau.reached(run)
 

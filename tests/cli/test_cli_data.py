@@ -53,9 +53,24 @@ def test_a_dataset_names_the_environment_of_training(
     assert result["updates"] == result["env_steps"] // 32
 
 
+def test_given_steps_replace_epochs_of_a_stored_configuration(
+    data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a run has stored, and values that change nothing, are accepted."""
+    small = ["--net-arch", "8", "--n-eval-episodes", "1", "--no-tensorboard", "--envs", "1"]
+    old = ["--epochs", "1", "--algo", "bc", "--run-dir", "old", *small]
+    assert answer(capsys, "train", "--data", data, *old)["updates"] > 0
+    again = ("train", "--config", "old", "--run-dir", "new", "--batch-size", "16")
+    assert answer(capsys, *again, "--steps", "400")["env_steps"] == 400
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
+        ("train --data data --steps 400 --epochs 1", "steps 400 and epochs 1"),
+        ("train --data data --train-freq=8", "train_freq 8 has no effect"),
+        ("train --data data --gradient-steps 2", "gradient_steps"),
+        ("train --data data --replay-device cuda", "replay_device cuda has no effect"),
         ("data inf data", "did you mean info"),
         ("data info nowhere", "has no manifest.json"),
         ("train --data nowhere", "has no manifest.json"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from qfleet.memory.samplers import UniformSampler
 from qfleet.storage import published
 from qfleet.storage.remote import Store
 from support.datasets import BOX, STACK, record_block, scripted_block
+from support.processes import python, start
+from support.waiting import finish
 
 HOST = torch.device("cpu")
 
@@ -199,6 +202,50 @@ def test_closing_does_not_wait_for_a_reader_that_hangs(
         assert not closing.is_alive()
     finally:
         release.set()
+
+
+def test_a_window_may_take_longer_than_its_row_groups(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is for a row group: 40 and more of 0.04 s each."""
+    read = DatasetMemory._read_group
+
+    def slow(self: DatasetMemory, at: dataset_memory.GroupAt) -> Any:
+        time.sleep(0.04)
+        return read(self, at)
+
+    monkeypatch.setattr(dataset_memory, "READ_TIMEOUT_S", 0.8)
+    monkeypatch.setattr(DatasetMemory, "_read_group", slow)
+    memory = memory_of(dataset, 10_000)
+    assert len(memory._groups) > 40
+    memory.sample(5, 0.0)
+    memory.close()
+
+
+READING = """
+import sys, threading, time, torch
+from qfleet.data import dataset_memory
+from qfleet.data.manifest import Dataset
+host = torch.device("cpu")
+memory = dataset_memory.DatasetMemory(
+    Dataset(sys.argv[1]), 1, 0.5, 10**9, 2, 0, host, lambda reward: reward
+)
+memory._threads.start(lambda: (time.sleep(0.5), print("read", flush=True)))
+if sys.argv[2] == "hangs":
+    dataset_memory.READ_TIMEOUT_S, dataset_memory.CLOSE_S = 0.2, 1.0
+    dataset_memory.DatasetMemory._read_group = lambda *_: threading.Event().wait()
+    memory.sample(5, 0.0)
+"""
+
+
+@pytest.mark.parametrize("what", ["hangs", "reads"])
+def test_a_process_exits_soon_but_not_while_rows_are_decoded(what: str, dataset: Dataset) -> None:
+    """A daemon thread inside of pyarrow may abort Python as it ends."""
+    process = start(python("-c", READING, dataset.url, what))
+    output, errors = finish(process, "the exit of a process with readers")
+    assert output == "read\n"
+    assert ("no rows for 0.2 s" in errors) == (what == "hangs")
+    assert process.returncode == (what == "hangs")
 
 
 def test_windows_bound_the_rows_in_memory(dataset: Dataset, monkeypatch: Any) -> None:

@@ -50,7 +50,9 @@ def test_recorded_rows_give_the_transitions_of_the_ring(spec: EnvSpec, tmp_path:
     """Rows are cut into chunks, groups and files; stacks and next observations stay the same."""
     block = scripted_block(spec, 160, 3, mean_length=9)
     if spec.is_masked:
-        block.obs[..., -spec.num_actions :] = (block.obs[..., -spec.num_actions :] > 100).float()
+        allowed = (block.obs[..., -spec.num_actions :] > 100).float()
+        allowed.scatter_(-1, block.action.unsqueeze(-1), 1.0)
+        block.obs[..., -spec.num_actions :] = allowed
     block.flags[-1] |= SKIP  # its next observation is not there
     ours = ring_of(spec, 161, 3)
     ours.extend(block)
@@ -176,6 +178,19 @@ def test_a_wrong_value_is_named_with_file_and_row(
     row = part.groups[0][0] + 4
     with pytest.raises(DataError, match=rf"'{part.name}', row {row}: column '{column}'"):
         read_all(dataset)
+
+
+def test_an_action_that_its_mask_forbids_is_refused(tmp_path: Path) -> None:
+    """Fault 33 of docs/faults.md. A row without a transition may hold any action."""
+    block, spec = scripted_block(BOX, 60, 1), BOX.with_masks()
+    allowed = torch.ones(60, 1, spec.num_actions)
+    row = int((block.flags[:, 0] & SKIP == 0).nonzero()[5])
+    allowed[block.flags & SKIP != 0] = 0.0
+    block.obs = torch.cat((block.obs, allowed), dim=2)
+    read_all(record_block(tmp_path / "right", block, spec))
+    block.obs[row, 0, 2 + int(block.action[row, 0])] = 0.0
+    with pytest.raises(DataError, match=r"column 'action' is \d, .* its mask allows"):
+        read_all(record_block(tmp_path / "wrong", block, spec))
 
 
 def test_a_column_of_another_type_is_named(tmp_path: Path) -> None:

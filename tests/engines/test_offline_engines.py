@@ -9,27 +9,32 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import qfleet
+from qfleet.core.errors import DataError
 from qfleet.core.types import Batch, EnvSpec
 from qfleet.data.dataset_memory import BatchShare, DatasetMemory
 from qfleet.data.manifest import Dataset
-from qfleet.engines.offline import with_dataset
+from qfleet.engines import placement
+from qfleet.engines.all_reduce import rank
+from qfleet.engines.offline import Variant, with_dataset
 from qfleet.engines.parameter_server.client import ServersLost
 from qfleet.engines.parameter_server.row_shares import RowShares
 from qfleet.engines.parameter_server.server import Server
 from qfleet.engines.parameter_server.supervisor import WorkerState
 from qfleet.engines.parameter_server.worker import Report, Worker, WorkOrder
-from qfleet.engines.parts import LoopParts
+from qfleet.engines.parts import LoopParts, Setup
+from qfleet.engines.placement import Placement
 from qfleet.engines.registry import build
 from qfleet.storage.checkpoint import load_checkpoint
 from qfleet.telemetry.faults import FaultLog
 from support.clusters import RAY_MARKS
-from support.configs import tiny_fields
+from support.configs import tiny_config, tiny_fields
 from support.datasets import record_block, scripted_block
 from support.server_cases import DirectLine
 from support.server_runs import make_config
@@ -105,6 +110,31 @@ def test_a_run_of_ranks_resumes_where_it_stopped(data: str, tmp_path: Path) -> N
     torch.testing.assert_close(weights_of(resumed), weights_of(whole), atol=1e-5, rtol=1e-4)
 
 
+def test_ranks_on_gpus_place_no_ring(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset has none, so that it needs no memory, and ranks need not agree on its place."""
+    gpu = torch.device("cuda", 0)
+    group: Any = SimpleNamespace(
+        rank=0, size=1, has_nccl=True, shares_gpus=False, connect=lambda _: None,
+        meet=lambda *_: pytest.fail("ranks were compared"),
+    )  # fmt: skip
+    monkeypatch.setattr(rank, "learner_device", lambda *_: gpu)
+    monkeypatch.setattr(placement, "learner_device", lambda *_: gpu)
+    monkeypatch.setattr(placement, "has_streams", lambda _: True)
+    monkeypatch.setattr(placement, "free_device_bytes", lambda _: 0)
+    placed = list[Placement]()
+
+    def stop(setup: Setup, variant: Variant) -> None:
+        placed.append(variant.place(setup.config, CARTPOLE, False))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rank.offline, "build", stop)
+    config = with_dataset(tiny_config(data=data, engine="all-reduce", workers=1))
+    with pytest.raises(KeyboardInterrupt):
+        rank.build_rank(Setup(config, FaultLog()), group, 1, axis=lambda *_: None)
+    assert placed[0].device == gpu
+    assert placed[0].notes == ("gradients are added up by NCCL",)
+
+
 # --- shares of an epoch -----------------------------------------------------------------------
 
 
@@ -113,14 +143,16 @@ def simulate(
     rates: dict[int, float],
     lost: dict[int, float] | None = None,
     share_read: Callable[[], float] = lambda: 1.0,
+    joins: Mapping[int, float] = {},
 ) -> tuple[list[range], dict[int, float]]:
     """Let workers with these rows per second read all rows; return the pieces and each end time.
 
     ``lost``: the time at which a worker is gone, with the piece that it is reading.
     ``share_read``: of the batches of the next piece, before its worker loses a server.
+    ``joins``: the time at which a worker begins.
     """
-    speeds, finished = dict.fromkeys(rates, 0.0), dict[int, float]()
-    events = [(0.0, worker) for worker in rates]
+    speeds, finished = dict.fromkeys(rates.keys() - joins.keys(), 0.0), dict[int, float]()
+    events = sorted((joins.get(worker, 0.0), worker) for worker in rates)
     read, busy = list[range](), dict[int, range]()
     while events:
         now_s, worker = heapq.heappop(events)
@@ -131,6 +163,7 @@ def simulate(
             events += [(now_s, idle) for idle in finished if idle in speeds]
             heapq.heapify(events)
             continue
+        speeds.setdefault(worker, 0.0)
         if worker in busy:
             piece, share = busy.pop(worker), share_read()
             done = len(piece) if share == 1 else int(share * len(piece) / shares._batch_size)
@@ -183,6 +216,14 @@ def test_a_worker_of_half_the_speed_does_not_hold_up_an_epoch() -> None:
     assert max(finished.values()) > 1.15 * 16
 
 
+def test_a_worker_that_joins_gets_rows_although_its_speed_is_unknown() -> None:
+    """Ideal: one worker reads 500 of 2400 rows in 0.5 s, and two the others until 1.45 s."""
+    rates = {0: 1000.0, 1: 1000.0}
+    read, finished = simulate(RowShares(2400, 32, 2400), rates, joins={1: 0.5})
+    assert sum(map(len, read)) == 2400
+    assert max(finished.values()) <= 1.1 * 1.45
+
+
 def test_shares_are_contiguous_and_in_proportion_once_speeds_are_known() -> None:
     shares = RowShares(9000, 10, 18_000, done=9000)
     piece = shares.take(0, {0: 500.0, 1: 1000.0}, 1.0)
@@ -219,6 +260,20 @@ def test_speeds_are_those_of_the_last_pieces_without_the_time_between_them() -> 
         assert worker.rows_per_s == speed
     worker.forget_life()
     assert worker.rows_per_s == 0
+
+
+def test_a_fleet_resumes_with_the_same_files_only(data: str, tmp_path: Path) -> None:
+    record_block(tmp_path / "other", scripted_block(CARTPOLE, 400, 2, seed=1), CARTPOLE)
+    parts = [
+        build(with_dataset(make_config(data=one, learning_starts=0, algo="dqn")), FaultLog())
+        for one in (data, str(tmp_path / "other"))
+    ]
+    states = [one.state_dict() for one in parts]
+    parts[0].load_state_dict(states[0])
+    with pytest.raises(DataError, match="other files"):
+        parts[0].load_state_dict(states[1])
+    for one in parts:
+        one.close()
 
 
 # --- a worker that loses its server -----------------------------------------------------------

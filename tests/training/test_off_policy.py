@@ -21,6 +21,7 @@ from qfleet.networks.factory import make_network
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.training import off_policy
 from qfleet.training.off_policy import (
+    Returns,
     Steps,
     _log_ratio,
     compare,
@@ -51,6 +52,44 @@ def test_weighted_doubly_robust_discounts_and_ends_with_the_value() -> None:
         steps([[0, 9], [0, 9]], [[0, 7], [0, 7]], [[0, 8], [0, 4]], [[1, 0], [1 / 3, 0]]), 0.5, ONCE
     )
     np.testing.assert_allclose(found, [0.5 * (0.75 * 8 + 0.25 * 4)])
+
+
+def test_steps_of_episodes_that_terminate_are_cut_off_or_have_no_beginning() -> None:
+    """Rows: a terminated episode of two steps, a truncated one of one, and one without step 0."""
+    recording = SimpleNamespace(episode=torch.tensor([0, 0, 1, 2]), step=torch.tensor([0, 1, 0, 5]))
+    found = Steps.of(
+        recording,  # type: ignore[arg-type]
+        reward=torch.tensor([1.0, 2, 3, 4]),
+        q=torch.tensor([5.0, 6, 7, 8]),
+        v=torch.tensor([9.0, 10, 11, 12]),
+        v_next=torch.tensor([13.0, 14, 15, 16]),
+        goes_on=torch.tensor([True, False, True, True]),
+        log_ratio=np.log([4.0, 0.5, 2.0, 3.0]),
+    )
+    np.testing.assert_array_equal(found.reward, [[1, 2, 0], [3, 0, 0]])
+    np.testing.assert_array_equal(found.q, [[5, 6, 0], [7, 0, 0]])
+    np.testing.assert_array_equal(found.v, [[9, 10, 0], [11, 15, 0]])
+    np.testing.assert_allclose(found.ratio, [[1, 1, 1], [0.5, 1, 1]])
+
+
+def test_returns_follow_the_data_as_long_as_it_takes_the_actions_of_the_policy() -> None:
+    """Rows 0 to 3 are an episode, stored as 3, 1, 2, 0; row 4 is a truncated one."""
+    following = torch.tensor([-1, 2, 0, 1, -1])
+    reward = torch.tensor([8.0, 2, 4, 1, 5])
+    discount = torch.tensor([0.0, 0.5, 0.5, 0.5, 0.5])
+    found = Returns.of(following, reward, discount, torch.tensor([True, True, False, False, True]))
+    assert found.reward.tolist() == [8, 2, 4 + 0.5 * 8, 1 + 0.5 * 2, 5]
+    assert found.discount.tolist() == [0, 0.5, 0, 0.25, 0.5]
+    assert found.last.tolist() == [0, 1, 0, 1, 4]
+
+
+def test_returns_have_a_largest_length() -> None:
+    rows = 100
+    following = torch.cat((torch.arange(1, rows), torch.tensor([-1])))
+    found = Returns.of(following, torch.ones(rows), torch.ones(rows), torch.ones(rows).bool())
+    assert found.reward[0] == 2**off_policy.DOUBLINGS < rows - 1
+    assert found.last[0] == 2**off_policy.DOUBLINGS - 1
+    assert found.reward[-3:].tolist() == [3, 2, 1]
 
 
 def test_a_bootstrap_sample_weights_episodes_by_their_count() -> None:
@@ -122,6 +161,7 @@ def test_policies_are_ranked_by_their_returns(tmp_path: Path) -> None:
         assert estimate.fqe == pytest.approx(truth, abs=0.1)
         assert estimate.wdr == pytest.approx(truth, abs=0.1)
         assert estimate.wdr_interval[0] <= estimate.wdr <= estimate.wdr_interval[1]
+        assert estimate.fqe_interval[0] <= estimate.fqe <= estimate.fqe_interval[1]
         assert estimate.agreement == pytest.approx(0.5, abs=0.1)
         assert estimate.warning is None
     assert compare({"one": always(1)}, dataset, gamma=0.9, updates=200) == [one]
@@ -150,6 +190,35 @@ def test_a_target_network_that_diverges_does_not_move_the_targets(
     monkeypatch.setattr(off_policy, "_fit", fit)
     compare({"one": always(1)}, choices(tmp_path), gamma=0.9)
     assert 1 < losses[-1] < 12**2
+
+
+def test_estimates_are_bounded_even_if_fitted_values_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = off_policy._fit
+
+    def fit(recording: Any, dataset: Any, _updates: int, seed: int, loss: Any) -> QNetwork:
+        network = original(recording, dataset, 1, seed, loss)
+        dict(network.named_parameters())["head.advantage.bias_2"].data.fill_(1e6)
+        return network
+
+    monkeypatch.setattr(off_policy, "_fit", fit)
+    (found,) = compare({"one": always(1)}, choices(tmp_path), gamma=0.9)
+    assert found.fqe == pytest.approx(10)
+    assert -10 <= found.wdr <= 20
+
+
+def test_what_follows_a_lost_life_has_no_beginning(tmp_path: Path) -> None:
+    """A game of two lives, with a step and a reward of 1 each: the estimates are of the first."""
+    rows = 300
+    flags = torch.zeros(rows, 1, dtype=torch.uint8)
+    flags[0::3], flags[1::3], flags[2::3] = FIRST | TERMINATED, TERMINATED, SKIP
+    obs, ones = torch.ones(rows, 1, 2), torch.ones(rows, 1)
+    block = Block(obs, ones.long(), ones, flags, probability=ones)
+    dataset = record_block(tmp_path, block, SPEC)
+    (found,) = compare({"one": always(1)}, dataset, gamma=0.9, updates=200)
+    assert found.fqe == pytest.approx(1, abs=0.1)
+    assert found.wdr == pytest.approx(1, abs=0.1)
 
 
 def test_actions_that_the_data_lacks_are_warned_about(tmp_path: Path) -> None:

@@ -201,6 +201,11 @@ def test_rewards_are_clipped_and_scaled_as_asked_for(tmp_path: Path) -> None:
         ({"algo": "bc", "double": True}, "double"),
         ({"data": ""}, "epochs"),
         ({"frame_stack": 4}, "frame_stack must be 0"),
+        ({"steps": 400}, "steps 400 and epochs 1"),
+        ({"envs": 8}, "envs 8 has no effect"),
+        ({"learning_starts": 7}, "learning_starts 7 has no effect"),
+        ({"replay_dir": "x"}, "replay_dir x has no effect"),
+        ({"replay_compression": "lz4"}, "replay_compression lz4 has no effect"),
         ({"eval_env": "CartPol-v1"}, "did you mean CartPole-v1"),
     ],
 )

@@ -50,6 +50,7 @@ class Fleet:
         self._check_more = check_more
         self._optimiser: StateDict | None = None
         """The optimiser state of all servers together, as last fetched or loaded."""
+        self._dataset = Dataset(self._config.data) if self._config.data else None
         self._rows: RowShares | None = None
         self._rows_left: StateDict | None = None
         """Rows of the dataset that were not read at the time of the clock."""
@@ -112,9 +113,9 @@ class Fleet:
     def _open_rows(self) -> RowShares | None:
         """Return the rows of the dataset that are left to read; None without a dataset."""
         config = self._config
-        if not config.data:
+        if self._dataset is None:
             return None
-        transitions = Dataset(config.data).manifest.transitions
+        transitions = self._dataset.manifest.transitions
         rows = RowShares(transitions, config.batch_size, config.steps, self._base_env_steps)
         if self._rows_left is not None:
             rows.load_state_dict(self._rows_left)
@@ -218,6 +219,7 @@ class Fleet:
             "optimiser": self._optimiser or {},
             "skipped": self._skipped(),
             **({} if self._rows_left is None else {"rows": self._rows_left}),
+            **({} if self._dataset is None else {"dataset": self._dataset.manifest.sha256}),
         }
 
     def load_state_dict(self, state: StateDict) -> bool:
@@ -226,6 +228,8 @@ class Fleet:
                 f"the checkpoint is of update {state.get('update')}, not {self._config.update}; "
                 "resume with the update that it had"
             )
+        if self._dataset is not None and "dataset" in state:  # older checkpoints have none
+            self._dataset.check_same(state["dataset"])
         self._optimiser = dict(state["optimiser"]) or None
         self._base_skipped = state.get("skipped", 0.0)  # older checkpoints have none
         self._rows_left = state.get("rows")

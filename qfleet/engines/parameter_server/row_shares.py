@@ -64,9 +64,7 @@ class RowShares:
         # The batch that reaches into the next epoch belongs to this one.
         batches, total, before = math.ceil(rest / self._batch_size), 0.0, self._next
         end = min(self._next + batches * self._batch_size, self._rows)
-        known = [speed for speed in speeds.values() if speed]
-        usual = sum(known) / len(known) if known else 1.0
-        rates = {worker: speed or usual for worker, speed in sorted(speeds.items())}
+        rates = _rates(speeds)
         for worker, rate in rates.items():
             total += rate
             edge = round(batches * total / sum(rates.values())) * self._batch_size
@@ -78,18 +76,18 @@ class RowShares:
 
     def _take_from_slowest(self, worker: int, speeds: Mapping[int, float]) -> bool:
         """Move the end of the share that would be finished last, so that both finish together."""
+        rates = _rates({**dict.fromkeys(self._shares, 0.0), **speeds})
 
         def time_left(other: int) -> float:
             rows = sum(len(one) for one in self._shares[other])
-            return rows / (speeds.get(other) or 1.0) if rows >= 2 * self._batch_size else 0.0
+            return rows / rates[other] if rows >= 2 * self._batch_size else 0.0
 
         slowest = max(self._shares, key=time_left)
         if slowest == worker or not time_left(slowest):
             return False
-        mine, theirs = speeds.get(worker) or 1.0, speeds.get(slowest) or 1.0
         last = self._shares[slowest][-1]
         whole = math.ceil(len(last) / self._batch_size)
-        batches = int(whole * mine / (mine + theirs))
+        batches = int(whole * rates[worker] / (rates[worker] + rates[slowest]))
         cut = (whole - batches) * self._batch_size
         if batches == 0:
             return False
@@ -119,3 +117,10 @@ class RowShares:
     def load_state_dict(self, state: StateDict) -> None:
         self._next = state["next"]
         self._free = [range(*one) for one in state["left"]]
+
+
+def _rates(speeds: Mapping[int, float]) -> dict[int, float]:
+    """Return the speeds; a worker whose speed is not known has the mean of the others."""
+    known = [speed for speed in speeds.values() if speed]
+    usual = sum(known) / len(known) if known else 1.0
+    return {worker: speed or usual for worker, speed in sorted(speeds.items())}
