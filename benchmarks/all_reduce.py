@@ -32,6 +32,7 @@ from qfleet.agent.weights import FlatWeights
 from qfleet.core.types import EnvSpec
 from qfleet.engines.all_reduce.compression import Dense
 from qfleet.engines.all_reduce.group import Group, connect
+from qfleet.engines.all_reduce.mesh import Axis
 from qfleet.engines.all_reduce.updater import AllReduceUpdater
 from qfleet.engines.all_reduce.world import World, listen_locally
 from qfleet.networks.factory import make_network
@@ -102,11 +103,12 @@ def _exchange(rank: int, size: int, port: int, listener: int, rounds: int, out: 
     store = connect(world, rank == 0, listener if rank == 0 else None)
     group = Group(world, 0, 60.0, store)
     group.connect(torch.device("cpu"))
+    ranks = Axis(group, [range(size)])
     spec = EnvSpec("Pong", (4, 84, 84), "uint8", 6)
     config = qfleet.Config(network="nature")
     weights = FlatWeights(make_network(config, spec, torch.device("cpu"), 0))
     timers = Timers()
-    updater = AllReduceUpdater(weights, _Nothing(), group, Dense(), 1 / size, timers)  # type: ignore[arg-type]
+    updater = AllReduceUpdater(weights, _Nothing(), ranks, Dense(), 1 / size, timers)  # type: ignore[arg-type]
     times: dict[str, list[float]] = {"updater": [], "bare": []}
     for _ in range(rounds):
         weights.grad.normal_()

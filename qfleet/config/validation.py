@@ -177,6 +177,9 @@ def _rules(c: Config) -> Rules:
             "cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs")
         yield c.lr_scaling == "none" or c.batch_per_rank > 0, "lr_scaling", (
             "is for a batch that grows with the ranks; set batch_per_rank or use none")
+    for name in ("micro_batches", "pipeline_schedule"):
+        yield c.pipeline_parallel > 1 or getattr(c, name) == getattr(default, name), name, (
+            "is for stages, but pipeline_parallel is 1; raise that or leave it out")
     if c.ranks_per_copy > 1:
         yield from _split_rules(c)
     if c.population > 1:
@@ -230,17 +233,20 @@ def _split_rules(c: Config) -> Rules:
     no = f"does not go with {name}"
     batch_size = c.batch_per_rank * c.workers or c.batch_size
     yield c.workers % c.ranks_per_copy == 0, "workers", (
-        f"must be a multiple of tensor_parallel × pipeline_parallel, {c.ranks_per_copy}")
+        f"must be a multiple of tensor_parallel × pipeline_parallel, {c.ranks_per_copy}; change "
+        "one of the three")
     yield batch_size % c.workers == 0, "workers", (
-        f"must divide batch_size {batch_size} with {name}, where ranks draw equal shares")
+        f"must divide batch_size {batch_size} with {name}, where ranks draw equal shares; change "
+        "one of them")
     copy = batch_size // c.workers * c.ranks_per_copy
-    yield c.micro_batches <= copy, "micro_batches", f"must be ≤ {copy}, the samples of a copy"
+    yield c.micro_batches <= copy, "micro_batches", (
+        f"must be ≤ {copy}, the samples of a copy; lower it or raise batch_size")
     yield c.replay, "replay", f"{no}, whose ranks gather batches; choose an algorithm with replay"
     yield ":" not in c.network, "network", f"{no}, which splits qfleet's own networks; use one"
     yield c.precision in ("auto", "fp32", "fp64"), "precision", f"{no}; use fp32"
     yield c.compile != "on", "compile", f"{no}; switch it off"
-    yield c.replay_device in ("auto", "cpu"), "replay_device", f"{no}, whose replay is on the host"
-    yield c.inference_device == "auto", "inference_device", f"{no}: the learner's ranks act"
+    yield c.replay_device in ("auto", "cpu"), "replay_device", (
+        f"{no}, whose replay is on the host; use cpu")
     yield c.gradient_compression in ("none", "fp16", "bf16"), "gradient_compression", (
         f"{no}, whose ranks would send different entries of the layers that all hold; use bf16")
     for field in ("noisy", "normalize_observations", "dropout"):

@@ -145,3 +145,9 @@ class Dense(nn.Module):
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             return _mixed_mlp(x, weights, biases, self.relu_last)
         return fused_mlp(x, weights, biases, self.relu_last)
+
+    def apply_layer(self, layer: int, x: Tensor) -> Tensor:
+        """Return the output of one layer."""
+        weight, bias = (self.get_parameter(f"{name}_{layer}") for name in ("weight", "bias"))
+        x = torch.addmm(bias, x.to(weight.dtype), weight)
+        return x.relu() if 2 * layer + 2 < len(self._parameters) or self.relu_last else x

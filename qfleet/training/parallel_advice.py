@@ -159,8 +159,9 @@ def _row(sizes: Sizes, measure: Callable[[], list[RankReport]]) -> Row:
     try:
         ranks = measure()
     except (QfleetError, RuntimeError, MemoryError) as error:
-        # A rank is also lost if the operating system kills it, for want of memory.
-        if not (isinstance(error, UserError | RankLost) or lacks_memory(error)):
+        # The operating system kills a rank for want of memory. Any other loss is a fault.
+        is_killed = isinstance(error, RankLost) and "SIGKILL" in str(error)
+        if not (isinstance(error, UserError) or is_killed or lacks_memory(error)):
             raise
         return Row(sizes, refused=" ".join(str(error).split())[:200])
     return Row(

@@ -18,26 +18,18 @@ from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
 from qfleet.core.types import StateDict
 from qfleet.engines.parameter_server.compression import CASTS, TopK
+from qfleet.networks.parallel.collectives import TensorRanks
 
 
-class Ranks(Protocol):
+class Ranks(TensorRanks, Protocol):
     """What an exchange needs of the ranks."""
 
-    size: int
     bytes_sent: int
     messages: int
 
     @property
     def exchanges(self) -> bool:
         """Whether there is anything to exchange."""
-        ...
-
-    def sum(self, tensor: Tensor) -> None:
-        """Replace the tensor by its sum over all ranks, the same bits on each."""
-        ...
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, by rank; they have the same shape."""
         ...
 
 

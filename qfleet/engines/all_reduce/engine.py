@@ -121,7 +121,7 @@ class RanksHook(EngineHook):
         # Not what the group has counted: recorded exchanges run without it.
         sent, messages = (updates * number for number in self._parts.updater.traffic)
         if self._parts.mesh is not None:
-            for axis in self._parts.mesh[1:]:  # those of a copy
+            for axis in self._parts.mesh[1:]:  # those of a copy, and of evaluations
                 sent, messages = sent + axis.bytes_sent, messages + axis.messages
         fleet = {
             "ranks": ranks,

@@ -1,30 +1,28 @@
-"""The connection between ranks, which carries tensors and orders and finds lost ranks.
+"""The connection between ranks, which carries orders and states and finds lost ranks.
 
 Rank 0 gives orders, one per turn of the loop; the other ranks wait for them as long as it takes,
 because rank 0 also evaluates and saves. Everything else that ranks exchange has a deadline,
 ``worker_timeout_s``. A thread of every rank writes a sign of life into the store each second. So a
 rank that waits for a lost rank 0 ends, and after a failed exchange the lost rank is named.
-
-Gradients on GPUs are added up by NCCL if every rank has a GPU of its own, everything else by gloo.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from qfleet.core.errors import ClusterError, ConfigError, RankLost, one_line
@@ -46,6 +44,8 @@ LEAVE_S = 10.0
 BEAT_S = 1.0
 """Most seconds between two signs of life."""
 FOREVER = timedelta(days=1000)
+CONNECTION = re.compile("time.?out|timed out|connect|peer|broken pipe|socket|unreachable", re.I)
+"""In errors that a rank has because another is lost, or late."""
 GONE = "rank 0 is lost: it ended, or it cannot be reached"
 RUN, END = "run/{}", "end"
 """Key of a run's configuration in the store, and its value when there are no more runs."""
@@ -79,31 +79,42 @@ class Group:
         self._prefix = f"run-{run}"
         self._store = PrefixStore(self._prefix, store)
         self._orders: Any = None
-        self._nccl: Any = None
+        self.has_nccl = False
+        """Whether every rank learns on a GPU of its own, so that NCCL connects them."""
         self.shares_gpus = False
         """Whether two ranks learn on one GPU."""
         self.is_tuning = False
         """Whether this rank is measured alone, without exchanges."""
         self._passed = 0
-        """Number of exchanges of all ranks that this one has begun."""
+        """Number of exchanges that this rank has begun, of those that all make equally often."""
+        self._heard_s = dict[int, float]()
+        """When a rank that this one listens to gave its newest sign of life."""
         self._closed = threading.Event()
         self._is_closing = False
         self.exchange_s = 0.0
         """Seconds in exchanges, waiting for slower ranks and for orders included."""
-        self.bytes_sent = self.messages = 0
 
     # --- start and end ------------------------------------------------------------------------
 
     def connect(self, device: torch.device) -> None:
         """Wait until all ranks are ready, and connect them. ``device``: where this rank learns."""
         is_gpu = device.type == "cuda" and dist.is_nccl_available()
-        gpus = self.meet("ready", str(_gpu_id(device)) if is_gpu else "")
+        self._run_thread(self._beat)
+        gpus = self.meet("start", str(_gpu_id(device)) if is_gpu else "")
         self.shares_gpus = all(gpus) and len(set(gpus)) < self.size
         if dist.is_initialized():
             raise ConfigError(
                 "torch.distributed is already initialised in this process, which --engine "
                 "all-reduce does itself; call destroy_process_group first"
             )
+        self.has_nccl = all(gpus) and not self.shares_gpus
+        self._heard_s = dict.fromkeys(
+            range(1, self.size) if self.rank == 0 else [0], time.monotonic()
+        )
+        if self.rank or self.has_nccl:
+            # A rank does not see that a connection breaks while it waits for its GPU, or for other
+            # ranks to be connected.
+            self._run_thread(self._watch)
         shows_errors = sys.excepthook
         # The rest of the time is for finding out who is lost.
         limit = timedelta(seconds=0.75 * self._timeout_s)
@@ -118,36 +129,32 @@ class Group:
             # The others wait for an order as long as rank 0 evaluates or saves.
             wait = FOREVER if self.rank else limit
             self._orders = dist.new_group(timeout=wait, backend="gloo")
-            if all(gpus) and not self.shares_gpus:
-                self._nccl = dist.new_group(backend="nccl")
         sys.excepthook = shows_errors  # torch's own puts the rank before every line
-        # A rank whose main thread waits for its GPU does not see that a connection breaks.
-        others = range(1, self.size) if self._nccl is not None else ()
-        self._heard_s = dict.fromkeys([0] if self.rank else others, time.monotonic())
-        for work in (self._beat, self._watch) if self._heard_s else (self._beat,):
-            threading.Thread(target=work, name=f"rank {self.rank}", daemon=True).start()
 
-    def meet(self, where: str, words: str, limit_s: float = START_S) -> list[str]:
-        """Wait until all ranks have come here; return what each of them says."""
-        self.arrive(where, words)
-        self.await_ranks(where, range(self.size), limit_s)
-        return [self._store.get(f"{where}/{rank}").decode() for rank in range(self.size)]
+    def _run_thread(self, work: Callable[[], None]) -> None:
+        threading.Thread(target=work, name=f"rank {self.rank}", daemon=True).start()
 
-    def arrive(self, where: str, words: str = "") -> None:
-        """Say that this rank has come here."""
-        self._store.set(f"{where}/{self.rank}", words)
+    def meet(self, what: str, words: str, limit_s: float = START_S) -> list[str]:
+        """Wait until all ranks have done this; return what each of them says."""
+        self.arrive(what, words)
+        self.await_ranks(what, range(self.size), limit_s)
+        return [self._store.get(f"{what}/{rank}").decode() for rank in range(self.size)]
 
-    def await_ranks(self, where: str, ranks: Iterable[int], limit_s: float) -> None:
-        """Wait until these ranks have come here."""
+    def arrive(self, what: str, words: str = "") -> None:
+        """Say that this rank has done this: "start", "tune" …"""
+        self._store.set(f"{what}/{self.rank}", words)
+
+    def await_ranks(self, what: str, ranks: Iterable[int], limit_s: float) -> None:
+        """Wait until these ranks have done this."""
         until_s = time.monotonic() + limit_s
-        while missing := [r for r in ranks if not self._store.check([f"{where}/{r}"])]:
+        while missing := [r for r in ranks if not self._store.check([f"{what}/{r}"])]:
             for rank in missing:
-                if loss := self._why_ended(rank):
-                    raise RankLost(f"rank {rank} of {self.size} did not start: {loss}")
+                if loss := self._why_ended(rank) or self._why_silent(rank):
+                    raise RankLost(f"rank {rank} of {self.size} did not {what}: {loss}")
             if time.monotonic() > until_s:
                 raise RankLost(
-                    f"rank {missing[0]} of {self.size} did not start within {limit_s:g} s; start "
-                    "as many ranks as --workers says, and check that they reach each other"
+                    f"rank {missing[0]} of {self.size} did not {what} within {limit_s:g} s; look "
+                    "at what it printed, and start as many ranks as --workers says"
                 )
             time.sleep(0.02)
 
@@ -185,57 +192,14 @@ class Group:
 
     # --- exchanges ----------------------------------------------------------------------------
 
-    @property
-    def has_nccl(self) -> bool:
-        return self._nccl is not None
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether ranks exchange anything. One rank with NCCL does, so that one GPU records what
-        many would."""
-        return not self.is_tuning and (self.size > 1 or self.has_nccl)
-
-    def sum(self, tensor: Tensor) -> None:
-        """Replace the tensor by its sum over all ranks, the same bits on each."""
-        self._reduce(tensor, dist.ReduceOp.SUM)
-        # Of a ring: every rank sends each piece of the tensor twice, except its own.
-        self.messages += 2 * (self.size - 1)
-        self.bytes_sent += 2 * tensor.nbytes * (self.size - 1) // self.size
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, by rank; they have the same shape."""
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        with self.exchange():
-            dist.all_gather(gathered, tensor)
-        self.messages += self.size - 1
-        self.bytes_sent += tensor.nbytes * (self.size - 1)
-        return gathered
-
-    def least(self, tensor: Tensor) -> None:
-        """Replace the number in this tensor by the smallest that any rank has."""
-        self._reduce(tensor, dist.ReduceOp.MIN)
-
-    def _reduce(self, tensor: Tensor, operation: Any) -> None:
-        with self.exchange():
-            if self.has_nccl and tensor.is_cuda:
-                dist.all_reduce(tensor, operation, group=self._nccl)
-            else:
-                on_host = tensor.cpu()  # itself, if it is there
-                dist.all_reduce(on_host, operation)
-                tensor.copy_(on_host)
-
     def open_channels(self, every: Sequence[Sequence[int]], backend: str) -> Any:
         """Connect the ranks of each list; return the channel of this rank's list."""
-        limit = timedelta(seconds=0.75 * self._timeout_s)
+        # Before an exchange of NCCL, which has its own deadline, a rank may compile.
+        limit = timedelta(seconds=0.75 * self._timeout_s) if backend == "gloo" else None
         with self.exchange(), _on_loopback(self._world):
             # All ranks make all of them: torch asks for that.
             channels = [dist.new_group(list(r), timeout=limit, backend=backend) for r in every]
         return next(c for c, ranks in zip(channels, every, strict=True) if self.rank in ranks)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Replace the tensor, which is on the host, by that of rank 0."""
-        with self.exchange():
-            dist.broadcast(tensor, 0)
 
     def give_order(self, order: Order, number: float = 0.0) -> None:
         """Tell all other ranks what to do (rank 0).
@@ -270,7 +234,9 @@ class Group:
         began_s = time.perf_counter()
         try:
             yield
-        except RuntimeError as error:  # what gloo and the store raise
+        except RuntimeError as error:  # what gloo and the store raise, and faults of this rank
+            if not isinstance(error, dist.DistError) and not CONNECTION.search(str(error)):
+                raise
             raise self._find_lost(error) from None
         finally:
             self.exchange_s += time.perf_counter() - began_s
@@ -302,9 +268,14 @@ class Group:
     def _watch(self) -> None:
         """End this rank if one is silent; a store that is stopped with rank 0 answers no call."""
         while not self._closed.wait(self._beat_s):
-            for rank, heard_s in list(self._heard_s.items()):
-                if time.monotonic() - heard_s > self._timeout_s:
-                    self._exit(f"rank {rank} is lost: no sign of life for {self._timeout_s:g} s")
+            for rank in list(self._heard_s):
+                if why := self._why_silent(rank):
+                    self._exit(f"rank {rank} is lost: {why}")
+
+    def _why_silent(self, rank: int) -> str | None:
+        now_s = time.monotonic()
+        silent_s = now_s - self._heard_s.get(rank, now_s)
+        return f"no sign of life for {self._timeout_s:g} s" if silent_s > self._timeout_s else None
 
     def _exit(self, why: str) -> None:
         """End this rank, whose main thread may wait for ever."""

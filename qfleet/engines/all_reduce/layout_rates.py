@@ -77,21 +77,17 @@ class CountingGroup(Group):
         self.counted[kind, tensor.nbytes] += 1
         return not self.is_silent
 
-    def _reduce(self, tensor: Tensor, operation: Any) -> None:
-        if self.count("all", tensor):
-            super()._reduce(tensor, operation)
-
 
 class CountingAxis(Axis):
-    """The same along an axis of the mesh."""
+    """These ranks along an axis of the mesh."""
 
     def __init__(self, group: CountingGroup, every: Sequence[Sequence[int]]) -> None:
         super().__init__(group, every)
         self._counting, self._counts = group, group.count
 
-    def sum(self, tensor: Tensor) -> None:
+    def _reduce(self, tensor: Tensor, operation: Any) -> None:
         if self._counts("all", tensor):
-            super().sum(tensor)
+            super()._reduce(tensor, operation)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         return super().gather(tensor) if self._counts("all", tensor) else [tensor] * self.size
@@ -100,9 +96,9 @@ class CountingAxis(Axis):
         if self._counts("all", tensor):
             super().broadcast(tensor, rank)
 
-    def send(self, tensor: Tensor, rank: int) -> None:
-        if not self._counting.is_silent:  # the receiver counts it: sending does not wait
-            super().send(tensor, rank)
+    def send(self, tensor: Tensor, rank: int) -> Callable[[], None]:
+        # The receiver counts it: sending does not wait.
+        return (lambda: None) if self._counting.is_silent else super().send(tensor, rank)
 
     def receive(self, tensor: Tensor, rank: int) -> None:
         if self._counts("pair", tensor):
@@ -138,7 +134,7 @@ def measure_rank(
             build_rank(Setup(config, FaultLog()), group, world.local_size, CountingAxis)
         ) as parts:
             report = _measure(parts, group, seconds)
-            told = group.meet("reports", json.dumps(asdict(report)))
+            told = group.meet("report", json.dumps(asdict(report)))
     except UserError:  # all ranks raise it, so that none has to report it to the others
         group.close()
         raise
@@ -152,15 +148,15 @@ def measure_rank(
 
 
 def _measure(parts: LoopParts, group: CountingGroup, seconds: float) -> RankReport:
-    pace = _pace(parts, seconds, lambda s: max(float(t) for t in group.meet("first", str(s))))
+    pace = _pace(parts, seconds, lambda s: max(float(t) for t in group.meet("update", str(s))))
     group.counted.clear()
     update_s = pace.update_seconds(parts.learner)
     exchanges = [(*exchange, number / pace.updates) for exchange, number in group.counted.items()]
-    group.meet("measured", "")
+    group.meet("measure updates", "")
     group.is_silent = True
     compute_s = pace.update_seconds(parts.learner)
     group.is_silent = False
-    group.meet("computed", "")
+    group.meet("measure computing", "")
     exchange_s = time_exchanges(Axis(group, [range(group.size)]), parts.device)
     return RankReport(update_s, compute_s, state_bytes(parts.learner), exchanges, exchange_s)
 
@@ -233,10 +229,9 @@ def time_exchanges(ranks: Axis, device: torch.device) -> dict[str, list[float]]:
     def there_and_back(tensor: Tensor) -> None:
         for sender in (0, 1):
             if ranks.rank == sender:
-                ranks.send(tensor, 1 - sender)
+                ranks.send(tensor, 1 - sender)()
             elif ranks.rank == 1 - sender:
                 ranks.receive(tensor, sender)
-        ranks.end_sends()
 
     def fastest_s(exchange: Callable[[Tensor], None], nbytes: int) -> float:
         tensor = torch.zeros(nbytes // 4, device=device)

@@ -28,6 +28,9 @@ class Axis:
     that send to each other at the same time may wait for ever.
     """
 
+    of_all = True
+    """Whether all ranks of the run exchange equally often along such an axis."""
+
     def __init__(self, group: Group, every: Sequence[Sequence[int]]) -> None:
         """Connect the ranks of each list in ``every``, which is the same on all ranks."""
         self._group, self._nccl = group, None
@@ -37,11 +40,13 @@ class Axis:
         (self._ranks,) = [ranks for ranks in every if group.rank in ranks]
         self.rank, self.size = self._ranks.index(group.rank), len(self._ranks)
         self.bytes_sent = self.messages = 0
-        self._sends: list[tuple[Any, Tensor]] = []
 
     @property
     def exchanges(self) -> bool:
-        return self.size > 1
+        """Whether these ranks exchange anything. The only one of a run with NCCL does, so that one
+        GPU records what many would."""
+        is_only = self._group.size == 1 and self._nccl is not None
+        return not self._group.is_tuning and (self.size > 1 or is_only)
 
     def _usable(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Return the tensor, or a copy on the host, and the channel that can send it."""
@@ -51,16 +56,24 @@ class Axis:
 
     def sum(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over these ranks, the same bits on each."""
-        with self._group.exchange():
+        self._reduce(tensor, dist.ReduceOp.SUM)
+        # Of a ring: every rank sends each piece of the tensor twice, except its own.
+        self._count(2 * (self.size - 1), 2 * tensor.nbytes * (self.size - 1) // self.size)
+
+    def least(self, tensor: Tensor) -> None:
+        """Replace the number in this tensor by the smallest that any of these ranks has."""
+        self._reduce(tensor, dist.ReduceOp.MIN)
+
+    def _reduce(self, tensor: Tensor, operation: Any) -> None:
+        with self._group.exchange(self.of_all):
             usable, channel = self._usable(tensor)
-            dist.all_reduce(usable, group=channel)
+            dist.all_reduce(usable, operation, group=channel)
             if usable is not tensor:
                 tensor.copy_(usable)
-        self._count(2 * (self.size - 1), 2 * tensor.nbytes * (self.size - 1) // self.size)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of these ranks, by rank; they have the same shape."""
-        with self._group.exchange():
+        with self._group.exchange(self.of_all):
             usable, channel = self._usable(tensor)
             gathered = [torch.empty_like(usable) for _ in self._ranks]
             dist.all_gather(gathered, usable, group=channel)
@@ -69,35 +82,33 @@ class Axis:
 
     def broadcast(self, tensor: Tensor, rank: int) -> None:
         """Replace the tensor by that of ``rank``."""
-        with self._group.exchange():
+        with self._group.exchange(self.of_all):
             usable, channel = self._usable(tensor)
             dist.broadcast(usable, self._ranks[rank], group=channel)
             if usable is not tensor:
                 tensor.copy_(usable)
-        self._count(self.rank == rank, tensor.nbytes * (self.rank == rank))
+        others = (self.size - 1) * (self.rank == rank)
+        self._count(others, tensor.nbytes * others)
 
-    def send(self, tensor: Tensor, rank: int) -> None:
-        """Begin to send a tensor to one of these ranks, and do not wait for it."""
-        sent = tensor.cpu().contiguous()
+    def send(self, tensor: Tensor, rank: int) -> Callable[[], None]:
+        """Begin to send a tensor to one of these ranks; return what waits until it has arrived."""
+        sent = tensor.cpu().contiguous()  # gloo refuses other layouts
         with self._group.exchange(of_all=False):
-            work = dist.isend(sent, self._ranks[rank], group=self._gloo)
-        self._sends.append((work, sent))  # it must not change or end before it has arrived
+            work: Any = dist.isend(sent, self._ranks[rank], group=self._gloo)
         self._count(1, tensor.nbytes)
+
+        def wait(_: Tensor = sent) -> None:  # which must not change or end before it has arrived
+            with self._group.exchange(of_all=False):
+                work.wait()
+
+        return wait
 
     def receive(self, tensor: Tensor, rank: int) -> None:
         """Wait for a tensor of one of these ranks."""
         with self._group.exchange(of_all=False):
-            on_host = tensor.cpu()
+            on_host = torch.empty(tensor.shape, dtype=tensor.dtype)
             dist.recv(on_host, self._ranks[rank], group=self._gloo)
-            if on_host is not tensor:
-                tensor.copy_(on_host)
-
-    def end_sends(self) -> None:
-        """Wait until all that was sent has arrived."""
-        with self._group.exchange(of_all=False):
-            for work, _ in self._sends:
-                work.wait()
-        self._sends.clear()
+        tensor.copy_(on_host)
 
     def _count(self, messages: int, sent_bytes: int) -> None:
         self.messages += messages
@@ -115,18 +126,23 @@ class Mesh(NamedTuple):
     """Those that hold the other stages of the same copy, for the same part of layers."""
     tensor: Axis
     """Those that hold the other parts of the same layers."""
+    every: Axis
+    """All ranks."""
 
     @classmethod
     def of(cls, group: Group, config: Config, axis: Callable[..., Axis] = Axis) -> Mesh:
         """Connect the ranks along all axes; all ranks call this together."""
-        return cls(*(axis(group, every) for every in axes_of(group.size, config)))
+        mesh = cls(*(axis(group, every) for every in axes_of(group.size, config)))
+        # Stages have different numbers of layers, and only the first copy evaluates.
+        mesh.stages.of_all = mesh.tensor.of_all = False
+        return mesh
 
 
 def axes_of(size: int, config: Config) -> tuple[list[list[int]], ...]:
     """Return the lists of ranks along each axis of ``Mesh``."""
     grid = torch.arange(size).view(-1, config.pipeline_parallel, config.tensor_parallel)
     stages = grid.transpose(1, 2).flatten(0, 1)
-    axes = grid.flatten(1).t(), grid.flatten(1), stages, grid.flatten(0, 1)
+    axes = grid.flatten(1).t(), grid.flatten(1), stages, grid.flatten(0, 1), grid.view(1, -1)
     return tuple(axis.tolist() for axis in axes)
 
 

@@ -56,8 +56,8 @@ from qfleet.storage.state_checks import check_like
 from qfleet.telemetry.timers import Timers
 from qfleet.telemetry.usage import device_id
 
-IN_STEP = "in-step"
-"""Where rank 0 waits for a rank that takes over its state."""
+IN_STEP = "take over the state of rank 0"
+"""What rank 0 waits for, before the first order."""
 
 
 def whole_config(config: Config) -> Config:
@@ -75,13 +75,12 @@ def whole_config(config: Config) -> Config:
 def rank_config(config: Config, rank: int) -> Config:
     """Return a rank's settings: its share of those that count over all ranks."""
     whole, size = whole_config(config), config.workers
-    # Ranks that hold parts of one network learn from what all of them have drawn.
-    batch_size = whole.batch_size // size + (rank < whole.batch_size % size)
-    batch_size *= config.ranks_per_copy
+    drawn = whole.batch_size // size + (rank < whole.batch_size % size)
     capacity = whole.replace(envs=config.envs * size).replay_capacity
-    least = (config.n_steps + 2) * config.envs + batch_size
+    least = (config.n_steps + 2) * config.envs + drawn
     return whole.replace(
-        batch_size=batch_size,
+        # Ranks that hold parts of one network learn from what all of them have drawn.
+        batch_size=drawn * config.ranks_per_copy,
         buffer_size=max(least, -(-capacity // size)),
         train_freq=max(1, config.train_freq // size),
         seed=config.seed if rank == 0 else mix_seeds(config.seed, rank),
@@ -107,13 +106,19 @@ def build_rank(
         torch.set_num_threads(min(torch.get_num_threads(), cores))
 
     meshes, layouts = list[Mesh](), list[Layout]()  # none, or one if the network is split
+    every = list[Axis]()  # one, of all ranks, once they are connected
 
     def place(own: Config, spec: EnvSpec, in_background: bool) -> Placement:
         device = learner_device(own, spec)
         group.connect(device)
         if config.ranks_per_copy > 1:
             meshes.append(Mesh.of(group, config, axis))
+            every.append(meshes[0].every)
             own = own.replace(replay_device="cpu")  # whose samples the ranks of a copy gather
+        else:
+            every.append(axis(group, [range(group.size)]))
+        if config.data:
+            own = own.replace(replay_device="cpu")  # there is no ring; ``offline`` places the rows
         if device.type != "cpu" and not group.has_nccl and own.replay_device == "auto":
             own = own.replace(replay_device="cpu")  # ranks that share a GPU do not see who fits
         place = Placement.of(own, spec, in_background)
@@ -123,7 +128,7 @@ def build_rank(
         on_device = config.gradient_compression not in ("top-k", "powersgd")
         is_recorded = place.capturable and group.has_nccl and on_device and not config.data
         is_recorded, ahead = is_recorded and not meshes, place.ahead and not meshes
-        if group.has_nccl:
+        if group.has_nccl and not config.data:
             _check_alike(group, whole, f"replay on {place.replay.type}")
         why = ", because ranks share a GPU" if group.shares_gpus else ""
         how = "by NCCL" if group.has_nccl else f"by way of the host{why}"
@@ -132,7 +137,7 @@ def build_rank(
         return replace(place, ahead=ahead, capturable=is_recorded, notes=notes)
 
     def agree(choice: Choice) -> Choice:
-        first = group.meet("tuned", json.dumps(asdict(choice)), TUNED_S)[0]
+        first = group.meet("tune", json.dumps(asdict(choice)), TUNED_S)[0]
         group.is_tuning = False
         return Choice(**json.loads(first))
 
@@ -143,7 +148,7 @@ def build_rank(
         peers = meshes[0].copy if meshes else None
         share = own.batch_size // (peers.size if peers else 1)
         to = place.device if peers else None
-        ring = functools.partial(SharedReplay, group, peers=peers, share=share, to=to)
+        ring = functools.partial(SharedReplay, every[0], peers=peers, share=share, to=to)
         return make_ring(config, spec, place, seed, ring)
 
     def network(spec: EnvSpec) -> QNetwork:
@@ -162,7 +167,7 @@ def build_rank(
     first = sum(rank_config(config, other).batch_size for other in range(rank))
 
     def updater(weights: FlatWeights, timers: Timers, capturable: bool = False) -> AllReduceUpdater:
-        ranks: Ranks = group
+        ranks: Ranks = every[0]
         if meshes:
             use_whole_norm(weights, layouts[0], meshes[0].copy)
             ranks = meshes[0].data
@@ -223,14 +228,15 @@ def _use_split(parts: RankParts, mesh: Mesh, layout: Layout) -> None:
         f"the network is split among {layout.ranks} ranks: each holds at most {most:,} of "
         f"{layout.whole_size:,} weights"
     )
-    parts.mesh, parts.model = mesh, SplitModel(parts.learner, layout, parts.group, parts.spec)
+    parts.mesh = mesh
+    parts.model = SplitModel(parts.learner, layout, parts.group, mesh.every, parts.spec)
     assert parts.evaluator is not None
     parts.evaluator = LeadingEvaluator(parts.model, parts.evaluator)
 
 
 def _check_alike(group: Group, whole: Config, place: str) -> None:
     """Refuse ranks that would record updates of different forms."""
-    places = group.meet("placed", place)
+    places = group.meet("place its replay memory", place)
     if len(set(places)) > 1:
         found = ", ".join(f"rank {rank}: {words}" for rank, words in enumerate(places))
         raise ConfigError(f"replay fits on some GPUs only ({found}); set --replay-device cpu")

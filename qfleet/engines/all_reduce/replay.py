@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from qfleet.core.types import BATCH_FIELDS, FIRST, SKIP, Batch, Block, StateDict
-from qfleet.engines.all_reduce.group import Group
 from qfleet.engines.all_reduce.mesh import Axis
 from qfleet.memory.ring import Ring
 from qfleet.memory.samplers import PrioritizedSampler
@@ -27,33 +26,33 @@ class SharedReplay(Ring):
 
     def __init__(
         self,
-        group: Group,
+        ranks: Axis,
         *given: Any,
         peers: Axis | None = None,
         share: int = 0,
         to: torch.device | None = None,
     ) -> None:
-        """``peers``: the ranks that hold the parts of a network. ``share``: samples per batch that
-        this rank draws for them. ``to``: where they learn."""
+        """``ranks``: all of them. ``peers``: those that hold the parts of a network. ``share``:
+        samples per batch that this rank draws for them. ``to``: where they learn."""
         super().__init__(*given)
-        self._group, self._all_can_sample = group, False
+        self._ranks, self._all_can_sample = ranks, False
         self._peers, self._share, self._to = peers, share, to
 
     def can_sample(self) -> bool:
         """Return whether every rank can sample; all ranks must ask at the same time."""
         if not self._all_can_sample:
             can = torch.tensor([super().can_sample()], dtype=torch.int32)
-            if self._group.exchanges:
-                self._group.least(can)
+            if self._ranks.exchanges:
+                self._ranks.least(can)
             self._all_can_sample = bool(can)
         return self._all_can_sample
 
     def sample(self, count: int, beta: float | Tensor) -> Batch:
         batch = super().sample(count // (self._peers.size if self._peers else 1), beta)
-        if self._group.exchanges and isinstance(self.sampler, PrioritizedSampler):
+        if self._ranks.exchanges and isinstance(self.sampler, PrioritizedSampler):
             rarest = self.sampler.least_probability()  # of the sample with the largest weight
             of_all = rarest.clone()
-            self._group.least(of_all)
+            self._ranks.least(of_all)
             batch.weight.mul_((of_all / rarest) ** beta)
         return Batch(*(self._of_peers(getattr(batch, name)) for name in BATCH_FIELDS))
 

@@ -20,6 +20,7 @@ from qfleet.agent.learner import Learner
 from qfleet.agent.weights import FlatWeights, SavedWeights, check_same_layout
 from qfleet.core.types import EnvSpec, StateDict
 from qfleet.engines.all_reduce.group import Group, Order
+from qfleet.engines.all_reduce.mesh import Axis
 from qfleet.engines.parts import Model, PolicyEvaluator
 from qfleet.networks.parallel.layout import Layout, Piece
 from qfleet.storage.segments import Streamed
@@ -28,9 +29,12 @@ from qfleet.storage.segments import Streamed
 class SplitModel(Model):
     """The model of a rank, whose learner holds a part of the network."""
 
-    def __init__(self, learner: Learner, layout: Layout, group: Group, spec: EnvSpec) -> None:
+    def __init__(
+        self, learner: Learner, layout: Layout, group: Group, ranks: Axis, spec: EnvSpec
+    ) -> None:
+        """``ranks``: all of the group."""
         self.online, self.layout = learner.online, layout
-        self._learner, self._group, self._spec = learner, group, spec
+        self._learner, self._group, self._ranks, self._spec = learner, group, ranks, spec
         self._loaded: StateDict = {}
         """What the other ranks do not have yet, in whole vectors (rank 0)."""
 
@@ -128,14 +132,15 @@ class SplitModel(Model):
     def lead(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Let all ranks take part in a forward pass of rank 0, which begins with this call."""
         self._group.give_order(Order.FORWARD, len(inputs[0]))
-        self._group.broadcast(inputs[0].cpu().contiguous())
+        self._ranks.broadcast(inputs[0].cpu().contiguous(), 0)
 
     @torch.no_grad()
     def follow(self, count: int) -> None:
         """Take part in a forward pass of ``count`` observations that rank 0 leads."""
         obs = torch.empty((count, *self._spec.obs_shape), dtype=self._spec.torch_dtype)
-        self._group.broadcast(obs)
-        self.online(obs.to(self._learner.weights.data.device))
+        self._ranks.broadcast(obs, 0)
+        if self._group.rank < self.layout.ranks:  # the first copy suffices
+            self.online(obs.to(self._learner.weights.data.device))
 
 
 class LeadingEvaluator:

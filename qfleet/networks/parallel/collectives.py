@@ -18,7 +18,7 @@ CHANNELS = 1
 
 
 class TensorRanks(Protocol):
-    """The ranks that hold the parts of one network."""
+    """Ranks that exchange tensors: here, those that hold the parts of one network."""
 
     @property
     def rank(self) -> int:

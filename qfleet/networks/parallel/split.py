@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qfleet.config.config import Config
+from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.networks.factory import build_network, double
 from qfleet.networks.parallel.collectives import TensorRanks
@@ -18,6 +19,9 @@ from qfleet.networks.parallel.layout import Layout, Piece
 from qfleet.networks.parallel.stages import StageRanks, split_stages
 from qfleet.networks.parallel.tensor import split_layers
 from qfleet.networks.qnetwork import QNetwork
+
+MOST_WHOLE = 0.9
+"""Largest share of the weights of layers that each of the ranks that divide them may hold."""
 
 
 def make_part(
@@ -40,6 +44,7 @@ def make_part(
         stage_of = split_stages(network, spec, stages, *given)
     pieces = [Piece(n, shape, dims.get(n), stage_of.get(n, 0)) for n, shape in shapes.items()]
     layout = Layout(pieces, tensor.size, stages.size)
+    _check_divides(layout)
     own = {piece.name: piece for piece in layout.own_pieces(stages.rank * tensor.size)}
     wanted = dict[int, list[tuple[str, Tensor]]]()
     for name, one in [*whole.items(), *network.named_buffers()]:
@@ -60,3 +65,14 @@ def make_part(
     if config.precision == "fp64":
         double(network)
     return network.to(device), layout
+
+
+def _check_divides(layout: Layout) -> None:
+    """Raise ConfigError if ranks that should hold parts of layers hold nearly all of them."""
+    held = sum(layout.local_size(rank) for rank in range(0, layout.ranks, layout.tensor))
+    if layout.tensor > 1 and held > MOST_WHOLE * layout.whole_size:
+        raise ConfigError(
+            f"tensor_parallel {layout.tensor} divides few layers: each rank holds "
+            f"{held / layout.whole_size:.0%} of their weights; choose widths (net_arch, width) "
+            f"that are multiples of {layout.tensor}, or another tensor_parallel"
+        )

@@ -16,6 +16,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,12 +27,7 @@ from qfleet.core.errors import ConfigError
 from qfleet.core.types import EnvSpec
 from qfleet.networks.fused import Dense
 from qfleet.networks.heads import ActionHead
-from qfleet.networks.parallel.schedule import (
-    MICRO_BATCHES_PER_STAGE,
-    Slot,
-    idle_share,
-    make_schedule,
-)
+from qfleet.networks.parallel.schedule import MICRO_BATCHES_PER_STAGE, make_schedule
 from qfleet.networks.parallel.tensor import SplitDense
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.networks.torsos import MLP, ImpalaResNet, NatureCNN, as_image
@@ -46,16 +42,12 @@ class StageRanks(Protocol):
     @property
     def size(self) -> int: ...
 
-    def send(self, tensor: Tensor, rank: int) -> None:
-        """Begin to send a tensor to one of these ranks, and do not wait for it."""
+    def send(self, tensor: Tensor, rank: int) -> Callable[[], None]:
+        """Begin to send a tensor to one of these ranks; return what waits until it has arrived."""
         ...
 
     def receive(self, tensor: Tensor, rank: int) -> None:
         """Wait for a tensor of one of these ranks."""
-        ...
-
-    def end_sends(self) -> None:
-        """Wait until all that was sent has arrived."""
         ...
 
     def broadcast(self, tensor: Tensor, rank: int) -> None:
@@ -72,6 +64,12 @@ class Unit(NamedTuple):
     @property
     def size(self) -> int:
         return sum(module.get_parameter(name).numel() for module, name in self.parameters)
+
+
+def _wait_for(sent: list[Callable[[], None]], but: int = 0) -> None:
+    """Wait until all these tensors, ``but`` the newest, have arrived, and forget them."""
+    while len(sent) > but:
+        sent.pop(0)()
 
 
 class Stage:
@@ -93,19 +91,20 @@ class Stage:
         self._is_first, self._is_last = ranks.rank == 0, ranks.rank == ranks.size - 1
         self.idle_s = self.learnt_s = self._waited_s = 0.0
         """Seconds that ``learn`` waited for other stages, all that it took, and all waiting."""
-        self.executed: list[Slot] = []
-        """The slots of the newest call of ``learn``."""
+        self.idle_slots = 0.0
+        """Share of the slots of the newest call of ``learn`` in which its schedule is idle."""
 
     @torch.no_grad()
     def forward(self, obs: Tensor, fractions: Tensor | None = None) -> Tensor:
         """Return the output of the whole network for the observations, which all ranks have."""
         assert fractions is None, "iqn is not split into stages"
-        outputs = []
+        outputs, sent = list[Tensor](), list[Callable[[], None]]()
         for part in self._parts(obs):
             outputs.append(self._run(part if self._is_first else self._received(len(part))))
             if not self._is_last:
-                self._ranks.send(outputs.pop(), self._ranks.rank + 1)
-        self._ranks.end_sends()
+                _wait_for(sent)  # at most one is under way
+                sent.append(self._ranks.send(outputs.pop(), self._ranks.rank + 1))
+        _wait_for(sent)
         output = torch.cat(outputs) if self._is_last else self._empty(len(obs), self._output)
         self._ranks.broadcast(output, self._ranks.size - 1)
         return output
@@ -117,36 +116,40 @@ class Stage:
         its first sample; the losses of all micro-batches add up to that of the batch.
         """
         began_s, waited_s = time.perf_counter(), self._waited_s
-        parts, rank = self._parts(obs), self._ranks.rank
+        parts, rank, stages = self._parts(obs), self._ranks.rank, self._ranks.size
         firsts = list(itertools.accumulate(map(len, parts), initial=0))
-        kept, self.executed = dict[int, tuple[Tensor, Tensor]](), []
-        for slot in make_schedule(self._kind, rank, self._ranks.size, len(parts)):
-            i = slot.micro_batch
+        kept = dict[int, tuple[Tensor, Tensor]]()
+        sent, sent_grads = list[Callable[[], None]](), list[Callable[[], None]]()
+        for slot in make_schedule(self._kind, rank, stages, len(parts)):
+            i, grad = slot.micro_batch, None
             if slot.is_forward:
                 x = parts[i] if self._is_first else self._received(len(parts[i])).requires_grad_()
+                # With 1F1B, the stage before has received all gradients but the newest before it
+                # computed this activation.
+                _wait_for(sent_grads, but=1)
                 output = self._run(x)
                 if self._is_last:
                     output = loss(output, firsts[i])
                 else:
-                    self._ranks.send(output.detach(), rank + 1)
+                    sent.append(self._ranks.send(output.detach(), rank + 1))
                 kept[i] = x, output
             else:
                 x, output = kept.pop(i)
-                grad = None if self._is_last else self._wait(torch.empty_like(output), rank + 1)
+                if not self._is_last:
+                    grad = self._wait(torch.empty_like(output), rank + 1)
+                    sent.pop(0)()  # the output has arrived, since this is the answer
                 torch.autograd.backward(output, grad)
                 if x.grad is not None:
-                    self._ranks.send(x.grad, rank - 1)
-            self.executed.append(slot)
-        self._ranks.end_sends()
+                    sent_grads.append(self._ranks.send(x.grad, rank - 1))
+            del x, output  # which otherwise outlast the next slot
+        _wait_for(sent_grads)
+        self.idle_slots = (stages - 1) / (len(parts) + stages - 1)
         self.learnt_s += time.perf_counter() - began_s
         self.idle_s += self._waited_s - waited_s
 
     def report(self) -> dict[str, float]:
         """Return which share of ``learn`` this stage was idle: by its schedule, and measured."""
-        count, stages = len(self.executed) // 2, self._ranks.size
-        schedules = [make_schedule(self._kind, stage, stages, count) for stage in range(stages)]
-        predicted = idle_share(schedules) if count else 0.0
-        return {"idle_slots": predicted, "idle_share": self.idle_s / (self.learnt_s or 1.0)}
+        return {"idle_slots": self.idle_slots, "idle_share": self.idle_s / (self.learnt_s or 1.0)}
 
     def share(self, numbers: Tensor | None, count: int) -> Tensor:
         """Return ``count`` numbers on all stages; the last one has them."""
@@ -238,7 +241,7 @@ def _units(network: QNetwork) -> list[Unit]:
     units: list[Unit] = []
     if isinstance(torso, NatureCNN | ImpalaResNet):
         layers = torso.convolutions if isinstance(torso, NatureCNN) else torso.stages
-        units += [Unit(functools.partial(as_image, layout=torso.layout), []), *_layers(layers)]
+        units += [Unit(partial(as_image, layout=torso.layout), []), *_layers(layers)]
         units += [] if torso.dense is None else _layers(torso.dense)
     elif isinstance(torso, MLP):
         units.append(Unit(torso.encode, []))
@@ -255,21 +258,9 @@ def _layers(module: nn.Module) -> list[Unit]:
         return [unit for child in module for unit in _layers(child)]
     if isinstance(module, Dense | SplitDense):
         layers = range(len(list(module.parameters())) // 2)
-        run = module.apply_layer if isinstance(module, SplitDense) else _dense_layer(module)
         return [
-            Unit(functools.partial(run, i), [(module, f"weight_{i}"), (module, f"bias_{i}")])
+            Unit(partial(module.apply_layer, i), [(module, f"weight_{i}"), (module, f"bias_{i}")])
             for i in layers
         ]
     owned = [(m, name) for m in module.modules() for name, _ in m.named_parameters(recurse=False)]
     return [Unit(module, owned)]
-
-
-def _dense_layer(dense: Dense) -> Callable[[int, Tensor], Tensor]:
-    last = len(list(dense.parameters())) // 2 - 1
-
-    def run(layer: int, x: Tensor) -> Tensor:
-        weight = dense.get_parameter(f"weight_{layer}")
-        x = torch.addmm(dense.get_parameter(f"bias_{layer}"), x.to(weight.dtype), weight)
-        return x.relu() if layer < last or dense.relu_last else x
-
-    return run

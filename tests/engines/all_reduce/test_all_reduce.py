@@ -107,17 +107,59 @@ def in_group(rank: int, store: Any, size: int = 2, timeout_s: float = 60.0) -> G
 def test_ranks_meet_and_hear_each_other() -> None:
     store, heard = HashStore(), list[str]()
     groups = [in_group(rank, store) for rank in (0, 1)]
-    late = threading.Thread(target=lambda: heard.extend(groups[1].meet("tuned", "tf32")))
+    late = threading.Thread(target=lambda: heard.extend(groups[1].meet("tune", "tf32")))
     late.start()
-    assert groups[0].meet("tuned", "fp32") == ["fp32", "tf32"]
+    assert groups[0].meet("tune", "fp32") == ["fp32", "tf32"]
     late.join()
     assert heard == ["fp32", "tf32"]
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     group = in_group(0, HashStore())
-    with pytest.raises(RankLost, match=r"rank 1 of 2 did not start within 0\.1 s"):
-        group.meet("tuned", "fp32", limit_s=0.1)
+    with pytest.raises(RankLost, match=r"rank 1 of 2 did not tune within 0\.1 s; .*--workers"):
+        group.meet("tune", "fp32", limit_s=0.1)
+
+
+def test_a_rank_without_a_sign_of_life_is_not_awaited() -> None:
+    """Fault 19 of docs/faults.md, of a rank that is no child: its process cannot be asked."""
+    group = in_group(0, HashStore(), timeout_s=0.2)
+    group._heard_s = {1: time.monotonic()}
+    with pytest.raises(RankLost, match=r"rank 1 of 2 did not tune: no sign of life for 0\.2 s"):
+        group.meet("tune", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_connection"),
+    [
+        (RuntimeError("input tensor has to be contiguous"), False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), False),
+        (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("Timed out waiting 4500ms for recv operation to complete"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (torch.distributed.DistBackendError("NCCL error"), True),
+    ],
+)
+def test_an_error_of_this_rank_is_not_called_a_lost_rank(
+    error: Exception, is_of_connection: bool
+) -> None:
+    group = in_group(0, HashStore(), timeout_s=0.1)
+    with pytest.raises(RankLost if is_of_connection else RuntimeError) as raised, group.exchange():
+        raise error
+    assert (raised.value is error) != is_of_connection
+
+
+def test_signs_of_life_begin_before_ranks_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a rank that waits for others to be connected is ended when rank 0 is lost."""
+    group, running = in_group(1, HashStore()), list[str]()
+    monkeypatch.setattr(group, "_run_thread", lambda work: running.append(work.__name__))
+    monkeypatch.setattr(group, "meet", lambda *_: ["", ""])
+
+    def init(*_: object, **__: object) -> None:
+        raise ConfigError(f"{running} {sorted(group._heard_s)}")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", init)
+    with pytest.raises(ConfigError, match=r"\['_beat', '_watch'\] \[0\]"):
+        group.connect(CPU)
 
 
 def test_a_silent_rank_ends_one_that_watches_it(monkeypatch: pytest.MonkeyPatch) -> None:

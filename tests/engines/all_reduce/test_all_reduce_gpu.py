@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import qfleet
-from qfleet.engines.all_reduce.group import Group
+from qfleet.engines.all_reduce.mesh import Axis
 from qfleet.storage.checkpoint import load_checkpoint
 from support.configs import tiny_fields
 
@@ -47,15 +47,15 @@ def test_the_exchange_is_part_of_the_recorded_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Tensor] = []
-    reduce = Group._reduce
+    reduce = Axis._reduce
 
-    def doubled(group: Group, tensor: Tensor, operation: Any) -> None:
+    def doubled(axis: Axis, tensor: Tensor, operation: Any) -> None:
         calls.append(tensor)
-        reduce(group, tensor, operation)
+        reduce(axis, tensor, operation)
         tensor.mul_(2)
 
     _, plain = train(tmp_path / "plain", engine="all-reduce", workers=1)
-    monkeypatch.setattr(Group, "_reduce", doubled)
+    monkeypatch.setattr(Axis, "_reduce", doubled)
     trained, other = train(tmp_path / "doubled", engine="all-reduce", workers=1)
     assert not torch.equal(plain, other)
     assert 0 < sum(tensor.is_cuda for tensor in calls) < trained.result.updates

@@ -298,7 +298,7 @@ class ThreadGroup:
     def __init__(self, size: int) -> None:
         self.size, self._orders = size, [Queue[tuple[Order, float]]() for _ in range(size)]
         self._states = [Queue[Any]() for _ in range(size)]
-        self._ranks = ThreadRanks(size)
+        self.ranks = ThreadRanks(size)
 
     @property
     def rank(self) -> int:
@@ -314,9 +314,6 @@ class ThreadGroup:
 
     def receive_state(self, rank: int) -> Any:
         return self._states[rank].get(timeout=20)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        self._ranks.broadcast(tensor, 0)
 
     def lead(self, model: SplitModel, work: Callable[[], None]) -> None:
         """Let rank 0 do the work, and the others what it orders meanwhile."""
@@ -370,7 +367,7 @@ def checkpoints(
             rank: int, learner: Learner, _: Any, whole: Whole, to: Path = folder, group: Any = group
         ) -> None:
             if whole.layout is not None:
-                model = SplitModel(learner, whole.layout, group, spec)
+                model = SplitModel(learner, whole.layout, group, group.ranks, spec)
                 state = model.state_dict()
                 group.lead(model, lambda: save_checkpoint(to, 1, {"learner": state}, {}, 1))
             elif rank == 0:
@@ -403,7 +400,7 @@ def test_a_checkpoint_of_every_layout_loads_under_every_other(
             return
         state = checkpoints[names[number]] | {"objective": learner.state_dict()["objective"]}
         if whole.layout is not None:
-            model = SplitModel(learner, whole.layout, group, spec)  # type: ignore[arg-type]
+            model = SplitModel(learner, whole.layout, group, group.ranks, spec)  # type: ignore[arg-type]
             check_like(state, model.state_dict(), "learner")
             state = model.cut(state, rank)
         learner.load_state_dict(state)
@@ -430,7 +427,7 @@ def test_a_run_begins_with_the_weights_of_a_plain_network(
         if rank > 0:
             return
         assert whole.layout is not None
-        model = SplitModel(learner, whole.layout, group, spec)  # type: ignore[arg-type]
+        model = SplitModel(learner, whole.layout, group, group.ranks, spec)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="init_from has another network"):
             model.copy_from(small)
         model.copy_from(other)
@@ -462,23 +459,37 @@ def test_rank_0_asks_for_one_parameter_at_a_time() -> None:
 
 
 def test_all_ranks_evaluate_together(drawn: tuple[EnvSpec, list[Batch], Tensor]) -> None:
-    """Rank 0 leads: its values are those of the whole network, though it has a part of it."""
+    """Rank 0 leads: its values are those of the whole network, though it has a part of it.
+
+    Ranks that hold another copy of the network have nothing to compute.
+    """
     spec, batches, initial = drawn
     alone, found, obs = list[Tensor](), list[Tensor](), batches[0].obs
     keep = lambda _, learner, *__: alone.append(learner.online.q_values(obs))  # noqa: E731
     learn_batches(laid_out("plain"), spec, batches[:1], initial, keep)
     for layout in ("tensor 2", "data 2 × pipeline 2"):
         group: Any = ThreadGroup(LAYOUTS[layout][0])
+        computed = set[int]()
 
-        def evaluate(_: int, learner: Learner, __: Any, whole: Whole, group: Any = group) -> None:
+        def evaluate(
+            rank: int,
+            learner: Learner,
+            _: Any,
+            whole: Whole,
+            group: Any = group,
+            computed: set[int] = computed,
+        ) -> None:
             assert whole.layout is not None
-            model = SplitModel(learner, whole.layout, group, spec)
+            hook = learner.online.register_forward_pre_hook(lambda *_: computed.add(rank))
+            model = SplitModel(learner, whole.layout, group, group.ranks, spec)
             player: Any = SimpleNamespace(play=lambda _: found.append(model.online.q_values(obs)))
             group.lead(model, lambda: LeadingEvaluator(model, player).play(lambda _: False))
+            hook.remove()
             assert not model.online._forward_pre_hooks
 
         learn_batches(laid_out(layout), spec, batches[:1], initial, evaluate)
         torch.testing.assert_close(found[-1], alone[0].detach(), rtol=0, atol=1e-10)
+        assert computed == {0, 1}
     assert len(found) == 2
 
 
@@ -497,7 +508,9 @@ def test_a_run_resumes_with_another_split(tmp_path: Path) -> None:
     whole = qfleet.train("CartPole-v1", run_dir=tmp_path / "whole", **told)
     split = told | {"tensor_parallel": 2}
     qfleet.train("CartPole-v1", run_dir=tmp_path / "split", options=half, **split)
-    stages = qfleet.resume(tmp_path / "split", tensor_parallel=1, pipeline_parallel=2)
+    stages = qfleet.resume(
+        tmp_path / "split", tensor_parallel=1, pipeline_parallel=2, micro_batches=4
+    )
     theirs, ours = (learner_of(tmp_path / name) for name in ("whole", "split"))
     for vector in ("weights", "target_weights"):
         torch.testing.assert_close(ours[vector], theirs[vector], rtol=0, atol=1e-10)
@@ -508,8 +521,12 @@ def test_a_run_resumes_with_another_split(tmp_path: Path) -> None:
     assert isinstance(stages, qfleet.Trained)
     assert stages.result.eval_return_mean == whole.result.eval_return_mean
     for rank in stages.result.fleet["ranks"]:
-        assert rank["pipeline"]["idle_slots"] == pytest.approx(1 / 9)
+        assert rank["pipeline"]["idle_slots"] == pytest.approx(1 / 5)
         assert 0 < rank["pipeline"]["idle_share"] < 1
+    # Micro-batches are of these stages: without any, they would be refused.
+    more = qfleet.resume(tmp_path / "split", pipeline_parallel=1, steps=264)
+    assert isinstance(more, qfleet.Trained)
+    assert (more.config.micro_batches, more.result.env_steps) == (0, 264)
 
 
 # --- settings ---------------------------------------------------------------------------------
@@ -522,16 +539,31 @@ def test_the_batch_of_a_copy_is_that_of_its_ranks() -> None:
     assert len({c.seed for c in own}) == 4  # every rank has environments of its own
 
 
+def test_a_small_memory_does_not_depend_on_the_split() -> None:
+    """Of which each rank writes a part into a checkpoint, to be read with another split."""
+    config = tiny_config(engine="all-reduce", workers=8, batch_size=512, buffer_size=1000, envs=2)
+    parts = (1, 2, 4, 8)
+    own = [rank_config(config.replace(tensor_parallel=n), 0) for n in parts]
+    assert [c.batch_size for c in own] == [64 * n for n in parts]
+    assert [c.buffer_size for c in own] == [125] * 4
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tensor_parallel": 3}, "workers must be a multiple of tensor_parallel"),
-        ({"batch_size": 18}, "must divide batch_size 18"),
+        ({"tensor_parallel": 3}, "workers must be a multiple of tensor_parallel.*change"),
+        ({"batch_size": 18}, "must divide batch_size 18.*change one of them"),
         ({"pipeline_parallel": 3}, "workers must be a multiple"),
         ({"algo": "rainbow"}, "noisy"),
         ({"algo": "iqn"}, "head 'iqn'"),
         ({"dropout": 0.1}, "dropout"),
-        ({"micro_batches": 17}, "micro_batches must be ≤ 16"),
+        (
+            {"micro_batches": 17, "pipeline_parallel": 2, "tensor_parallel": 1},
+            "micro_batches must be ≤ 16.*raise batch_size",
+        ),
+        ({"micro_batches": 2}, "micro_batches 2 .*pipeline_parallel is 1; raise"),
+        ({"pipeline_schedule": "gpipe"}, "pipeline_schedule 'gpipe' .*pipeline_parallel is 1"),
+        ({"inference_device": "cpu"}, "inference_device 'cpu' is for --engine"),
         ({"network": "some.module:Torso"}, "qfleet's own networks"),
         ({"normalize_observations": True}, "normalize_observations"),
         ({"gradient_compression": "top-k"}, "gradient_compression 'top-k'"),
@@ -544,3 +576,15 @@ def test_settings_that_cannot_work_are_refused(fields: dict[str, Any], words: st
         del told["workers"]
     with pytest.raises(ConfigError, match=words):
         validate(tiny_config(**told))
+
+
+def test_a_split_that_divides_almost_nothing_is_refused() -> None:
+    """Of widths 4, 127, 127 and 2, the last layer alone can be divided by two."""
+    spec, ranks = EnvSpec("vector", (4,), "float32", 2), ThreadRanks(2)
+
+    def make(rank: int) -> None:
+        config = tiny_config(net_arch=(127, 127))
+        make_part(config, spec, CPU, 5, ranks, ThreadRanks(1, [rank]))
+
+    with pytest.raises(ConfigError, match=r"tensor_parallel 2 .*holds 98% .*net_arch.*multiples"):
+        ranks.run(make)
