@@ -308,6 +308,8 @@ def load_run_policy(
     device: str | None = None,
 ) -> Policy:
     """Return the policy in the folder of a run or of ``qfleet pull``, without its environment."""
+    if which not in (None, "best", "last"):
+        raise ConfigError(f"which must be 'best', 'last' or None, got {which!r}")
     is_run = any((folder / name).exists() for name in ("best", "checkpoints"))
     if which != "last" and not is_run and (folder / PUBLISHED_POLICY).is_file():
         return load_saved_policy(folder / PUBLISHED_POLICY, trust, device)

@@ -104,6 +104,18 @@ def _gather(argv: list[str], option: str) -> list[str]:
     return [*others, option, *values] if len(others) < len(argv) else argv
 
 
+ELSEWHERE = {
+    "--capture-video": "qfleet video RUN",
+    "--cuda": "--device cuda or --device cpu",
+    "--save-model": "qfleet export RUN; every run keeps its policies",
+    "--tensorboard-log": "--run-dir FOLDER, where TensorBoard's files are",
+    "--torch-deterministic": "--seed N alone",
+    "--verbose": "--quiet, or leave it out",
+    "--wandb-project-name": "--track wandb",
+}
+"""Options of CleanRL and Stable-Baselines3's zoo → what to use here."""
+
+
 def _one_line(text: str, verb: str) -> str:
     """Return the error that tyro prints, and the option that it suggests, without the box.
 
@@ -114,8 +126,11 @@ def _one_line(text: str, verb: str) -> str:
     sections = [" ".join(part.split()) for part in re.split(r"(?m)^ *(?:─|---).*$", plain)]
     error, advice, *_ = *sections[1:], "cannot parse", ""
     suggested = re.match(r"Perhaps you meant: (--[\w-]+)", advice)
-    if suggested and suggested[1] not in error:
+    words = set(re.findall(r"--[\w-]+", error))
+    if suggested and suggested[1] not in words:
         error += f"; did you mean {suggested[1]}?"
+    for option in words & ELSEWHERE.keys():
+        error += f"; instead of {option} use {ELSEWHERE[option]}"
     return f"{error} (see qfleet {verb} --help)"
 
 

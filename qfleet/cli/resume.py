@@ -39,7 +39,11 @@ class ResumeOptions:
     tensor_parallel: int | None = None
     """All-reduce: new number of ranks that hold parts of each layer."""
     pipeline_parallel: int | None = None
-    """All-reduce: new number of stages of the network."""
+    """All-reduce: new number of stages; it also sets the next two to their defaults."""
+    micro_batches: int | None = None
+    """All-reduce: new number of parts of a batch that pass the stages one after the other."""
+    pipeline_schedule: Literal["1f1b", "gpipe"] | None = None
+    """All-reduce: new order of the passes in a stage."""
     servers: int | None = None
     """New number of servers (parameter server) or replay shards (actors)."""
     address: str | None = None
@@ -52,6 +56,8 @@ class ResumeOptions:
     """Folder or URL of the dataset to record, instead of the run's own; '': none."""
     data: str | None = None
     """Where the dataset of an offline run is now."""
+    validation_data: str | None = None
+    """Where its validation dataset is now."""
     trust: bool = False
     """Accept stored values that run code or reach outside the folder: imports, address …"""
 

@@ -141,12 +141,16 @@ def finish(trained: Trained | TrainedSeeds, options: RunArguments) -> int:
             print(f"  URL        {public_url(trained.url)}")
         if advice := _advice(trained):
             print(f"  advice     {advice}")
-        cut = trained.result.stopped_by in ("SIGINT", "SIGTERM", "max_wall")
-        if cut or trained.result.env_steps < trained.config.steps:
+        if _may_go_on(trained):
             where = public_url(trained.url) if trained.url else short(trained.folder)
             trust = " --trust" if needs_trust(trained.config) else ""
             print(f"  go on with: qfleet resume {where}{trust}")
     return 128 + trained.interrupted_by if trained.interrupted_by else 0
+
+
+def _may_go_on(trained: Trained) -> bool:
+    is_cut = trained.result.stopped_by in ("SIGINT", "SIGTERM", "max_wall")
+    return is_cut or trained.result.env_steps < trained.config.steps
 
 
 def _finish_seeds(trained: TrainedSeeds, arguments: RunArguments) -> int:
@@ -168,5 +172,8 @@ def _finish_seeds(trained: TrainedSeeds, arguments: RunArguments) -> int:
         print(f"  folder     {short(trained.folder)}")
         if trained.curve is not None:
             print(f"  curve      {short(trained.curve)}")
+        if any(map(_may_go_on, trained.runs)):
+            trust = " --trust" if needs_trust(trained.runs[0].config) else ""
+            print(f"  go on with: qfleet resume {short(trained.folder)}{trust}")
     interrupted = trained.runs[-1].interrupted_by
     return 128 + interrupted if interrupted else 0

@@ -82,7 +82,13 @@ class Start(NamedTuple):
             name: value for group in groups for name, value in vars(getattr(parsed, group)).items()
         }
         # ``base.algo`` is the algorithm's own name; the parsed one may be an alias.
-        return parsed.own, Config(**fields).replace(algo=self.base.algo)
+        config = Config(**fields).replace(algo=self.base.algo)
+        if config.data:  # otherwise --help would wait for torch
+            from qfleet.engines.offline import with_given
+
+            words = {word.partition("=")[0][2:].replace("-", "_") for word in self.argv}
+            config = with_given(config, words)
+        return parsed.own, config
 
 
 def read_start(argv: list[str]) -> Start:
@@ -113,7 +119,7 @@ def read_start(argv: list[str]) -> Start:
         update=named["--update"],
         steps=steps if isinstance(steps, int) else None,
     )
-    names_task = bool(env or named["--config"] or preset)
+    names_task = bool(env or preset)
     kept = {
         name: value
         for name, value in file_fields.items()
@@ -132,7 +138,11 @@ def _config_file(named: str) -> Path:
 
 def _with_env_named(argv: list[str]) -> list[str]:
     argv = spell(argv)
-    return ["--env", *argv] if argv and not argv[0].startswith("-") else argv
+    if not argv or argv[0].startswith("-"):
+        return argv
+    if any(word.partition("=")[0] == "--env" for word in argv):
+        raise UserError(f"'{argv[0]}' and --env both name the environment; leave one of them out")
+    return ["--env", *argv]
 
 
 def peek(argv: list[str], names: tuple[str, ...]) -> dict[str, Any]:

@@ -266,10 +266,17 @@ def convert(config: Config, env: AnyEnv) -> AnyEnv:
 
     Raise UnsupportedEnvError if that is not possible.
     """
+    for name in ("observation_space", "action_space"):
+        if getattr(env, name, None) is None:
+            raise UnsupportedEnvError(
+                f"environment '{config.env}' has no {name}; set it in the __init__ of its class"
+            )
     seen, acted, points = env.observation_space, env.action_space, config.discretize_actions
     obs = actions = None
     what, space = "observation", seen
     try:
+        if 0 in (seen.shape or ()):
+            raise ValueError("it holds no values; give it at least one")
         is_plain = isinstance(seen, Discrete) or (isinstance(seen, Box) and bool(seen.shape))
         if not is_plain or config.image_max < 255:
             scale = 255 // config.image_max

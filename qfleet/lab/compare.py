@@ -79,7 +79,7 @@ class ThreadRanks:
         """Of the newest exchange and the one before, which a slower rank may still read."""
         self._newest = [0] * size
         self._barrier = threading.Barrier(size)
-        self._sent = defaultdict[tuple[int, int], Queue[Tensor]](Queue)
+        self._sent = defaultdict[tuple[int, int], Queue[tuple[Tensor, threading.Event]]](Queue)
         """By sender and receiver."""
 
     @property
@@ -94,6 +94,7 @@ class ThreadRanks:
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         own = self.rank
+        assert tensor.is_contiguous(), "other ranks may have this tensor in another layout"
         self._newest[own] ^= 1
         tensors = self._tensors[self._newest[own]]
         tensors[own] = tensor.clone()
@@ -103,14 +104,19 @@ class ThreadRanks:
     def broadcast(self, tensor: Tensor, rank: int) -> None:
         tensor.copy_(self.gather(tensor)[rank])
 
-    def send(self, tensor: Tensor, rank: int) -> None:
-        self._sent[self.rank, rank].put(tensor.clone())
+    def send(self, tensor: Tensor, rank: int) -> Callable[[], None]:
+        arrived = threading.Event()
+        self._sent[self.rank, rank].put((tensor.clone(), arrived))
+
+        def wait() -> None:
+            assert arrived.wait(RANKS_S), f"rank {rank} did not receive within {RANKS_S:g} s"
+
+        return wait
 
     def receive(self, tensor: Tensor, rank: int) -> None:
-        tensor.copy_(self._sent[rank, self.rank].get(timeout=RANKS_S))
-
-    def end_sends(self) -> None:
-        return
+        sent, arrived = self._sent[rank, self.rank].get(timeout=RANKS_S)
+        tensor.copy_(sent)
+        arrived.set()
 
     def run(self, work: Callable[[int], None]) -> None:
         """Call ``work`` with each rank, in a thread of its own; raise the first error."""
@@ -220,12 +226,13 @@ class ThreadMesh(NamedTuple):
     copy: ThreadRanks
     stages: ThreadRanks
     tensor: ThreadRanks
+    every: ThreadRanks
 
 
 def make_meshes(config: Config, every: ThreadRanks, part: type[ThreadRanks]) -> list[ThreadMesh]:
     """Return the mesh of each rank. ``part``: the kind of ranks that hold parts of a network."""
     axes = list[dict[int, ThreadRanks]]()
-    kinds: tuple[type[ThreadRanks], ...] = type(every), ThreadRanks, part, part
+    kinds: tuple[type[ThreadRanks], ...] = type(every), ThreadRanks, part, part, ThreadRanks
     for kind, lists in zip(kinds, axes_of(every.size, config), strict=True):
         axes.append({})
         for members in lists:

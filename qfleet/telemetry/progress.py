@@ -58,6 +58,16 @@ def choose_mode(quiet: bool, stream: TextIO) -> Mode:
     return "live" if stream.isatty() and os.environ.get("TERM") != "dumb" else "plain"
 
 
+class _ErrorConsole(Console):
+    """Standard error, which becomes quiet when its reader ends (``2>&1 | head``)."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Progress:
     """Display of a run's progress; a context manager, or ``start`` … ``stop``."""
 
@@ -70,7 +80,7 @@ class Progress:
     ) -> None:
         self._total = max(1, total_env_steps)
         # Standard error by default: standard output is for results.
-        self._console = console or Console(stderr=True)
+        self._console = console or _ErrorConsole()
         self._mode = mode
         self._clock = clock
         self._env_steps = 0

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.policy import Policy, load_run_policy, load_saved_policy
-from qfleet.config.config import OPTIONS, Config
+from qfleet.config.config import OPTIONS, Config, PipelineSchedule
 from qfleet.config.files import read_fields
 from qfleet.config.presets import resolve
 from qfleet.config.trust import check_trust
@@ -25,7 +25,7 @@ from qfleet.core.urls import is_url
 from qfleet.data.writer import check_target
 from qfleet.engines.all_reduce.world import with_launched_workers
 from qfleet.engines.cluster.baseline import stored_rate
-from qfleet.engines.offline import dataset_fields, with_dataset
+from qfleet.engines.offline import check_datasets, dataset_fields, with_dataset, with_given
 from qfleet.engines.parameter_server import limits, resize_request
 from qfleet.envs.objects import named_fields
 from qfleet.envs.registry import check_env
@@ -45,7 +45,7 @@ from qfleet.storage.vacancy import (
 from qfleet.telemetry.progress import choose_mode
 from qfleet.training.callbacks import Callbacks, as_callbacks
 from qfleet.training.publisher import Publisher, publishing
-from qfleet.training.restarts import follow_if_told, stored_engine, was_lost
+from qfleet.training.restarts import FREE_ON_RESUME, follow_if_told, stored_engine, was_lost
 from qfleet.training.result import Result
 from qfleet.training.run import Run
 from qfleet.training.run_folders import find_one_run
@@ -54,17 +54,6 @@ from qfleet.training.seeds import finished, resume_seeds, vacant_urls
 from qfleet.training.trained import Trained, TrainedSeeds, aggregate_seeds, draw_learning_curve
 
 RUNS = Path("runs")
-
-# Fields that may change when a run is resumed: they determine how and how long it runs, not what it
-# computes.
-FREE_ON_RESUME = {
-    "steps", "device", "threads", "log_interval", "checkpoint_freq", "keep_checkpoints",
-    "tensorboard", "track", "replay_dir", "max_fault_rate", "max_env_restarts", "env_timeout_s",
-    "max_abs_q", "target_return", "patience", "eval_max_steps", "workers", "servers", "address",
-    "snapshot_s", "worker_timeout_s", "baseline", "price_per_cpu_hour", "price_per_gpu_hour",
-    "record", "data", "data_readers", "tensor_parallel", "pipeline_parallel",
-}  # fmt: skip
-
 
 OLDER_RUNS = {"action_masks": False}
 """Values of fields in runs that are older than them, where they are not the defaults."""
@@ -111,7 +100,7 @@ def train(
     follow_if_told(config.engine)
     if is_url(str(run_dir)):
         with Publisher(str(run_dir)) as publisher:
-            if not was_lost(publisher.folder, config, FREE_ON_RESUME):
+            if not was_lost(publisher.folder, config):
                 publisher.check_vacant(overwrite)
             trained = train(
                 config=config, run_dir=publisher.folder, name=name, overwrite=overwrite,
@@ -120,7 +109,7 @@ def train(
             )  # fmt: skip
         return replace(trained, url=str(run_dir))
     initial, place = _initial(config, trust), Path(run_dir or RUNS / (name or "-"))
-    lost = was_lost(place, config, FREE_ON_RESUME)
+    lost = was_lost(place, config)
     if lost:
         if has_checkpoint(place / "checkpoints"):
             how: dict[str, Any] = {"options": options, "progress": progress, "callbacks": callbacks}
@@ -193,12 +182,15 @@ def resume(
     workers: int | None = None,
     tensor_parallel: int | None = None,
     pipeline_parallel: int | None = None,
+    micro_batches: int | None = None,
+    pipeline_schedule: PipelineSchedule | None = None,
     servers: int | None = None,
     address: str | None = None,
     replay_dir: str | None = None,
     track: Literal["none", "wandb", "mlflow"] | None = None,
     record: str | None = None,
     data: str | None = None,
+    validation_data: str | None = None,
     options: RunOptions | None = None,
     progress: bool = False,
     callbacks: Callbacks = (),
@@ -213,8 +205,13 @@ def resume(
     asked: dict[str, Any] = {
         "steps": steps, "device": device, "workers": workers, "servers": servers,
         "address": address, "replay_dir": replay_dir, "track": track, "record": record,
-        "data": data, "tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel,
+        "data": data, "validation_data": validation_data, "tensor_parallel": tensor_parallel,
+        "pipeline_parallel": pipeline_parallel, "micro_batches": micro_batches,
+        "pipeline_schedule": pipeline_schedule,
     }  # fmt: skip
+    if pipeline_parallel is not None:  # those of other stages may not go with these
+        asked["micro_batches"] = micro_batches or Config.micro_batches
+        asked["pipeline_schedule"] = pipeline_schedule or Config.pipeline_schedule
     asked = {name: value for name, value in asked.items() if value is not None}
     how = dict[str, Any](options=_options(options, progress), callbacks=callbacks, trust=trust)
     if is_url(str(run)):
@@ -261,6 +258,8 @@ def resume(
             f"'{folder}' is complete ({checkpoint.env_steps} steps); --steps N sets a new total"
         )
     check_target(config.record, config)
+    if config.data:
+        check_datasets(config)
     runner = Run(config, folder, how["options"], callbacks, checkpoint)
     for alert in alerts:
         runner.alert(alert)
@@ -293,8 +292,8 @@ def load(
     environment when the policy is evaluated.
     """
     if is_policy_file(run):
-        if which == "last":
-            raise ConfigError(f"'{run}' holds one policy, so which='last' cannot be chosen")
+        if which not in (None, "best"):
+            raise ConfigError(f"'{run}' holds one policy, so which={which!r} cannot be chosen")
         return load_saved_policy(Path(run), trust, device)
     return load_run_policy(find_one_run(run, RUNS, which or "best"), which, trust, device)
 
@@ -332,6 +331,7 @@ def _configure(
             named["env"] = full_id(named["env"])
         stored = dataset_fields(named.get("data", ""), trust)
         config, _ = resolve(named.pop("env", None), algo, preset, stored, named)
+        config = with_given(config, named)
     elif env is not None or algo or preset or fields:
         raise ConfigError("config= sets every field; use config.replace(…) to change some of them")
     return check_config(with_dataset(with_launched_workers(config)))

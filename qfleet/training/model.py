@@ -77,7 +77,7 @@ class DQN:
         ``total_timesteps`` None: the preset's; when called again, the rest of a run that was
         stopped, else as many as before. ``log_interval``, in episodes, has no effect.
         """
-        if reset_num_timesteps:
+        if reset_num_timesteps and self.trained is not None:
             raise ConfigError("reset_num_timesteps True has no counterpart; learn() continues")
         if total_timesteps is not None:
             total_timesteps = check_fields({"steps": total_timesteps})["steps"]
@@ -103,6 +103,11 @@ class DQN:
         has_best = self.trained.result.best_eval_return is not None
         self._policy = self.trained.policy("best" if has_best else "last")
         return self
+
+    @property
+    def num_timesteps(self) -> int:
+        """Env steps of the run so far."""
+        return 0 if self.trained is None else self.trained.result.env_steps
 
     @property
     def policy(self) -> Policy:
@@ -148,7 +153,10 @@ class DQN:
 
     def __getattr__(self, name: str) -> Any:
         # Only for names that do not exist, such as Stable-Baselines3's get_env.
-        raise AttributeError(f"qfleet's DQN has no '{name}'; environments are made by gymnasium")
+        hint = "its run is .trained (folder, config, result), and what acts is .policy"
+        if "env" in name or "space" in name:
+            hint = "environments are made by gymnasium"
+        raise AttributeError(f"qfleet's DQN has no '{name}'; {hint}")
 
 
 def _translate(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ _LEASE = ".lease"
 """Local file with the number of the lease under which this folder was last equal to the URL."""
 _FILES = (
     "config.json", "seeds.json", "metrics.jsonl", "result.json", "population.jsonl",
-    "plots/*.png", "agents/*/config.json",
+    "plots/[!.]*.png", "agents/*/config.json",
 )  # fmt: skip
 _SNAPSHOTS = (
     "checkpoints/[0-9]*", "checkpoints/.old-*", "best", ".old-best", "agents/*/best",
@@ -220,7 +220,7 @@ class Publisher(Callback):
 
     def _times(self) -> Iterator[int]:
         """Yield times that change when the run commits something other than a line of metrics."""
-        for pattern in ("*.json", "checkpoints", "best", "plots/*.png", "agents/*/best"):
+        for pattern in ("*.json", "checkpoints", "best", "plots/[!.]*.png", "agents/*/best"):
             for path in sorted(self.folder.glob(pattern)):
                 with contextlib.suppress(OSError):
                     yield path.stat().st_mtime_ns

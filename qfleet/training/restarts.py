@@ -1,4 +1,4 @@
-"""Ranks that a launcher has started: which of them have a run, and which run they continue."""
+"""Starting again: what may change on a resume, and which run ranks of a launcher continue."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from qfleet.engines.auto import settle
 from qfleet.storage.checkpoint import diff_meta
 from qfleet.storage.vacancy import CONFIG
 from qfleet.telemetry.runs import resolve_run
+
+FREE_ON_RESUME = {
+    "steps", "device", "threads", "log_interval", "checkpoint_freq", "keep_checkpoints",
+    "tensorboard", "track", "replay_dir", "max_fault_rate", "max_env_restarts", "env_timeout_s",
+    "max_abs_q", "target_return", "patience", "eval_max_steps", "workers", "servers", "address",
+    "snapshot_s", "worker_timeout_s", "baseline", "price_per_cpu_hour", "price_per_gpu_hour",
+    "record", "data", "data_readers", "validation_data", "tensor_parallel", "pipeline_parallel",
+    "micro_batches", "pipeline_schedule",
+}  # fmt: skip
+"""Fields that determine how and how long a run runs, not what it computes."""
 
 
 def follow_if_told(engine: str) -> None:
@@ -32,7 +42,7 @@ def stored_engine(run: Path | str, runs: Path) -> str:
         return "all-reduce"
 
 
-def was_lost(place: Path, config: Config, free: set[str]) -> bool:
+def was_lost(place: Path, config: Config) -> bool:
     """Return whether torchrun has started this command again, whose run is in ``place``."""
     if config.engine != "all-reduce" or not count_restarts():
         return False
@@ -40,4 +50,4 @@ def was_lost(place: Path, config: Config, free: set[str]) -> bool:
         stored = read_fields(place / CONFIG)
     except QfleetError:
         return False
-    return not diff_meta(stored, json.loads(settle(config)[0].to_json()), free)
+    return not diff_meta(stored, json.loads(settle(config)[0].to_json()), FREE_ON_RESUME)

@@ -22,6 +22,7 @@ from qfleet.core.errors import (
     EnvironmentFault,
     QfleetError,
     RunBusyError,
+    one_line,
 )
 from qfleet.core.files import atomic_write_text, change_folder, writing
 from qfleet.core.signals import signals_request_stop
@@ -65,7 +66,7 @@ class Run(RunState):
         # Absolute: an environment may change the working directory.
         folder, began_in = folder.absolute(), Path.cwd()
         config, self._chosen = settle(validate(config))
-        for name in ("replay_dir", "record", "data"):
+        for name in ("replay_dir", "record", "data", "validation_data"):
             if (place := getattr(config, name)) and not is_url(place):
                 config = config.replace(**{name: str(Path(place).absolute())})
         super().__init__(config, folder, options, standard_hooks(config), callbacks)
@@ -154,11 +155,14 @@ class Run(RunState):
                     self._finish()
                 except RunBusyError:
                     raise  # the folder belongs to another run
-                except QfleetError as error:
+                except Exception as error:
                     if isinstance(error, ClusterLost):
                         loss = str(error).removesuffix(RUN_AGAIN)
                         error.args = (f"{loss}; {self._keep_rest()}",)
-                    self.stopped_by = f"error: {error}"
+                    elif self.has_failed_callback:  # which was called between two turns
+                        self._keep_rest()
+                    why = error if isinstance(error, QfleetError) else one_line(error)
+                    self.stopped_by = f"error: {why}"
                     with contextlib.suppress(ConfigError):  # the first error counts
                         self._write_result()
                     raise

@@ -105,7 +105,7 @@ def _play_single(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
                 int(policy.greedy(np.asarray(obs)[None])[0])
             )
             done = terminated or truncated
-            yield _rendered(env.render()), float(reward)
+            yield _rendered(env), float(reward)
 
 
 def _begin(policy: Policy, seed: int) -> tuple[AnyEnv, Any, Frame]:
@@ -114,13 +114,16 @@ def _begin(policy: Policy, seed: int) -> tuple[AnyEnv, Any, Frame]:
     try:
         policy.check_spec(single_spec(policy.env_config, env))
         obs, _ = env.reset(seed=seed)
-        return env, obs, _rendered(env.render())
+        return env, obs, _rendered(env)
     except BaseException:
         close_env(env)
         raise
 
 
-def _rendered(frame: Any) -> Frame:
+def _rendered(env: AnyEnv) -> Frame:
+    frame = None
+    with contextlib.suppress(NotImplementedError):  # Gymnasium's own ``render``
+        frame = env.render()
     if not isinstance(frame, np.ndarray) or frame.ndim != 3:
         raise ConfigError("this environment renders no image in render_mode rgb_array")
     return frame.astype(np.uint8, copy=False)

@@ -92,6 +92,34 @@ def test_an_alias_and_its_option_are_refused(
     assert "same option" in refused(capsys, f"train CartPole-v1 {words}")
 
 
+def test_an_environment_is_named_once_and_a_file_without_one_names_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = refused(capsys, "train CartPole-v1 --env Acrobot-v1 --steps 100")
+    assert "CartPole-v1" in told
+    assert "--env" in told
+    file = tmp_path / "fields.json"
+    file.write_text('{"steps": 100}')
+    assert "environment" in refused(capsys, f"train --config {file}")
+
+
+@pytest.mark.parametrize("option", ["--stepss", "--gammaa", "--gamm"])
+def test_an_option_that_begins_or_ends_like_another_one_is_named(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "did you mean --" in refused(capsys, f"train CartPole-v1 {option} 10")
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [("--cuda", "--device cuda"), ("--verbose 1", "--quiet"), ("--save-model", "qfleet export")],
+)
+def test_an_option_of_a_peer_names_its_counterpart(
+    given: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert instead in refused(capsys, f"train CartPole-v1 {given}")
+
+
 def test_python_takes_aliases_and_short_names(settled: Callable[[str], Config]) -> None:
     del settled  # no run starts
     with pytest.raises(Reached):

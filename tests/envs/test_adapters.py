@@ -142,6 +142,7 @@ def test_a_number_is_a_combination_of_values(
     ("one", "words"),
     [
         (config("text"), "observation Text"),
+        (config("nothing"), "observation no values"),
         (config("dict", "box"), "action Box --discretize-actions"),
         (config("dict", "box", discretize_actions=33), "1089 1024"),
         (config("dict", "digits", discretize_actions=5), "MultiDiscrete discretize_actions 5"),
@@ -350,6 +351,12 @@ def test_an_env_of_another_library_is_named_with_its_adapter(
     run = ["--steps", "200", "--run-dir", str(tmp_path / "run")]
     assert main(["train", f"{HERE}:{name}", *run]) != 0
     assert says_all(capsys.readouterr().err, name, *words.split())
+
+
+def test_an_env_without_spaces_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--steps", "200", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", f"{HERE}:NoSpaces", *run]) != 0
+    assert says_all(capsys.readouterr().err, "NoSpaces", "observation_space", "__init__")
 
 
 def says_all(text: str, *words: str) -> bool:

@@ -15,11 +15,18 @@ import pytest
 import qfleet
 from qfleet.cli.main import main
 from qfleet.core import files
-from qfleet.core.errors import CheckpointError, ClusterError, ConfigError, RunBusyError, UserError
+from qfleet.core.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    EnvironmentFault,
+    RunBusyError,
+    UserError,
+)
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.training.run import Run
 from qfleet.training.run_state import RunOptions
-from support.faulty_envs import TINY, result_of
+from support.faulty_envs import TINY, faulty, result_of
 from support.messages import holds, says
 
 
@@ -136,23 +143,15 @@ def test_a_finished_run_is_told_apart_and_may_be_prolonged(tmp_path: Path) -> No
 
 
 class Failing(qfleet.Callback):
-    """The run fails before its first step, or at this log."""
-
-    def __init__(self, at_env_steps: int = 0) -> None:
-        self._at = at_env_steps
+    """The run fails before its first step."""
 
     def on_start(self, run: Run) -> None:
-        if self._at == 0:
-            raise ClusterError(f"no room for {run.config.env}")
-
-    def on_log(self, run: Run, scalars: dict[str, float | None]) -> None:
-        if scalars["time/env_steps"] == self._at:
-            raise ClusterError(f"no room for {run.config.env}")
+        raise ClusterError(f"no room for {run.config.env}")
 
 
-def fail(folder: Path, **where: Any) -> None:
+def fail(folder: Path) -> None:
     with pytest.raises(ClusterError, match="no room"):
-        train(folder, callbacks=[Failing(**where)])
+        train(folder, callbacks=[Failing()])
 
 
 def test_a_start_that_came_to_nothing_does_not_take_its_folder(tmp_path: Path) -> None:
@@ -176,14 +175,16 @@ def test_a_start_that_came_to_nothing_does_not_take_its_folder(tmp_path: Path) -
 
 def test_what_a_run_came_to_is_kept_though_it_has_no_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    fail(folder, at_env_steps=100)
+    with pytest.raises(EnvironmentFault, match="observation"):
+        qfleet.train(**faulty("shape", after=150), run_dir=folder)
+    assert not (folder / "checkpoints").exists()
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     with pytest.raises(ConfigError, match=says("checkpoint", "another folder")):
         train(folder)
     with pytest.raises(
         CheckpointError, match=says("checkpoint", "qfleet train --config")
     ) as caught:
-        qfleet.resume(folder)
+        qfleet.resume(folder, trust=True)
     assert "--run-dir" not in str(caught.value)  # it would be refused
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 

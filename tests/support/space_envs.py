@@ -11,6 +11,7 @@ from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
 PICTURE = Box(0, 255, (6, 7, 3), np.uint8)
 SPACES: dict[str, spaces.Space[Any]] = {
+    "nothing": Box(-1, 1, (0,)),
     "dict": spaces.Dict({"speed": Box(-1, 3, (2,), np.float32), "gear": Discrete(3, start=1)}),
     "image": spaces.Dict(
         {"eye": PICTURE, "gear": Discrete(3), "arm": Box(-1, 3, (1,)), "said": spaces.Text(4)}
@@ -134,3 +135,7 @@ class NoSeed(Drifting):
 
 
 OldGym = type("OldGym", (), {"__module__": "gym.core", "step": None})
+
+
+class NoSpaces(gymnasium.Env[Any, Any]):
+    """Forgets to set its spaces."""

@@ -199,3 +199,16 @@ def test_a_notebook_redraws_only_with_ipywidgets(
     monkeypatch.setattr("qfleet.telemetry.progress.find_spec", lambda _: found)
     assert choose_mode(False, io.StringIO()) == mode
     assert choose_mode(True, io.StringIO()) == "silent"
+
+
+def test_training_goes_on_when_nobody_reads_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ``2>&1 | head``: rich would end the program."""
+
+    class Closed(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stderr", Closed())
+    progress = Progress(100)
+    for _ in range(2):
+        progress.message("a fault")

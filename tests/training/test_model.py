@@ -91,16 +91,20 @@ def test_a_model_learns_what_train_learns_bit_for_bit() -> None:
 
 
 def test_learn_again_goes_on_as_resume_does() -> None:
-    model = qfleet.DQN("CartPole-v1", **TINY).learn(100)
+    model = qfleet.DQN("CartPole-v1", **TINY)
+    assert model.num_timesteps == 0
+    model.learn(100, reset_num_timesteps=True)  # Stable-Baselines3's default
     folder = model.trained and model.trained.folder
     assert model.learn(60) is model
     assert model.trained is not None
     assert model.trained.folder == folder
-    assert model.trained.result.env_steps == 160
+    assert model.num_timesteps == model.trained.result.env_steps == 160
     trained = qfleet.train("CartPole-v1", steps=100, **TINY)
     assert_same_learner(model.trained, qfleet.resume(trained.folder, steps=160))
     assert model.learn().trained is not None
     assert model.trained.result.env_steps == 220  # as many as before
+    with pytest.raises(ConfigError, match="reset_num_timesteps"):
+        model.learn(60, reset_num_timesteps=True)
 
 
 def test_learn_without_a_number_makes_up_for_a_stop() -> None:
@@ -268,8 +272,8 @@ def test_what_a_model_does_not_have_is_said_in_one_sentence() -> None:
         model.get_env()
     with pytest.raises(UserError, match=says("learn", "load")):
         model.predict(OBS)
-    with pytest.raises(ConfigError, match="reset_num_timesteps"):
-        model.learn(60, reset_num_timesteps=True)
+    with pytest.raises(AttributeError, match=says("logger", ".trained", ".policy")):
+        _ = model.logger
 
 
 def test_cnn_policy_is_the_nature_cnn() -> None:

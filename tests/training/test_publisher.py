@@ -83,6 +83,8 @@ def test_a_published_run_equals_its_folder(tmp_path: Path) -> None:
         def on_end(self, run: Any, result: Any) -> None:
             (run.folder / "plots").mkdir()
             (run.folder / "plots/learning_curve.png").write_bytes(b"PNG")
+            # Half of a picture, until it is renamed; an index that lists it is refused.
+            (run.folder / "plots/.tmp-returns.png").write_bytes(b"P")
 
     trained = qfleet.train("CartPole-v1", **FIELDS, run_dir=url, callbacks=Draw())
     assert (trained.url, trained.folder) == (url, working_folder(url))

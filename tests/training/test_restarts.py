@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from qfleet.engines.auto import settle
-from qfleet.training.api import FREE_ON_RESUME
 from qfleet.training.restarts import stored_engine, was_lost
 from support.configs import tiny_config
 
@@ -21,14 +20,14 @@ def store(folder: Path, **changes: object) -> Path:
 
 def test_a_restarted_command_knows_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store(tmp_path)
-    assert not was_lost(tmp_path, CONFIG, FREE_ON_RESUME)  # the first start
+    assert not was_lost(tmp_path, CONFIG)  # the first start
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert was_lost(tmp_path, CONFIG, FREE_ON_RESUME)
-    assert was_lost(tmp_path, CONFIG.replace(workers=4), FREE_ON_RESUME)  # with fewer machines
-    assert not was_lost(tmp_path, CONFIG.replace(learning_rate=0.5), FREE_ON_RESUME)
-    assert not was_lost(tmp_path / "other", CONFIG, FREE_ON_RESUME)
-    assert not was_lost(store(tmp_path, engine="serial"), CONFIG, FREE_ON_RESUME)
-    assert not was_lost(tmp_path, CONFIG.replace(engine="serial"), FREE_ON_RESUME)
+    assert was_lost(tmp_path, CONFIG)
+    assert was_lost(tmp_path, CONFIG.replace(workers=4))  # with fewer machines
+    assert not was_lost(tmp_path, CONFIG.replace(learning_rate=0.5))
+    assert not was_lost(tmp_path / "other", CONFIG)
+    assert not was_lost(store(tmp_path, engine="serial"), CONFIG)
+    assert not was_lost(tmp_path, CONFIG.replace(engine="serial"))
 
 
 def test_the_engine_of_a_run_that_is_elsewhere_is_that_of_ranks(tmp_path: Path) -> None:

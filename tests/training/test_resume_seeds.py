@@ -131,6 +131,17 @@ def test_stored_values_need_trust(parent: Path) -> None:
         qfleet.resume(parent)
 
 
+def test_stopped_seeds_say_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, config = tmp_path / "parent", tmp_path / "config.json"
+    fields = {name: value for name, value in FIELDS.items() if name != "preset"}
+    config.write_text(json.dumps({"env": "CartPole-v1", **fields}))
+    words = ["train", "--config", str(config), "--seeds", "2", "--run-dir", str(folder)]
+    assert main([*words, "--stop-after", "150", "--quiet"]) == 0
+    assert f"go on with: qfleet resume {folder}" in capsys.readouterr().out
+    assert main(["resume", str(folder), "--quiet"]) == 0
+    assert "go on with" not in capsys.readouterr().out
+
+
 def test_a_refused_start_of_several_seeds_leaves_no_folder(tmp_path: Path) -> None:
     folder = tmp_path / "parent"
     fields = FIELDS | {"replay_dir": "/proc/nowhere"}

@@ -250,3 +250,24 @@ def test_a_curve_has_two_points_or_is_not_drawn(
     told = capsys.readouterr().out
     assert "None" not in told
     assert ("learning_curve.png" in told) == is_drawn
+
+
+def test_a_callback_that_fails_leaves_a_checkpoint_and_a_result(tmp_path: Path) -> None:
+    def fail(run: Run) -> None:
+        if run.parts.clock.env_steps >= 100:
+            raise ValueError("boom")
+
+    folder, fields = tmp_path / "run", tiny_fields(steps=10_000, checkpoint_freq=10**9)
+    with pytest.raises(ValueError, match="boom"):
+        qfleet.train("CartPole-v1", run_dir=folder, callbacks=fail, **fields)
+    result = json.loads((folder / "result.json").read_text())
+    assert result["stopped_by"] == "error: ValueError: boom"
+    resumed = qfleet.resume(folder, steps=result["env_steps"] + 50)
+    assert isinstance(resumed, qfleet.Trained)
+    assert resumed.result.stopped_by == "steps"
+
+
+def test_only_known_policies_are_loaded(tmp_path: Path) -> None:
+    trained = qfleet.train("CartPole-v1", run_dir=tmp_path / "run", **tiny_fields())
+    with pytest.raises(ConfigError, match=says("which", "newest", "last")):
+        qfleet.load(trained.folder, which="newest")  # type: ignore[arg-type]

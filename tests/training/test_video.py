@@ -18,6 +18,7 @@ from PIL import Image
 import qfleet
 from qfleet.training.video import DRIVER, record_video
 from support.configs import tiny_fields
+from support.messages import says
 from support.toy_envs import Bandit
 
 
@@ -53,6 +54,13 @@ class NeedsDummyFromTheStart(NeedsDummy):
 class NeverDraws(BlackWithDummy):
     def render(self) -> NDArray[np.uint8]:
         raise RuntimeError("no picture")
+
+
+class Undrawn(BlackWithDummy):
+    """Has only Gymnasium's own ``render``."""
+
+    def render(self) -> NDArray[np.uint8]:
+        raise NotImplementedError
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +105,13 @@ def test_a_driver_that_the_user_has_set_stays(
     with pytest.raises(RuntimeError, match="No available video device"):
         video(policy, NeedsDummy, tmp_path / "video.gif")
     assert os.environ[DRIVER] == "x11"
+
+
+def test_an_environment_without_a_renderer_is_named_in_one_line(
+    policy: qfleet.Policy, tmp_path: Path
+) -> None:
+    with pytest.raises(qfleet.ConfigError, match=says("no image", "rgb_array")):
+        video(policy, Undrawn, tmp_path / "video.gif")
 
 
 def test_an_environment_that_fails_with_both_drivers_is_reported(
