@@ -5,7 +5,9 @@ No heavy package is imported here, so that ``qfleet --help`` answers at once.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import os
 import sys
 from importlib.metadata import version
@@ -56,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UnknownNameError("verb", verb, VERBS)
         check_platform()
         code: int = importlib.import_module(f"qfleet.cli.{verb}").run(rest)
+        sys.stdout.flush()  # a full disk is noticed here, not after the end
         return code
     except QfleetError as error:
         if debug:
@@ -80,12 +83,26 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe; prevents a second error from Python at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:
+        if debug or error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        where = error.filename or "the output"
+        print(f"qfleet: cannot write {where}: the disk is full; free some space", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def program() -> int:
     """Run the program ``qfleet``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # one that is ASCII-only shows ? instead of ε
+            stream.reconfigure(errors="replace")
     return run_to_end(main)
 
 

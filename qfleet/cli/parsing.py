@@ -72,8 +72,8 @@ def parse(
         is_usage = True
         raise UserError(_one_line(stderr.getvalue(), verb)) from None
     finally:
-        if not is_usage:  # lines of a verb that is a function: tyro has called it
-            sys.stderr.write(stderr.getvalue())
+        if not is_usage and (lines := stderr.getvalue()):
+            sys.stderr.write(lines)  # of a verb that is a function: tyro has called it
 
 
 def spell(argv: list[str]) -> list[str]:

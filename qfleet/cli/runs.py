@@ -6,9 +6,9 @@ import csv
 import fnmatch
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -17,6 +17,9 @@ from qfleet.core.errors import ConfigError, UnknownNameError
 from qfleet.telemetry.formatting import format_duration, format_rate, format_score
 from qfleet.telemetry.runs import EVAL_RETURN, RunData, read_run, summarise
 from qfleet.training.run_folders import ListedRun, list_runs
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 HELP = "list the runs in a folder with their scores"
 
@@ -36,6 +39,9 @@ TITLES = {
     "steps/s": "env_steps_per_s", "wall": "wall_s",
 }  # fmt: skip
 """Titles of the table → columns, where they differ."""
+
+LESS_NEEDED = ("engine", "seed", "steps/s", "algo", "wall", "env")
+"""Columns that a narrow terminal leaves out, in this order."""
 
 _Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 
@@ -126,33 +132,55 @@ def _describe(data: RunData) -> dict[str, Any]:
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from rich.measure import Measurement
 
     console = Console()
     if not console.is_terminal:  # a pipe has no width to fit into
         console = Console(width=200)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("name", "env", "algo", "engine"):
-        table.add_column(title, overflow="fold")
-    for title in ("seed", "steps", "return", "best", "steps/s", "wall"):
-        table.add_column(title, justify="right")
-    table.add_column("state")
-    for row in rows:
-        cells = (
-            *(row[key] or "–" for key in ("name", "env", "algo", "engine")),
-            _cell(row["seed"], str),
-            "/".join(_cell(row[key], "{:,}".format) for key in ("env_steps", "total_env_steps")),
-            _cell(row["eval_return_mean"], format_score),
-            _cell(row["best_eval_return"], format_score),
-            _cell(row["env_steps_per_s"], format_rate),
-            _cell(row["wall_s"], format_duration),
-            row["state"],
-        )
-        # Text, not str: a name may hold brackets, which rich would read as markup.
-        table.add_row(*(Text(str(cell)) for cell in cells))
+    unlimited, left_out = console.options.update(width=10_000), list[str]()
+    table = _table(rows, left_out)
+    for title in LESS_NEEDED:
+        if Measurement.get(console, unlimited, table).maximum > console.width:
+            left_out.append(title)
+            table = _table(rows, left_out)
     console.print(table)
+    if left_out:
+        console.out(f"left out: {', '.join(left_out)} (--csv has all columns)", highlight=False)
 
 
-def _cell(value: float | None, form: Callable[[float], str]) -> str:
-    return "–" if value is None else form(value)
+def _table(rows: list[dict[str, Any]], left_out: Collection[str]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in CELLS:
+        if title not in left_out:
+            number = title in ("seed", *TITLES)
+            table.add_column(title, "", justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        cells = (form(row) for title, form in CELLS.items() if title not in left_out)
+        # Text, not str: a name may hold brackets, which rich would read as markup.
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _text(key: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: row[key] or "–"
+
+
+def _number(key: str, form: Callable[[float], str]) -> Callable[[dict[str, Any]], str]:
+    return lambda row: "–" if row[key] is None else form(row[key])
+
+
+_STEPS = _number("env_steps", "{:,}".format), _number("total_env_steps", "{:,}".format)
+CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
+    **{key: _text(key) for key in ("name", "env", "algo", "engine")},
+    "seed": _number("seed", str),
+    "steps": lambda row: "/".join(form(row) for form in _STEPS),
+    "return": _number("eval_return_mean", format_score),
+    "best": _number("best_eval_return", format_score),
+    "steps/s": _number("env_steps_per_s", format_rate),
+    "wall": _number("wall_s", format_duration),
+    "state": _text("state"),
+}
+"""Titles of the table → texts of a run."""

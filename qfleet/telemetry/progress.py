@@ -176,7 +176,10 @@ class Progress:
         if not encoding.lower().startswith("utf"):  # e.g. a Windows code page, which has no ε
             text = text.replace("ε", "eps").replace("×", "x")
             text = text.encode(encoding, "replace").decode(encoding)
-        self._console.out(text, highlight=False)
+        try:
+            self._console.out(text, highlight=False)
+        except OSError:  # the lines go to a file, and its disk is full
+            self._console.quiet = True
 
     def _end_preparing(self) -> None:
         if self._status is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from qfleet.config.config import Config
 from qfleet.core.errors import CheckpointError
 from qfleet.telemetry.aggregate import iqm
 from support.messages import holds
+from support.processes import start_qfleet
+from support.waiting import deadline
 
 TINY: dict[str, Any] = {
     "preset": "none", "steps": 200, "learning_starts": 50, "net_arch": (8,), "batch_size": 8,
@@ -90,6 +94,40 @@ def test_a_wrong_column_is_named(
 ) -> None:
     _, err = call(capsys, "runs", *words.split(), code=2)
     assert holds(err, *named.split())
+
+
+@pytest.mark.usefixtures("three_runs")
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_narrow_terminal_leaves_columns_out(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    head, *rows = re.sub(r"\x1b\[\d*m", "", call(capsys, "runs")[0]).splitlines()
+    assert {"name", "steps", "return", "best", "state"} <= set(head.split())
+    assert ("engine" in head) == (width == 200)
+    assert len(rows) == 3 + (width < 200)  # no row is broken into two lines
+    assert max(map(len, [head, *rows[:3]])) <= width
+    if width < 200:
+        assert holds(rows[3], "engine", "--csv")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to /dev/full")
+def test_output_on_a_full_disk_is_an_error_of_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        process = start_qfleet("runs", stdout=full)
+    _, said = process.communicate(timeout=deadline(60))
+    assert process.returncode == 1
+    assert said.count("\n") == 1
+    assert holds(said, "disk", "output")
+
+
+def test_a_terminal_without_greek_letters_shows_help() -> None:
+    process = start_qfleet("train", "--help", env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    said, _ = process.communicate(timeout=deadline(60))
+    assert process.returncode == 0
+    assert "--exploration-fraction" in said
 
 
 def test_evaluate_plays_every_seed_and_aggregates(capsys: pytest.CaptureFixture[str]) -> None:

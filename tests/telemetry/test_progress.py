@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import io
+import os
 
 import pytest
 from rich.console import Console
@@ -201,12 +203,15 @@ def test_a_notebook_redraws_only_with_ipywidgets(
     assert choose_mode(True, io.StringIO()) == "silent"
 
 
-def test_training_goes_on_when_nobody_reads_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with ``2>&1 | head``: rich would end the program."""
+@pytest.mark.parametrize("code", [errno.EPIPE, errno.ENOSPC])
+def test_training_goes_on_when_the_progress_cannot_be_written(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with ``2>&1 | head``, where rich would end the program, or a log on a full disk."""
 
     class Closed(io.StringIO):
         def write(self, _: str) -> int:
-            raise BrokenPipeError
+            raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("sys.stderr", Closed())
     progress = Progress(100)
