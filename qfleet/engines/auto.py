@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -67,11 +68,16 @@ WORTHWHILE = 1.05
 """Speed-up over serial above which another engine is chosen."""
 
 
-def settle(config: Config) -> tuple[Config, str | None]:
-    """Return the configuration with every choice made, and a sentence about a chosen engine."""
+def settle(
+    config: Config, report: Callable[[str], None] = lambda _: None
+) -> tuple[Config, str | None]:
+    """Return the configuration with every choice made, and a sentence about a chosen engine.
+
+    ``report``: called with what is being measured, and with faults of the environments.
+    """
     if config.data:  # a dataset replaces the environments, whose shape is chosen here
         return with_launched_workers(config), None
-    engine, why = (config.engine, "") if config.engine != "auto" else _choose_engine(config)
+    engine, why = (config.engine, "") if config.engine != "auto" else _choose_engine(config, report)
     config = with_launched_workers(config.replace(engine=engine))
     config = _with_shape(config.replace(env_groups=0) if engine == "serial" else config)
     if not why:
@@ -82,7 +88,7 @@ def settle(config: Config) -> tuple[Config, str | None]:
     return config, f"engine {engine}, {shape}: {why}"
 
 
-def _choose_engine(config: Config) -> tuple[str, str]:
+def _choose_engine(config: Config, report: Callable[[str], None]) -> tuple[str, str]:
     if config.population > 1:
         return "device", "a population is one batch"
     if config.batch_plateau_factor > 1:
@@ -103,7 +109,7 @@ def _choose_engine(config: Config) -> tuple[str, str]:
         return "serial", "these environments share the interpreter with the learner"
     if cores == 1:
         return "serial", "there is one core"
-    return _try_engines(config)
+    return _try_engines(config, report)
 
 
 def _leaves_all_to_the_device(config: Config) -> bool:
@@ -194,12 +200,15 @@ def _with_device_shape(config: Config) -> Config:
     return validate(config.replace(envs=envs, env_groups=1, block_rows=rows))
 
 
-def _try_engines(config: Config) -> tuple[str, str]:
+def _try_engines(config: Config, report: Callable[[str], None]) -> tuple[str, str]:
     """Return the faster of serial and pipeline, by running both for ``TRIAL_S``."""
     key = {name: getattr(config, name) for name in FIELDS if name not in _NO_MATTER}
     rates = recall("engine", key)
     if not isinstance(rates, dict) or set(rates) != {"serial", "pipeline"}:
-        rates = {name: _trial_rate(config.replace(engine=name)) for name in ("serial", "pipeline")}
+        rates = {}
+        for name in ("serial", "pipeline"):
+            report(f"trying engine {name} for some seconds")
+            rates[name] = _trial_rate(config.replace(engine=name), FaultLog(report))
         remember("engine", key, rates)
     gain = rates["pipeline"] / rates["serial"]
     engine = "pipeline" if gain > WORTHWHILE else "serial"
@@ -215,7 +224,7 @@ def with_short_rollouts(config: Config) -> Config:
     )
 
 
-def _trial_rate(config: Config) -> float:
+def _trial_rate(config: Config, faults: FaultLog) -> float:
     """Return the env steps per second of an engine while it learns."""
     config = _with_shape(config)
     if not config.replay:
@@ -231,7 +240,7 @@ def _trial_rate(config: Config) -> float:
     )
     with contextlib.ExitStack() as closing:
         closing.callback(TorchSettings().restore)
-        parts = registry.build(config, FaultLog())
+        parts = registry.build(config, faults)
         closing.callback(parts.close)
         # The first updates fill caches and start threads; they are not counted.
         start_s, start_steps, limit_s = time.monotonic(), 0, 30.0

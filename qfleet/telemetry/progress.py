@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from time import monotonic
 from typing import Literal, TextIO, TypeAlias
@@ -180,6 +180,12 @@ class Progress:
             self._console.out(text, highlight=False)
         except OSError:  # the lines go to a file, and its disk is full
             self._console.quiet = True
+
+    def acknowledge(self, text: str) -> None:
+        """Print a line in a signal handler, where a stream may be in use and cannot be entered."""
+        if self._mode != "silent":
+            with suppress(OSError):
+                os.write(2, f"\n{text}\n".encode())
 
     def _end_preparing(self) -> None:
         if self._status is not None:

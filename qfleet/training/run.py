@@ -39,6 +39,7 @@ from qfleet.storage.rundir import RESERVE
 from qfleet.storage.state_checks import check_like, reading
 from qfleet.storage.vacancy import check_regular_files, check_vacant
 from qfleet.telemetry.figures import load_early
+from qfleet.telemetry.progress import Progress
 from qfleet.telemetry.trace import Trace, write_chrome_trace
 from qfleet.telemetry.usage import UsageMeter
 from qfleet.telemetry.writers import Writers, drop_metrics_beyond
@@ -65,7 +66,8 @@ class Run(RunState):
         """``checkpoint``: continue from there. ``initial``: start with the policy's weights."""
         # Absolute: an environment may change the working directory.
         folder, began_in = folder.absolute(), Path.cwd()
-        config, self._chosen = settle(validate(config))
+        with Progress(config.steps, mode=options.display) as progress:
+            config, self._chosen = settle(validate(config), progress.preparing)
         for name in ("replay_dir", "record", "data", "validation_data"):
             if (place := getattr(config, name)) and not is_url(place):
                 config = config.replace(**{name: str(Path(place).absolute())})
@@ -313,6 +315,7 @@ class Run(RunState):
 
     def _interrupt(self, number: int) -> None:
         self.interrupted_by = number
+        self.progress.acknowledge("stopping after this block; another signal stops at once")
 
     def close(self) -> None:
         self._opened.close()

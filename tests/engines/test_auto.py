@@ -14,6 +14,7 @@ from qfleet.config.presets import resolve
 from qfleet.engines import auto
 from qfleet.engines.auto import settle
 from qfleet.engines.measured_cache import cache_path
+from qfleet.telemetry.faults import FaultLog
 from support.messages import holds
 
 CUDA = torch.device("cuda")
@@ -54,7 +55,7 @@ class Trial:
         self.tried: list[str] = []
         monkeypatch.setattr(auto, "_trial_rate", self)
 
-    def __call__(self, config: Config) -> float:
+    def __call__(self, config: Config, _: FaultLog) -> float:
         self.tried.append(config.engine)
         return self._rates[config.engine]
 
@@ -148,13 +149,16 @@ def test_envs_in_the_background_are_tried_once_and_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trial = Trial(monkeypatch, 100.0, pipeline)
+    reported = list[str]()
     for _ in range(2):
-        config, sentence = settle(ASYNC)
+        config, sentence = settle(ASYNC, reported.append)
         assert shape(config) == expected
         assert sentence is not None
         assert sentence.startswith(f"engine {told}")
         assert holds(sentence, "4 envs", f"{pipeline / 100:.2f}")
     assert trial.tried == ["serial", "pipeline"]
+    assert len(reported) == 2
+    assert all(map(holds, reported, trial.tried))
     assert cache_path().exists()
     settle(ASYNC.replace(seed=3, steps=5000, learning_rate=0.5))  # nothing that costs time
     assert len(trial.tried) == 2
@@ -177,8 +181,8 @@ def test_a_real_trial_finds_two_rates_and_gives_torchs_settings_back(
     tried: dict[str, float] = {}
     real = auto._trial_rate
 
-    def watched(config: Config) -> float:
-        tried[config.engine] = real(config)
+    def watched(config: Config, faults: FaultLog) -> float:
+        tried[config.engine] = real(config, faults)
         return tried[config.engine]
 
     monkeypatch.setattr(auto, "_trial_rate", watched)

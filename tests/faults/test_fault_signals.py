@@ -16,6 +16,7 @@ from qfleet.core import signals
 from qfleet.storage.checkpoint import list_checkpoints
 from qfleet.training.run_state import RunOptions
 from support.faulty_envs import result_of
+from support.messages import holds
 from support.processes import children_of, count_lines, is_alive, needs_proc, start_qfleet
 from support.waiting import PHASE_S, deadline, finish, wait_until
 
@@ -50,6 +51,7 @@ def test_a_signal_ends_a_run_in_good_order(
         run.wait()
     assert run.returncode == code, err
     assert "Traceback" not in err
+    assert holds(err, "stopping", "signal")
     assert f"qfleet resume {folder}" in out
     result = result_of(folder)
     assert result["stopped_by"] == number.name
