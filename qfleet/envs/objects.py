@@ -23,13 +23,16 @@ def env_fields(env: Any) -> dict[str, Any]:
     """Return the fields of an id, an environment, or a class or function that makes one."""
     if isinstance(env, str):
         return {"env": env}
-    if isinstance(env, gymnasium.vector.VectorEnv):
-        raise ConfigError(
-            f"env is a vector environment ({type(env).__name__}); give the id or class of a single "
-            "one, and envs=N"
-        )
+    while type(env).__module__ == "stable_baselines3.common.monitor":
+        env = env.env  # it records returns, as every run does
     if isinstance(env, gymnasium.Env):
         return _spec_fields(env)
+    # Stable-Baselines3's vector environments have the same attribute.
+    if isinstance(number := getattr(env, "num_envs", None), int):
+        raise ConfigError(
+            f"env is a vector environment ({type(env).__name__}); give the id or class of a single "
+            f"one, and envs={number}"
+        )
     if callable(env):
         return {"env": name_object(env)}
     if kind := foreign_kind(env):

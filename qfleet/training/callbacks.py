@@ -50,6 +50,16 @@ def as_callbacks(given: Callbacks) -> list[Callback]:
     return [one if isinstance(one, Callback) else _StepCallback(one) for one in many]
 
 
+PEERS = {
+    "CheckpointCallback": "checkpoint_freq",
+    "EvalCallback": "eval_freq and n_eval_episodes",
+    "ProgressBarCallback": "progress",
+    "StopTrainingOnNoModelImprovement": "patience",
+    "StopTrainingOnRewardThreshold": "target_return",
+}
+"""Callbacks of Stable-Baselines3 → fields that do the same."""
+
+
 class _StepCallback(Callback):
     def __init__(self, function: StepFunction) -> None:
         try:
@@ -57,9 +67,11 @@ class _StepCallback(Callback):
         except ValueError:
             pass  # a builtin without a signature
         except TypeError as error:  # Stable-Baselines3's functions take locals and globals
+            name = getattr(function, "__name__", type(function).__name__)
+            why = str(error) if callable(function) else "it cannot be called"
+            why = f"set {PEERS[name]} instead" if name in PEERS else why
             raise ConfigError(
-                f"callback must be a qfleet.Callback or a function of the run, got {function!r}: "
-                f"{error}"
+                f"callback must be a qfleet.Callback or a function of the run, got {name}: {why}"
             ) from None
         self.on_step = function  # type: ignore[assignment]
 

@@ -133,6 +133,19 @@ def test_a_wrapped_environment_is_rebuilt_with_its_wrappers(tmp_path: Path) -> N
     assert train(tmp_path, wrapped).policy("last").spec.obs_shape == (5,)
 
 
+def test_a_monitor_of_stable_baselines3_is_left_out() -> None:
+    monitor = type("Monitor", (Nameless,), {"__module__": "stable_baselines3.common.monitor"})
+    assert env_fields(monitor(gymnasium.make("CartPole-v1")))["env"] == "CartPole-v1"
+
+
+@pytest.mark.parametrize("name", ["EvalCallback", "Another"])
+def test_callbacks_of_stable_baselines3_are_refused(name: str) -> None:
+    other = type(name, (), {})()
+    word = "eval_freq" if name == "EvalCallback" else "called"
+    with pytest.raises(ConfigError, match=says("callback", name, word)):
+        qfleet.train("CartPole-v1", callbacks=other)
+
+
 class Nameless(gymnasium.Wrapper[Any, Any, Any, Any]):
     """A wrapper that does not record its arguments."""
 
@@ -142,7 +155,7 @@ class Nameless(gymnasium.Wrapper[Any, Any, Any, Any]):
     [
         (lambda: Corridor(), "Corridor class env_kwargs"),
         (lambda: Nameless(gymnasium.make("CartPole-v1")), "rebuilt function"),
-        (lambda: gymnasium.make_vec("CartPole-v1", 2), "vector envs=N"),
+        (lambda: gymnasium.make_vec("CartPole-v1", 2), "vector envs=2"),
         (lambda: 3, "id class function 3"),
     ],
 )
