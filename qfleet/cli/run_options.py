@@ -142,6 +142,9 @@ def finish(trained: Trained | TrainedSeeds, options: RunArguments) -> int:
         if advice := _advice(trained):
             print(f"  advice     {advice}")
         if _may_go_on(trained):
+            score, best = trained.result.eval_return_mean, trained.result.best_eval_return
+            if score is not None and best is not None and score > best:
+                print("  note       the score is the last policy's (--which last); best/ is older")
             where = public_url(trained.url) if trained.url else short(trained.folder)
             trust = " --trust" if needs_trust(trained.config) else ""
             print(f"  go on with: qfleet resume {where}{trust}")

@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 
+import qfleet
 from qfleet.cli.main import VERBS, main
+from qfleet.cli.run_options import RunArguments, finish
 from qfleet.config.config import OPTIONS, Config, Group
 from qfleet.training.parallel_advice import Row, Sizes
 from qfleet.training.result import Result
+from support.configs import tiny_config
 from support.messages import holds
 from support.waiting import PHASE_S, deadline
 
@@ -326,6 +329,20 @@ def test_several_seeds_are_aggregated(shell: Shell) -> None:
     assert Path(said["curve"]).exists()
     assert shell("resume", "two") == 2
     assert "complete" in shell.err
+
+
+@pytest.mark.parametrize("score", [20.0, 10.0])
+def test_the_score_of_a_stopped_run_may_not_be_that_of_its_best_policy(
+    score: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = qfleet.train(
+        config=tiny_config(steps=60, learning_starts=20), run_dir=tmp_path / "run"
+    )
+    stopped = dataclasses.replace(
+        trained.result, eval_return_mean=score, best_eval_return=10.0, env_steps=50
+    )
+    assert finish(dataclasses.replace(trained, result=stopped), RunArguments()) == 0
+    assert ("--which last" in capsys.readouterr().out) == (score > 10)
 
 
 def test_stop_after_then_resume(shell: Shell) -> None:
