@@ -268,6 +268,8 @@ def test_a_callback_that_fails_leaves_a_checkpoint_and_a_result(tmp_path: Path) 
 
 
 def test_only_known_policies_are_loaded(tmp_path: Path) -> None:
-    trained = qfleet.train("CartPole-v1", run_dir=tmp_path / "run", **tiny_fields())
+    trained = qfleet.train(
+        "CartPole-v1", run_dir=tmp_path / "run", **tiny_fields(steps=200, learning_starts=50)
+    )
     with pytest.raises(ConfigError, match=says("which", "newest", "last")):
         qfleet.load(trained.folder, which="newest")  # type: ignore[arg-type]
