@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from qfleet.core.types import EnvSpec
     from qfleet.deploy.client import PolicyClient
     from qfleet.envs.device.protocol import Outcome, State, TensorEnv
-    from qfleet.training.api import Scaled, evaluate, load, resume, scale, train, train_seeds
+    from qfleet.training.api import evaluate, load, resume, train, train_seeds
     from qfleet.training.callbacks import Callback
     from qfleet.training.model import DQN
     from qfleet.training.result import Result
     from qfleet.training.run import Run
     from qfleet.training.run_state import RunOptions
+    from qfleet.training.scaling import Scaled, scale
     from qfleet.training.trained import Trained, TrainedSeeds
 
 _HOMES = {
@@ -42,7 +43,7 @@ _HOMES = {
     "Result": "training.result",
     "Run": "training.run",
     "RunOptions": "training.run_state",
-    "Scaled": "training.api",
+    "Scaled": "training.scaling",
     "State": "envs.device.protocol",
     "TensorEnv": "envs.device.protocol",
     "Trained": "training.trained",
@@ -52,7 +53,7 @@ _HOMES = {
     "evaluate": "training.api",
     "load": "training.api",
     "resume": "training.api",
-    "scale": "training.api",
+    "scale": "training.scaling",
     "train": "training.api",
     "train_seeds": "training.api",
 }

@@ -258,7 +258,7 @@ def _compare(options: CompareOptions) -> dict[str, Any]:
             gamma=options.gamma,
             updates=options.updates,
             seed=options.seed,
-            on_policy=lambda name: console.print(f"estimating {name} …", highlight=False),
+            on_policy=lambda name: console.out(f"estimating {name} …", highlight=False),
         )
     warnings = [one.warning for one in estimates if one.warning is not None]
     if dataset.manifest.origin.env.get("clip_rewards"):

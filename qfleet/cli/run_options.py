@@ -125,13 +125,16 @@ def _advice(trained: Trained) -> str | None:
 
 def finish(trained: Trained | TrainedSeeds, options: RunArguments) -> int:
     """Print the result; return the exit code: 130 or 143 if a signal stopped the run, else 0."""
-    from qfleet.training.api import result_dict
+    from dataclasses import asdict
+
     from qfleet.training.trained import Trained
 
     if not isinstance(trained, Trained):
         return _finish_seeds(trained, options)
     if options.json:
-        print(json_module.dumps(result_dict(trained)))
+        curve = trained.curve and str(short(trained.curve))
+        extra = {"run_dir": str(short(trained.folder)), "curve": curve}
+        print(json_module.dumps({**asdict(trained.result), **extra}))
     else:
         show(trained)
         if options.trace:
@@ -141,7 +144,8 @@ def finish(trained: Trained | TrainedSeeds, options: RunArguments) -> int:
             print(f"  URL        {public_url(trained.url)}")
         if advice := _advice(trained):
             print(f"  advice     {advice}")
-        if _may_go_on(trained):
+        is_cut = trained.result.stopped_by in ("SIGINT", "SIGTERM", "max_wall")
+        if is_cut or trained.result.env_steps < trained.config.steps:
             score, best = trained.result.eval_return_mean, trained.result.best_eval_return
             if score is not None and best is not None and score > best:
                 print("  note       the score is the last policy's (--which last); best/ is older")
@@ -151,13 +155,10 @@ def finish(trained: Trained | TrainedSeeds, options: RunArguments) -> int:
     return 128 + trained.interrupted_by if trained.interrupted_by else 0
 
 
-def _may_go_on(trained: Trained) -> bool:
-    is_cut = trained.result.stopped_by in ("SIGINT", "SIGTERM", "max_wall")
-    return is_cut or trained.result.env_steps < trained.config.steps
-
-
 def _finish_seeds(trained: TrainedSeeds, arguments: RunArguments) -> int:
     """Print what several seeds gave together; return the exit code."""
+    from qfleet.training.seeds import has_ended
+
     if arguments.json:
         curve = trained.curve and str(short(trained.curve))
         extra = {"run_dir": str(short(trained.folder)), "curve": curve}
@@ -175,8 +176,13 @@ def _finish_seeds(trained: TrainedSeeds, arguments: RunArguments) -> int:
         print(f"  folder     {short(trained.folder)}")
         if trained.curve is not None:
             print(f"  curve      {short(trained.curve)}")
-        if any(map(_may_go_on, trained.runs)):
-            trust = " --trust" if needs_trust(trained.runs[0].config) else ""
-            print(f"  go on with: qfleet resume {short(trained.folder)}{trust}")
+        last = trained.runs[-1]
+        left = [run for run in trained.runs if not has_ended(run.result, run.config.steps)]
+        if left or last.interrupted_by is not None:
+            trust = " --trust" if needs_trust(last.config) else ""
+            # At a URL, every seed is a run of its own.
+            urls = [public_url(run.url) for run in left if run.url]
+            for place in urls if last.url else [short(trained.folder)]:
+                print(f"  go on with: qfleet resume {place}{trust}")
     interrupted = trained.runs[-1].interrupted_by
     return 128 + interrupted if interrupted else 0

@@ -135,11 +135,12 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     from rich.measure import Measurement
 
     console = Console()
-    if not console.is_terminal:  # a pipe has no width to fit into
+    is_terminal = console.is_terminal
+    if not is_terminal:  # a pipe has no width to fit into
         console = Console(width=200)
     unlimited, left_out = console.options.update(width=10_000), list[str]()
     table = _table(rows, left_out)
-    for title in LESS_NEEDED:
+    for title in LESS_NEEDED if is_terminal else ():
         if Measurement.get(console, unlimited, table).maximum > console.width:
             left_out.append(title)
             table = _table(rows, left_out)

@@ -36,9 +36,9 @@ class ScaleOptions:
 def run(argv: list[str]) -> int:
     options = parse(ScaleOptions, argv, "scale", DESCRIPTION)
     from qfleet.engines.parameter_server.limits import count_workers
-    from qfleet.training import api
+    from qfleet.training.scaling import scale
 
-    scaled = api.scale(options.run, options.workers)
+    scaled = scale(options.run, options.workers)
     if options.json:
         report = {
             "run_dir": str(scaled.folder),

@@ -86,8 +86,8 @@ class Start(NamedTuple):
         if config.data:  # otherwise --help would wait for torch
             from qfleet.engines.offline import with_given
 
-            words = {word.partition("=")[0][2:].replace("-", "_") for word in self.argv}
-            config = with_given(config, words)
+            options = [word.partition("=")[0] for word in self.argv if word.startswith("--")]
+            config = with_given(config, {option[2:].replace("-", "_") for option in options})
         return parsed.own, config
 
 

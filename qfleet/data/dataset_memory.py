@@ -92,12 +92,15 @@ class _Threads:
 
     def __init__(self) -> None:
         self._under_way = set[Future[Any]]()
-        self._is_closed = False
+        self._is_closed, self._lock = False, threading.Lock()
 
     def start(self, function: Callable[[], T]) -> Future[T]:
-        if self._is_closed:
-            raise CancelledError("the memory is closed")
         future = Future[T]()
+        with self._lock:  # what begins before the end is waited for
+            if self._is_closed:
+                raise CancelledError("the memory is closed")
+            self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
 
         def call() -> None:
             try:
@@ -105,13 +108,12 @@ class _Threads:
             except BaseException as error:  # ``result`` raises it
                 future.set_exception(error)
 
-        self._under_way.add(future)
-        future.add_done_callback(self._under_way.discard)
         threading.Thread(target=call, daemon=True).start()
         return future
 
     def close(self) -> None:
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
         wait(list(self._under_way), CLOSE_S)
 
 

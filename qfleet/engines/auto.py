@@ -69,15 +69,17 @@ WORTHWHILE = 1.05
 
 
 def settle(
-    config: Config, report: Callable[[str], None] = lambda _: None
+    config: Config, report: Callable[[str], None] = lambda _: None, faults: FaultLog | None = None
 ) -> tuple[Config, str | None]:
     """Return the configuration with every choice made, and a sentence about a chosen engine.
 
-    ``report``: called with what is being measured, and with faults of the environments.
+    ``report``: called with what is being measured. ``faults``: of the environments, meanwhile.
     """
     if config.data:  # a dataset replaces the environments, whose shape is chosen here
         return with_launched_workers(config), None
-    engine, why = (config.engine, "") if config.engine != "auto" else _choose_engine(config, report)
+    engine, why = str(config.engine), ""
+    if engine == "auto":
+        engine, why = _choose_engine(config, report, faults or FaultLog())
     config = with_launched_workers(config.replace(engine=engine))
     config = _with_shape(config.replace(env_groups=0) if engine == "serial" else config)
     if not why:
@@ -88,7 +90,9 @@ def settle(
     return config, f"engine {engine}, {shape}: {why}"
 
 
-def _choose_engine(config: Config, report: Callable[[str], None]) -> tuple[str, str]:
+def _choose_engine(
+    config: Config, report: Callable[[str], None], faults: FaultLog
+) -> tuple[str, str]:
     if config.population > 1:
         return "device", "a population is one batch"
     if config.batch_plateau_factor > 1:
@@ -109,7 +113,7 @@ def _choose_engine(config: Config, report: Callable[[str], None]) -> tuple[str, 
         return "serial", "these environments share the interpreter with the learner"
     if cores == 1:
         return "serial", "there is one core"
-    return _try_engines(config, report)
+    return _try_engines(config, report, faults)
 
 
 def _leaves_all_to_the_device(config: Config) -> bool:
@@ -200,7 +204,9 @@ def _with_device_shape(config: Config) -> Config:
     return validate(config.replace(envs=envs, env_groups=1, block_rows=rows))
 
 
-def _try_engines(config: Config, report: Callable[[str], None]) -> tuple[str, str]:
+def _try_engines(
+    config: Config, report: Callable[[str], None], faults: FaultLog
+) -> tuple[str, str]:
     """Return the faster of serial and pipeline, by running both for ``TRIAL_S``."""
     key = {name: getattr(config, name) for name in FIELDS if name not in _NO_MATTER}
     rates = recall("engine", key)
@@ -208,7 +214,7 @@ def _try_engines(config: Config, report: Callable[[str], None]) -> tuple[str, st
         rates = {}
         for name in ("serial", "pipeline"):
             report(f"trying engine {name} for some seconds")
-            rates[name] = _trial_rate(config.replace(engine=name), FaultLog(report))
+            rates[name] = _trial_rate(config.replace(engine=name), faults)
         remember("engine", key, rates)
     gain = rates["pipeline"] / rates["serial"]
     engine = "pipeline" if gain > WORTHWHILE else "serial"

@@ -24,7 +24,7 @@ from qfleet.core.errors import ConfigError, UserError
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Block, Clock, EnvSpec, Episode, StateDict, Updater
 from qfleet.data.dataset_memory import BatchShare, DatasetMemory
-from qfleet.data.manifest import Dataset, Manifest, env_fields
+from qfleet.data.manifest import Dataset, Manifest, Origin, env_fields
 from qfleet.engines import serial
 from qfleet.engines.factories import make_learner
 from qfleet.engines.loop import SameWeights
@@ -66,26 +66,33 @@ def with_dataset(config: Config) -> Config:
 
 def check_datasets(config: Config) -> Manifest:
     """Raise unless the run can use both datasets; return the manifest of ``data``."""
-    urls, ours = list(filter(None, (config.data, config.validation_data))), env_fields(config)
-    manifests = [Dataset(url).manifest for url in urls]
-    for url, manifest in zip(urls, manifests, strict=True):
-        recorded = manifest.origin.env
-        for name in recorded.keys() - MAY_DIFFER:
-            if recorded[name] != ours[name]:
-                raise ConfigError(
-                    f"{name} must be {recorded[name]!r}, as dataset '{url}' was recorded, got "
-                    f"{ours[name]!r}; leave it out, and use eval_env to evaluate elsewhere"
-                )
-        if Config(**recorded).clip_rewards and not config.clip_rewards:
+    data, ours = Dataset(config.data).manifest, env_fields(config)
+    for name, recorded in sorted(data.origin.env.items()):
+        if name not in MAY_DIFFER and recorded != ours[name]:
             raise ConfigError(
-                f"dataset '{url}' has clipped rewards, whose sizes are lost; set clip_rewards"
+                f"{name} must be {recorded!r}, as dataset '{config.data}' was recorded, got "
+                f"{ours[name]!r}; leave it out, and use eval_env to evaluate elsewhere"
             )
-        if manifest.origin.spec != manifests[0].origin.spec:
-            raise ConfigError(
-                f"validation_data '{url}' has other observations or actions than data "
-                f"'{config.data}'; use a split of the same dataset"
-            )
-    return manifests[0]
+    if Config(**data.origin.env).clip_rewards and not config.clip_rewards:
+        raise ConfigError(
+            f"dataset '{config.data}' has clipped rewards, whose sizes are lost; set clip_rewards"
+        )
+    if config.validation_data:
+        _check_split(config, data.origin, Dataset(config.validation_data).manifest.origin)
+    return data
+
+
+def _check_split(config: Config, data: Origin, validation: Origin) -> None:
+    """Raise ConfigError unless both datasets are of one environment."""
+    ours, recorded = env_fields(config), validation.env
+    others = [n for n in sorted(recorded.keys() - MAY_DIFFER) if recorded[n] != ours[n]]
+    others += ["observations or actions"] if validation.spec != data.spec else []
+    others += ["clip_rewards"] if recorded.get("clip_rewards") and not config.clip_rewards else []
+    if others:
+        raise ConfigError(
+            f"validation_data '{config.validation_data}' has other {others[0]} than data "
+            f"'{config.data}'; use a split of the same dataset"
+        )
 
 
 def with_given(config: Config, given: Collection[str]) -> Config:

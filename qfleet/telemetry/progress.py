@@ -106,7 +106,7 @@ class Progress:
         """Show what is done before the training begins."""
         if self._mode == "live":
             self._status = self._status or self._console.status("")
-            self._status.update(text)
+            self._status.update(Text(text))  # as text, because it may contain rich's markup
             self._status.start()
         elif self._mode == "plain":
             self.message(f"{text} …")

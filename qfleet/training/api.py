@@ -1,13 +1,12 @@
-"""The library: train, resume, scale, load, evaluate. The command line calls these functions."""
+"""The library: train, resume, load, evaluate. The command line calls these functions."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -20,13 +19,12 @@ from qfleet.config.trust import check_trust
 from qfleet.config.validation import validate
 from qfleet.config.words import rename
 from qfleet.core.errors import CheckpointError, ConfigError
-from qfleet.core.files import atomic_write_text, short
+from qfleet.core.files import atomic_write_text
 from qfleet.core.urls import is_url
 from qfleet.data.writer import check_target
 from qfleet.engines.all_reduce.world import with_launched_workers
 from qfleet.engines.cluster.baseline import stored_rate
 from qfleet.engines.offline import check_datasets, dataset_fields, with_dataset, with_given
-from qfleet.engines.parameter_server import limits, resize_request
 from qfleet.envs.objects import named_fields
 from qfleet.envs.registry import check_env
 from qfleet.envs.short_names import full_id
@@ -57,16 +55,6 @@ RUNS = Path("runs")
 
 OLDER_RUNS = {"action_masks": False}
 """Values of fields in runs that are older than them, where they are not the defaults."""
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A run with a new number of workers."""
-
-    folder: Path
-    workers_before: int | None
-    """None if unknown."""
-    workers: int
 
 
 def train(
@@ -266,19 +254,6 @@ def resume(
     return _trained(runner, runner.go())
 
 
-def scale(run: Path | str, workers: int) -> Scaled:
-    """Change the number of workers of a run that is training in another process."""
-    folder = find_one_run(run, RUNS, "summary")
-    config = Config(**read_fields(folder / "config.json"))
-    # In this order: limits on the number only matter if the run is training.
-    limits.check_engine(config)
-    resize_request.check_training(folder, workers)
-    limits.check(config, workers)
-    before = resize_request.workers_now(folder, config)
-    resize_request.ask(folder, workers)
-    return Scaled(folder, before, workers)
-
-
 def load(
     run: Path | str,
     which: Literal["best", "last"] | None = None,
@@ -378,12 +353,3 @@ def _trained(run: Run, result: Result) -> Trained:
     return Trained(
         run.folder, run.config, result, draw_learning_curve(run.folder), run.interrupted_by
     )
-
-
-def result_dict(trained: Trained) -> dict[str, Any]:
-    """Return the result with the run's folder and learning curve, for ``--json``."""
-    return {
-        **dataclasses.asdict(trained.result),
-        "run_dir": str(short(trained.folder)),
-        "curve": str(short(trained.curve)) if trained.curve else None,
-    }

@@ -131,7 +131,7 @@ class Evaluate(Hook):
         }
         run.writers.write(env_steps, scalars)
         _, stops, lower_rate = self._early_stopping.add(evaluation.mean)
-        run.best_return = self._early_stopping.best_return
+        run.best_return = self._early_stopping.best
         if config.target_return is not None and evaluation.mean >= config.target_return:
             run.stop("target_return")
         self._save_best(run, better, weights)
@@ -151,9 +151,9 @@ class Evaluate(Hook):
 
     def keep_best(self, run: RunState, best_return: float) -> None:
         """Keep a policy with this return, found after the checkpoint that a run resumes from."""
-        best = self._early_stopping.best_return
+        best = self._early_stopping.best
         run.best_return = best_return if best is None else max(best_return, best)
-        self._early_stopping.best_return = run.standings.agents[0].best = run.best_return
+        self._early_stopping.best = run.standings.agents[0].best = run.best_return
 
     def state_dict(self, run: RunState) -> StateDict:
         evaluation = run.evaluation
@@ -166,7 +166,7 @@ class Evaluate(Hook):
 
     def load_state_dict(self, run: RunState, state: StateDict) -> None:
         self._early_stopping.load_state_dict(state["judge"])
-        run.best_return = self._early_stopping.best_return
+        run.best_return = self._early_stopping.best
         if state["evaluation"] is not None:
             like = {"returns": (0.0,), "lengths": (0,), "unfinished": 0}
             check_like({"unfinished": 0} | state["evaluation"], like, "evaluation")

@@ -17,6 +17,7 @@ from qfleet.agent.policy import Policy
 from qfleet.config.config import Config, check_fields
 from qfleet.config.trust import check_trust
 from qfleet.core.errors import ConfigError, UserError, require
+from qfleet.engines.offline import LOOP
 from qfleet.networks.torsos import ACTIVATIONS
 from qfleet.storage.checkpoint import POLICY_SUFFIX
 from qfleet.training import api
@@ -142,6 +143,9 @@ class DQN:
         policy = api.load(source, trust=trust, device=named.get("device"))
         given = {**named, **({} if env is None else {"env": env}), **arguments}
         replaced = given.keys() | (set() if env is None else {"env_kwargs", "imports"})
+        if policy.config.data or "data" in given:  # which sets these, and the length by epochs
+            replaced |= {*LOOP, "train_freq", "engine", "epochs"}
+            replaced |= {"steps"} if "epochs" in given else set()
         stored = {name: v for name, v in asdict(policy.config).items() if name not in replaced}
         model = cls(verbose=verbose, **stored, **given)
         model._arguments |= {"preset": "none", "init_from": str(source), "trust": trust}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -159,8 +160,9 @@ def _row(sizes: Sizes, measure: Callable[[], list[RankReport]]) -> Row:
     try:
         ranks = measure()
     except (QfleetError, RuntimeError, MemoryError) as error:
-        # The operating system kills a rank for want of memory. Any other loss is a fault.
-        is_killed = isinstance(error, RankLost) and "SIGKILL" in str(error)
+        # The operating system kills a rank for want of memory, which rank 0 or another one finds
+        # first. Any other loss is a fault.
+        is_killed = isinstance(error, RankLost) and re.search("SIGKILL|was killed", str(error))
         if not (isinstance(error, UserError) or is_killed or lacks_memory(error)):
             raise
         return Row(sizes, refused=" ".join(str(error).split())[:200])

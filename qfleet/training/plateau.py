@@ -7,7 +7,7 @@ from qfleet.core.types import StateDict
 from qfleet.engines.parts import LoopParts
 from qfleet.training.run_state import RunState
 
-MOST_SAMPLES = 8192
+MOST_SAMPLES = BURST_SAMPLES
 """Largest batch: as many samples as are drawn at once."""
 
 

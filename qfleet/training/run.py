@@ -11,6 +11,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from qfleet.agent.policy import Policy
 from qfleet.config.config import Config
@@ -38,6 +39,7 @@ from qfleet.storage.locks import RunLock
 from qfleet.storage.rundir import RESERVE
 from qfleet.storage.state_checks import check_like, reading
 from qfleet.storage.vacancy import check_regular_files, check_vacant
+from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.figures import load_early
 from qfleet.telemetry.progress import Progress
 from qfleet.telemetry.trace import Trace, write_chrome_trace
@@ -67,7 +69,8 @@ class Run(RunState):
         # Absolute: an environment may change the working directory.
         folder, began_in = folder.absolute(), Path.cwd()
         with Progress(config.steps, mode=options.display) as progress:
-            config, self._chosen = settle(validate(config), progress.preparing)
+            faults = FaultLog(progress.message)
+            config, self._chosen = settle(validate(config), progress.preparing, faults)
         for name in ("replay_dir", "record", "data", "validation_data"):
             if (place := getattr(config, name)) and not is_url(place):
                 config = config.replace(**{name: str(Path(place).absolute())})
@@ -161,8 +164,6 @@ class Run(RunState):
                     if isinstance(error, ClusterLost):
                         loss = str(error).removesuffix(RUN_AGAIN)
                         error.args = (f"{loss}; {self._keep_rest()}",)
-                    elif self.has_failed_callback:  # which was called between two turns
-                        self._keep_rest()
                     why = error if isinstance(error, QfleetError) else one_line(error)
                     self.stopped_by = f"error: {why}"
                     with contextlib.suppress(ConfigError):  # the first error counts
@@ -221,6 +222,17 @@ class Run(RunState):
         unfinished = clock.env_steps < self.config.steps
         return self.stopped_by is None and self.survivors is None and unfinished
 
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call this method of the users' callbacks; if one fails, keep a checkpoint first."""
+        try:
+            super().call(method, *arguments)
+        except Exception:
+            # Here, because an engine that has ended cannot be asked for its state.
+            if self._final is None:
+                with contextlib.suppress(QfleetError):  # the first error counts
+                    self._keep_rest()
+            raise
+
     def _narrow(self, agents: list[int]) -> None:
         """Continue with these agents alone."""
         self.parts = tournament.narrowed(self.parts, agents, self._trace)
@@ -246,7 +258,7 @@ class Run(RunState):
             self.faults.ignores = False
 
     def _keep_rest(self) -> str:
-        """Save what this process has of a run whose cluster is lost; return what to do now."""
+        """Save what this process has of a run that an error ends; return what to do now."""
         if self.parts.clock.env_steps > self._began_at:
             Save().on_finish(self)
         if saved := list_checkpoints(self.folder / "checkpoints"):

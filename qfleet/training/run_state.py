@@ -86,8 +86,6 @@ class RunState:
         self.stopped_by: str | None = None
         self.interrupted_by: int | None = None
         """The signal that requested a stop, if one did."""
-        self.has_failed_callback = False
-        """Whether a user's callback has raised an exception."""
         self.not_training_s = 0.0
         """Seconds spent on evaluations and checkpoints."""
         self.earlier_wall_s = 0.0
@@ -159,11 +157,7 @@ class RunState:
 
     def call(self, method: str, *arguments: Any) -> None:
         """Call this method of the users' callbacks; the run stops if one returns False."""
-        try:
-            answers = [getattr(callback, method)(self, *arguments) for callback in self._callbacks]
-        except Exception:
-            self.has_failed_callback = True
-            raise
+        answers = [getattr(callback, method)(self, *arguments) for callback in self._callbacks]
         if any(answer is False for answer in answers):
             self.stop("callback")
 

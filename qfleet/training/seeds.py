@@ -77,16 +77,21 @@ def _is_aggregated(folder: Path, runs: Iterable[Trained | None]) -> bool:
     return bool(steps == sum(run.result.env_steps for run in runs if run is not None))
 
 
+def has_ended(result: Result, steps: int) -> bool:
+    """Return whether a run has ended by itself, and not before ``steps`` without another reason."""
+    if result.stopped_by.startswith(("stop_after", "max_wall", "SIG", "error")):
+        return False
+    return result.stopped_by != "steps" or result.env_steps >= steps
+
+
 def finished(folder: Path, steps: int) -> Trained | None:
     """Return a run that has ended by itself; None if it has not, or before ``steps``."""
     if not (folder / RESULT).exists() or not (folder / CONFIG).exists():
         return None
     with reading(f"'{folder / RESULT}' cannot be read"):
         result = Result(**json.loads(read_text(folder / RESULT)))
-        if result.stopped_by.startswith(("stop_after", "max_wall", "SIG", "error")):
-            return None
-        if result.stopped_by == "steps" and result.env_steps < steps:
-            return None
+    if not has_ended(result, steps):
+        return None
     curve = folder / "plots" / "learning_curve.png"
     config = Config(**read_fields(folder / CONFIG))
     return Trained(folder, config, result, curve if curve.exists() else None)

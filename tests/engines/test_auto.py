@@ -55,8 +55,9 @@ class Trial:
         self.tried: list[str] = []
         monkeypatch.setattr(auto, "_trial_rate", self)
 
-    def __call__(self, config: Config, _: FaultLog) -> float:
+    def __call__(self, config: Config, faults: FaultLog) -> float:
         self.tried.append(config.engine)
+        faults("env_crash", config.engine)
         return self._rates[config.engine]
 
 
@@ -149,9 +150,9 @@ def test_envs_in_the_background_are_tried_once_and_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trial = Trial(monkeypatch, 100.0, pipeline)
-    reported = list[str]()
+    reported, faults = list[str](), FaultLog()
     for _ in range(2):
-        config, sentence = settle(ASYNC, reported.append)
+        config, sentence = settle(ASYNC, reported.append, faults)
         assert shape(config) == expected
         assert sentence is not None
         assert sentence.startswith(f"engine {told}")
@@ -159,6 +160,7 @@ def test_envs_in_the_background_are_tried_once_and_remembered(
     assert trial.tried == ["serial", "pipeline"]
     assert len(reported) == 2
     assert all(map(holds, reported, trial.tried))
+    assert faults.counts == {"env_crash": 2}
     assert cache_path().exists()
     settle(ASYNC.replace(seed=3, steps=5000, learning_rate=0.5))  # nothing that costs time
     assert len(trial.tried) == 2

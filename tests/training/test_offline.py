@@ -74,6 +74,23 @@ def test_a_resumed_run_equals_an_uninterrupted_one(algo: str, data: str, tmp_pat
     assert not torch.equal(state_of(other)["learner"]["weights"], ours["learner"]["weights"])
 
 
+@pytest.mark.parametrize("given", [{}, {"epochs": 1}, {"batch_size": 16}, {"data": ""}])
+def test_a_loaded_model_learns_on_from_a_dataset(
+    given: dict[str, Any], data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = train(data, tmp_path / "run", epochs=2)
+    planned = first.config.steps // 2 if "epochs" in given else first.config.steps
+    loaded = qfleet.DQN.load(first.folder, **given).learn().trained
+    assert loaded is not None
+    assert loaded.result.env_steps == planned
+    assert loaded.config.engine == ("offline" if loaded.config.data else "serial")
+    if "epochs" not in given:
+        again = qfleet.DQN.load(first.folder, **given).learn(128).trained
+        assert again is not None
+        assert again.result.env_steps == 128
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_it_had_not_been_killed(data: str, tmp_path: Path) -> None:
     fields = {"steps": 30_000, "checkpoint_freq": 2000, "data_memory_mb": 86, "seed": 3}

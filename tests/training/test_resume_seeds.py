@@ -140,6 +140,9 @@ def test_stopped_seeds_say_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"go on with: qfleet resume {folder}" in capsys.readouterr().out
     assert main(["resume", str(folder), "--quiet"]) == 0
     assert "go on with" not in capsys.readouterr().out
+    words[-1] = str(tmp_path / "reached")
+    assert main([*words, "--target-return", "1", "--quiet"]) == 0
+    assert "go on with" not in capsys.readouterr().out
 
 
 def test_a_refused_start_of_several_seeds_leaves_no_folder(tmp_path: Path) -> None:

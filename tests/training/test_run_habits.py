@@ -252,12 +252,15 @@ def test_a_curve_has_two_points_or_is_not_drawn(
     assert ("learning_curve.png" in told) == is_drawn
 
 
-def test_a_callback_that_fails_leaves_a_checkpoint_and_a_result(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", [{}, {"engine": "all-reduce", "workers": 2}])
+def test_a_callback_that_fails_leaves_a_checkpoint_and_a_result(
+    engine: dict[str, Any], tmp_path: Path
+) -> None:
     def fail(run: Run) -> None:
         if run.parts.clock.env_steps >= 100:
             raise ValueError("boom")
 
-    folder, fields = tmp_path / "run", tiny_fields(steps=10_000, checkpoint_freq=10**9)
+    folder, fields = tmp_path / "run", tiny_fields(steps=10_000, checkpoint_freq=10**9) | engine
     with pytest.raises(ValueError, match="boom"):
         qfleet.train("CartPole-v1", run_dir=folder, callbacks=fail, **fields)
     result = json.loads((folder / "result.json").read_text())

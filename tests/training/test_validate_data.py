@@ -16,6 +16,7 @@ import torch
 
 import qfleet
 from qfleet.config.config import Config
+from qfleet.core.types import EnvSpec
 from qfleet.data.manifest import Dataset
 from qfleet.engines.offline import make_dataset_memory, with_dataset
 from qfleet.engines.parts import LoopParts
@@ -138,7 +139,7 @@ def test_a_metric_that_is_not_finite_is_never_the_best() -> None:
     added = [stopping.add(value) for value in (float("nan"), -1.0, float("nan"), float("inf"))]
     assert [is_best for is_best, *_ in added] == [False, True, False, False]
     assert [stops for _, stops, _ in added] == [False, False, False, True]
-    assert stopping.best_return == -1.0
+    assert stopping.best == -1.0
 
 
 def test_patience_counts_epochs_that_pass_between_two_looks(data: str, tmp_path: Path) -> None:
@@ -159,20 +160,22 @@ def test_patience_counts_epochs_that_pass_between_two_looks(data: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("spec", "fields", "words"),
     [
-        ({"frame_stack": 4}, "frame_stack must be 4, as dataset .*/validation"),
-        ({"clip_rewards": True}, "/validation' has clipped rewards"),
-        ({}, "/validation' has other observations"),
+        (CARTPOLE, {"frame_stack": 4}, "frame_stack"),
+        (replace(CARTPOLE, env_id="Acrobot-v1"), {}, "env"),
+        (CARTPOLE, {"clip_rewards": True}, "clip_rewards"),
+        (replace(CARTPOLE, obs_shape=(5,)), {}, "observations or actions"),
     ],
 )
 def test_validation_data_that_does_not_fit_is_refused_at_once(
-    fields: dict[str, Any], words: str, data: str, tmp_path: Path
+    spec: EnvSpec, fields: dict[str, Any], words: str, data: str, tmp_path: Path
 ) -> None:
-    spec = CARTPOLE if fields else replace(CARTPOLE, obs_shape=(5,))
     validation = tmp_path / "validation"
     record_block(validation, scripted_block(spec, 60, 1), spec, **fields)
-    with pytest.raises(qfleet.ConfigError, match=words):
+    with pytest.raises(
+        qfleet.ConfigError, match=f"/validation' has other {words} than data .*split"
+    ):
         train(data, tmp_path / "run", validation_data=str(validation))
     assert not (tmp_path / "run").exists()
 

@@ -44,7 +44,9 @@ LEAVE_S = 10.0
 BEAT_S = 1.0
 """Most seconds between two signs of life."""
 FOREVER = timedelta(days=1000)
-CONNECTION = re.compile("time.?out|timed out|connect|peer|broken pipe|socket|unreachable", re.I)
+CONNECTION = re.compile(
+    "time.?out|timed out|connect|peer|broken pipe|socket|unreachable|no route|is down", re.I
+)
 """In errors that a rank has because another is lost, or late."""
 GONE = "rank 0 is lost: it ended, or it cannot be reached"
 RUN, END = "run/{}", "end"

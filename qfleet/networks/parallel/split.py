@@ -72,7 +72,7 @@ def _check_divides(layout: Layout) -> None:
     held = sum(layout.local_size(rank) for rank in range(0, layout.ranks, layout.tensor))
     if layout.tensor > 1 and held > MOST_WHOLE * layout.whole_size:
         raise ConfigError(
-            f"tensor_parallel {layout.tensor} divides few layers: each rank holds "
-            f"{held / layout.whole_size:.0%} of their weights; choose widths (net_arch, width) "
+            f"tensor_parallel {layout.tensor} divides few layers: each part has "
+            f"{held / layout.whole_size:.0%} of the weights; choose widths (net_arch, width) "
             f"that are multiples of {layout.tensor}, or another tensor_parallel"
         )

@@ -136,6 +136,8 @@ def test_a_rank_without_a_sign_of_life_is_not_awaited() -> None:
         (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
         (RuntimeError("Timed out waiting 4500ms for recv operation to complete"), True),
         (RuntimeError("Application timeout caused pair closure"), True),
+        (RuntimeError("[pair.cc:534] No route to host"), True),
+        (RuntimeError("[pair.cc:534] Network is down"), True),
         (torch.distributed.DistBackendError("NCCL error"), True),
     ],
 )
