@@ -14,9 +14,10 @@ train: $(STAMP)
 test: $(STAMP) browser
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
-# The whole suite, as .ci/run runs it. Meant to take under 20 minutes.
+# The whole suite, as .ci/run runs it. Meant to take under 20 minutes. A third process, because the
+# one with the clusters mostly waits (tests/conftest.py).
 test-all: $(STAMP) browser
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 3 --dist loadgroup
 
 # A browser for the tests of web pages, which skip without one. Without a network it gives up soon.
 APT := timeout 300 env DEBIAN_FRONTEND=noninteractive \
