@@ -224,14 +224,10 @@ class Policy:
 
     def check_spec(self, spec: EnvSpec) -> None:
         """Raise ConfigError if an environment has other observations or actions."""
-        theirs, ours = (
-            f"{one.num_obs_values or one.unmasked.obs_shape} {one.obs_dtype} and "
-            f"{one.num_actions} actions{' with masks' if one.is_masked else ''}"
-            for one in (spec, self.spec)
-        )
-        if theirs != ours:
+        if spec.spaces != self.spec.spaces:
             raise ConfigError(
-                f"environment '{spec.env_id}' has observations {theirs}; this policy needs {ours}"
+                f"environment '{spec.env_id}' has observations {spec.spaces}; this policy needs "
+                f"{self.spec.spaces}"
             )
 
     def evaluate(

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from qfleet.cli.parsing import parse
-from qfleet.cli.run_options import PolicyOptions
+from qfleet.cli.run_options import PolicyOptions, quiet_stdout
 from qfleet.core.errors import UnknownNameError
+from qfleet.core.urls import public_url
 
 if TYPE_CHECKING:
     from qfleet.data.manifest import Dataset
@@ -113,7 +114,8 @@ def run(argv: list[str]) -> int:
         raise UnknownNameError("action", action, ACTIONS)
     what, kind, act = ACTIONS[action]
     options = parse(kind, rest, f"data {action}", f"{what}\n\n{EXAMPLES}")
-    report = act(options)
+    with quiet_stdout(options.json):
+        report = act(options)
     if options.json:
         print(json_module.dumps(report))
     else:
@@ -258,7 +260,7 @@ def _compare(options: CompareOptions) -> dict[str, Any]:
             gamma=options.gamma,
             updates=options.updates,
             seed=options.seed,
-            on_policy=lambda name: console.out(f"estimating {name} …", highlight=False),
+            on_policy=lambda name: console.out(f"estimating {public_url(name)} …", highlight=False),
         )
     warnings = [one.warning for one in estimates if one.warning is not None]
     if dataset.manifest.origin.env.get("clip_rewards"):
@@ -266,7 +268,9 @@ def _compare(options: CompareOptions) -> dict[str, Any]:
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     found = [asdict(one) for one in estimates]
-    named = {one.pop("policy"): {"rank": rank, **one} for rank, one in enumerate(found, 1)}
+    named = {
+        public_url(one.pop("policy")): {"rank": rank, **one} for rank, one in enumerate(found, 1)
+    }
     return {**named, **({"warnings": warnings} if options.json else {})}
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 import tyro
 
 from qfleet.cli.parsing import parse
+from qfleet.core.urls import public_url
 
 HELP = "publish a policy and its model card on the Hugging Face Hub or at a URL"
 
@@ -57,7 +58,7 @@ def run(argv: list[str]) -> int:
         lambda line: print(f"qfleet: {line}", file=sys.stderr), options.private,
     )  # fmt: skip
     if options.json:
-        print(json_module.dumps({"target": options.target, "files": names}))
+        print(json_module.dumps({"target": public_url(options.target), "files": names}))
     else:
-        print(f"{options.target}  ({', '.join(names)})")
+        print(f"{public_url(options.target)}  ({', '.join(names)})")
     return 0

@@ -77,6 +77,12 @@ class EnvSpec:
             return self
         return replace(self, obs_shape=self.unmasked_shape, unmasked_shape=None)
 
+    @property
+    def spaces(self) -> str:
+        """Observations and actions in words."""
+        obs = f"{self.num_obs_values or self.unmasked.obs_shape} {self.obs_dtype}"
+        return f"{obs} and {self.num_actions} actions{' with masks' if self.is_masked else ''}"
+
     def with_masks(self) -> EnvSpec:
         """Return the spec of the same observations with masks."""
         stack = (self.frame_stack,) if self.frame_stack > 1 else ()

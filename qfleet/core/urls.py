@@ -12,7 +12,9 @@ def is_url(text: str) -> bool:
 
 
 def public_url(url: str) -> str:
-    """Return a URL without user, password and query, which may be secret."""
+    """Return a URL without user, password and query, which may be secret; a path as it is."""
+    if not is_url(url):
+        return url
     return re.sub("(?<=://)[^/]*@", "", url.partition("?")[0])
 
 

@@ -10,6 +10,7 @@ import importlib
 import json
 import warnings
 from collections.abc import Iterator
+from secrets import token_hex
 from typing import Any
 
 import gymnasium
@@ -49,9 +50,15 @@ def import_minari(name: str, url: str) -> Dataset:
     spec = describe(env_id, source.observation_space, source.action_space)
     kwargs = {} if env is None else dict(env.kwargs)
     config = Config(env=env_id, env_kwargs=json.dumps(kwargs, default=str))
-    writer = Writer(url, Origin.of(config, spec, {"minari": name}), "0")
+    writer = Writer(url, Origin.of(config, spec, {"minari": name}), token_hex(4))
     for number, episode in enumerate(source.iterate_episodes()):
-        writer.add(_rows_of(episode, spec, writer.first_episode + number))
+        rows = _rows_of(episode, spec, writer.first_episode + number)
+        if not (np.isfinite(rows.obs).all() and np.isfinite(rows.reward).all()):
+            raise DataError(
+                f"episode {number} of Minari dataset '{name}' has an observation or a reward that "
+                "is not finite (as float32); it cannot be learnt from"
+            )
+        writer.add(rows)
     if writer.close() is None:
         raise DataError(f"Minari dataset '{name}' has no episodes")
     return Dataset(url)
@@ -140,6 +147,11 @@ def _whole_episodes(dataset: Dataset) -> Iterator[tuple[Rows, NDArray[Any]]]:
             waiting.setdefault(number, []).append(piece.take(usable))
             if sum(len(one.action) for one in waiting[number]) == lengths[number]:
                 whole = concatenate(waiting.pop(number))
+                if (np.diff(whole.step) != 1).any():
+                    raise DataError(
+                        f"episode {number} of '{dataset.url}' lacks a step, whose reward was not "
+                        "finite; Minari datasets cannot say so"
+                    )
                 after = piece.obs[piece.step == whole.step[-1] + 1]
                 # After a termination the last observation may be missing; it is never used.
                 yield whole, after[:1] if len(after) else whole.obs[-1:]

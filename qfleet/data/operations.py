@@ -127,7 +127,7 @@ def split(
     none. ``stratify``: the splits have episodes of all returns in equal shares; then an episode's
     place also depends on the other episodes. Statistics are those of the training split, in all.
     """
-    if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-6:
+    if len(fractions) != 3 or not (min(fractions) >= 0 and abs(sum(fractions) - 1) <= 1e-6):
         raise ConfigError(f"fractions must be three numbers ≥ 0 that add up to 1, got {fractions}")
     edges = np.cumsum(fractions)[:2]
     episodes = read_episodes(dataset)

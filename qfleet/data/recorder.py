@@ -96,6 +96,8 @@ class Recorder:
                     getattr(self._chunk, name)[into].copy_(column[start:stop])
             self._filled, start = into.stop, stop
             is_due = time.monotonic() - self._handed_s >= FINISH_S
+            # The first chunk has all rows that ``_begin`` may mark.
+            is_due &= self._open is not None or self._filled >= self._spec.frame_stack - 1
             if self._filled == self._chunk_rows or is_due:
                 self._hand_over()
         self._report()

@@ -45,9 +45,13 @@ class PolicyClient:
     ) -> None:
         """``model``: the name of one of several models; None: the server's default."""
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            address = parts.hostname or "", parts.port
+        except ValueError:  # of the port
+            address = "", None
+        if parts.scheme not in ("http", "https") or not address[0]:
             raise ConfigError(f"url must be like http://127.0.0.1:8000, got {url!r}")
-        self._https, self._address = parts.scheme == "https", (parts.hostname, parts.port)
+        self._https, self._address = parts.scheme == "https", address
         self._prefix = parts.path.rstrip("/") + (f"/models/{model}" if model else "")
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._timeout_s, self._retries = timeout_s, retries
@@ -61,7 +65,7 @@ class PolicyClient:
     def act(self, obs: Any, action_masks: Any = None) -> int | NDArray[Any]:
         """Return the greedy action of one observation, or the actions of a batch."""
         actions = self._ask("act", "actions", obs, action_masks)
-        return int(actions) if actions.ndim == 0 else actions
+        return actions.item() if actions.ndim == 0 else actions
 
     def q_values(self, obs: Any, action_masks: Any = None) -> NDArray[np.float32]:
         """Return the Q-values of all actions: ``[actions]``, or ``[B, actions]``."""

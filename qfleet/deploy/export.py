@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,14 @@ from qfleet.agent.actor import draw_actions, legal_actions
 from qfleet.agent.evaluation import evaluation_config
 from qfleet.agent.policy import Policy
 from qfleet.core import files
-from qfleet.core.errors import ConfigError, ExportError, UnknownNameError, one_line, require
+from qfleet.core.errors import (
+    ConfigError,
+    EnvironmentFault,
+    ExportError,
+    UnknownNameError,
+    one_line,
+    require,
+)
 from qfleet.core.types import EnvSpec
 from qfleet.deploy.models import PT2_METADATA, Model, metadata_of, open_model
 from qfleet.deploy.tracing import quiet, to_onnx, trace
@@ -59,7 +67,7 @@ def export_policy(
     Raise ExportError, and leave no file, if a Q-value differs by more than ``tolerance``, or
     an action where the two best Q-values differ by more.
     """
-    require(0 < tolerance < 1, "tolerance", tolerance, "> 0 and < 1")
+    require(0 < tolerance < math.inf, "tolerance", tolerance, "> 0")
     if compiled and to != "torch":
         raise ConfigError(f"--compile is for --to torch, got --to {to}")
     if out.suffix != SUFFIXES[to]:
@@ -73,10 +81,14 @@ def export_policy(
     else:
         try:
             rows["recorded"] = record_rows(policy)
-        except (ConfigError, UnknownNameError, ImportError) as error:
-            if not isinstance(error.__cause__ or error, (ImportError, UnknownNameError)):
+        except (ConfigError, UnknownNameError, ImportError, EnvironmentFault) as error:
+            # No package, or what the environment needs to start is not here.
+            known = (ImportError, UnknownNameError)
+            if not isinstance(error, EnvironmentFault) and not isinstance(
+                error.__cause__ or error, known
+            ):
                 raise
-            why = str(error)  # no package
+            why = str(error)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         # Beside the final file, so that it can be renamed; the folder goes with all it holds.

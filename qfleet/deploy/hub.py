@@ -145,7 +145,8 @@ def _collect(
     # What reaches outside the run's folder is private, and of no use elsewhere.
     policy = copy.copy(policy)
     own = {name: getattr(Config(), name) for name in (*OUTWARD, "baseline")}
-    own["data"] = PurePosixPath(policy.config.data).name  # not where it lies
+    for name in ("data", "validation_data", "init_from"):  # not where they lie
+        own[name] = PurePosixPath(public_url(getattr(policy.config, name))).name
     policy.config = policy.config.replace(**own)
     policy.save(folder / POLICY)
     files.write_text(folder / CONFIG, policy.config.to_json())

@@ -25,6 +25,11 @@ def serve_on_ray(options: ServeOptions) -> int:
         raise ConfigError("--on ray takes one --device, which each replica has, and no --port 0")
     options, received, stopped = options.with_runtimes(), list[int](), threading.Event()
     address, has_gpu = os.environ.get("RAY_ADDRESS"), (options.devices[0] or "cpu") != "cpu"
+    if address is not None and options.token is None:
+        raise ConfigError(
+            "Ray Serve may listen for other machines already on the cluster of RAY_ADDRESS: set a "
+            "token (--token or QFLEET_TOKEN)"
+        )
     if has_gpu:
         options = replace(options, devices=("cuda",))  # a replica sees only the GPU that it has
 

@@ -242,7 +242,10 @@ def _parse(
     except ConfigError as error:
         raise HTTPException(400, str(error)) from None
     try:
-        observations, is_single = check_observations(signature, given.observations)
+        if signature.raw_obs and not given.is_single and isinstance(given.observations, list):
+            observations, is_single = _stack(signature, given.observations), False
+        else:
+            observations, is_single = check_observations(signature, given.observations)
         masks = None
         if signature.takes_masks or given.action_masks is not None:
             masks = check_action_masks(signature, given.action_masks, len(observations))
@@ -250,11 +253,19 @@ def _parse(
                 masks = np.ones((len(observations), signature.num_actions), np.bool_)
     except ConfigError as error:
         raise HTTPException(422, str(error)) from None
-    if given.is_single is not None:
+    if given.is_single is not None and not signature.raw_obs:
         is_single = given.is_single
     if is_single and len(observations) > 1:
         raise HTTPException(422, '"observation" holds several; call it "observations"')
     return observations, masks, is_single
+
+
+def _stack(signature: Signature, several: list[Any]) -> NDArray[Any]:
+    """Return a batch of observations that are structures (Dict, Tuple …)."""
+    each = [check_observations(signature, one) for one in several]
+    if not each or not all(is_single for _, is_single in each):
+        raise ConfigError("observations must be a list of observations, at least one")
+    return np.concatenate([one for one, _ in each])
 
 
 class _Disconnected(Exception):

@@ -87,7 +87,7 @@ def open_server(options: ServeOptions, metrics: Metrics, worker: int = 0) -> Ite
     device = options.devices[worker % len(options.devices)]
     metrics.begin_worker(worker)
     with contextlib.ExitStack() as closing:
-        batchers = {}
+        batchers, watched = dict[str, Batcher](), list[Callable[[], Watcher]]()
         for name, (path, runtime) in options.models.items():
             opener = functools.partial(open_model, path, runtime, device, options.trust)
             seen, count = stamp(path), functools.partial(metrics.count, name)
@@ -96,9 +96,12 @@ def open_server(options: ServeOptions, metrics: Metrics, worker: int = 0) -> Ite
                 options.limits.request_timeout_s, count,
             )  # fmt: skip
             closing.callback(batcher.stop)
-            if options.reload_s:
-                watcher = Watcher(name, path, seen, opener, batcher, options.reload_s)
-                closing.callback(watcher.stop)
+            watched.append(functools.partial(
+                Watcher, name, path, seen, opener, batcher, options.reload_s
+            ))  # fmt: skip
+        # Once all models are open: torch.export is not for several threads.
+        for watch in watched if options.reload_s else ():
+            closing.callback(watch().stop)
         yield PolicyServer(batchers, options.limits, metrics, options.token)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from qfleet.agent.evaluation import HostEvaluator, evaluation_config
 from qfleet.config.config import Config
 from qfleet.config.trust import check_trust
-from qfleet.core.errors import ConfigError, UserError
+from qfleet.core.errors import ConfigError, EnvironmentFault, UserError
 from qfleet.core.seeding import Seeds
 from qfleet.core.types import Block, Clock, EnvSpec, Episode, StateDict, Updater
 from qfleet.data.dataset_memory import BatchShare, DatasetMemory
@@ -32,8 +32,10 @@ from qfleet.engines.parts import EngineHook, LoopParts, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.engines.tuning import apply_precision
+from qfleet.envs.factory import make_envs
 from qfleet.envs.registry import check_env
 from qfleet.networks.qnetwork import QNetwork
+from qfleet.telemetry.faults import FaultLog
 
 BLOCK_SAMPLES = 1024
 """Transitions per turn of the loop: enough to hide the cost of a turn."""
@@ -168,7 +170,9 @@ def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B00
         if config.normalize_observations:
             _normalise(learner.online, dataset)
         notes = list(place.notes)
-        evaluator = make_evaluator_if_possible(setup, learner.online, place.device, made, notes)
+        evaluator = make_evaluator_if_possible(
+            setup, spec, learner.online, place.device, made, notes
+        )
         return variant.parts(
             setup=setup,
             spec=spec,
@@ -192,18 +196,28 @@ run = serial.run
 
 def make_evaluator_if_possible(
     setup: Setup,
+    spec: EnvSpec,
     network: QNetwork,
     device: torch.device,
     made: contextlib.ExitStack,
     notes: list[str],
 ) -> HostEvaluator | None:
-    """Return the evaluator, or None and a note if the environment cannot be made here."""
+    """Return the evaluator; None and a note if the environment cannot be made, or is another."""
+    config = evaluation_config(setup.config).replace(eval_env="")
     try:
-        check_env(evaluation_config(setup.config).replace(eval_env=""))
-        return setup.make_evaluator(network, device, made)
-    except UserError as error:
+        check_env(config)
+        with contextlib.closing(
+            make_envs(config, 1, 0, training=False, on_fault=FaultLog())
+        ) as envs:
+            played = envs.spec.spaces
+        if played != spec.spaces:
+            raise ConfigError(
+                f"environment '{config.env}' has observations {played}; the dataset {spec.spaces}"
+            )
+    except (UserError, EnvironmentFault) as error:
         notes.append(f"no evaluations: {error}")
         return None
+    return setup.make_evaluator(network, device, made)
 
 
 def _normalise(network: QNetwork, dataset: Dataset) -> None:

@@ -85,7 +85,8 @@ class Part(NamedTuple):
             with np.errstate(over="ignore"):
                 return np.asarray(flat / 255 if self.is_bytes else flat, np.float32)
         places = (flat - np.asarray(self.low)).astype(np.int64)
-        if (places < 0).any() or (places >= self.counts).any():
+        is_whole = (flat == np.floor(flat)).all()
+        if not is_whole or (places < 0).any() or (places >= self.counts).any():
             raise ValueError(f"{self.name} must be in {self.kind} {self.counts}, got {value}")
         hot = np.zeros(self.size, np.float32)
         hot[places + np.cumsum([0, *self.counts[:-1]])] = 1.0

@@ -128,7 +128,7 @@ class Store:
             if is_deep:
                 return list(self._system.find(whole, **how))
             entries = self._system.ls(whole, detail=True)
-            return [entry["name"] for entry in entries if entry["type"] == "file"]
+            return [entry["name"] for entry in entries if entry["type"] != "directory"]
 
         try:
             found = self._retried("list", prefix, find, True)

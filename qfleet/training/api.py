@@ -220,6 +220,9 @@ def resume(
     kept = {name: value for name, value in stored.items() if name not in asked}
     check_trust(Config(**kept), trust)
     config = Config(**stored).replace(**asked)
+    if bool(config.validation_data) != bool(stored.get("validation_data")):
+        has = "with" if stored.get("validation_data") else "without"
+        raise ConfigError(f"'{folder}' was started {has} validation_data; go on {has} it")
     # An empty address is the default of every engine, so every run accepts it.
     fleet = [n for n, value in asked.items() if OPTIONS[n].group == "cluster" and value != ""]
     if any(config.engine not in OPTIONS[name].engines for name in fleet):

@@ -137,6 +137,7 @@ def compare(
         raise ConfigError("compare needs at least one run; name its folder or URL")
     require(0 <= gamma < 1, "gamma", gamma, "≥ 0 and < 1")
     require(updates > 0, "updates", updates, "> 0")
+    require(seed >= 0, "seed", seed, "≥ 0")
     for policy in policies.values():
         policy.check_spec(dataset.spec)
     recording = _read(dataset, gamma, seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from secrets import token_hex
 
 import numpy as np
 
@@ -46,9 +47,11 @@ def record(
     Rewards are recorded as the environment gives them, and losing a life ends no episode.
     ``on_step`` is called with the env steps made.
     """
-    require(steps > 0, "steps", steps, "> 0")
     require(0 <= epsilon <= 1, "epsilon", epsilon, "≥ 0 and ≤ 1")
     require(envs > 0, "envs", envs, "> 0")
+    # The next observation of the newest step of each env is not known.
+    require(steps > envs, "steps", steps, f"> envs ({envs})")
+    require(seed >= 0, "seed", seed, "≥ 0")
     policy.check_trust()
     check_target(url)
     config = _config(policy.env_config, url, envs)
@@ -60,7 +63,7 @@ def record(
         ladder = np.full(envs, epsilon, dtype=np.float32)
         actor = Actor([made], inference, config, Timers(), BLOCK_ROWS, seed, ladder=ladder)
         acted = {"training": False, "algo": config.algo, "epsilon": epsilon, "seed": seed}
-        writer = Writer(url, Origin.of(config, made.spec, acted), "0")
+        writer = Writer(url, Origin.of(config, made.spec, acted), token_hex(4))
         recorder = Recorder(writer, made.spec, envs, faults)
         rows = -(-steps // envs)
         with contextlib.closing(recorder):  # what was played before an interrupt is kept

@@ -135,6 +135,12 @@ def test_structures_are_sent_as_json_and_answers_are_writable() -> None:
         assert client.act(obs, action_masks=np.array([False, True])) == 1
         values = client.q_values(obs)
         assert (values.tolist(), values.dtype) == ([3.5, -3.5], np.float32)
+        batches = {"eye": np.ones((2, 3)), "gear": np.ones(2)}
+        alone = {"eye": np.ones((1, 3)), "gear": np.ones(1)}
+        for several, count in ((batches, 2), ([obs, obs, obs], 3), (alone, 1), ([obs], 1)):
+            assert np.shape(client.act(several)) == (count,)
+        with pytest.raises(ServerError, match="list of observations"):
+            client.act([batches])
         client.close()
     with application() as (app, metrics, _), serving(app, Limits(), metrics) as port:
         client = PolicyClient(f"http://127.0.0.1:{port}")

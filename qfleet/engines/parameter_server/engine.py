@@ -58,7 +58,7 @@ def build(setup: Setup) -> Parts:
     evaluator: PolicyEvaluator | None
     hooks: list[EngineHook] = [FleetHook(fleet, config)]
     if config.data:
-        evaluator = make_evaluator_if_possible(setup, network, device, closing, notes)
+        evaluator = make_evaluator_if_possible(setup, spec, network, device, closing, notes)
         hooks.append(EpochHook(clock, Dataset(config.data).manifest.transitions))
     else:
         evaluator = setup.make_evaluator(network, device, closing)

@@ -586,5 +586,7 @@ def test_a_split_that_divides_almost_nothing_is_refused() -> None:
         config = tiny_config(net_arch=(127, 127))
         make_part(config, spec, CPU, 5, ranks, ThreadRanks(1, [rank]))
 
-    with pytest.raises(ConfigError, match=r"tensor_parallel 2 .*each part has 98% .*net_arch.*multiples"):
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel 2 .*each part has 98% .*net_arch.*multiples"
+    ):
         ranks.run(make)
