@@ -273,7 +273,11 @@ class Policy:
 
 def _numbers(name: str, value: Any, dtype: str) -> NDArray[Any]:
     try:
-        return np.asarray(value, dtype)
+        array = np.asarray(value)
+        wraps = dtype == "uint8" and array.dtype != np.uint8
+        if wraps and not ((array >= 0) & (array <= 255) & (array == np.floor(array))).all():
+            raise ValueError("its values must be whole, from 0 to 255")
+        return array.astype(dtype, copy=False)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{name} must be an array of {dtype}: {one_line(error)}") from None
 

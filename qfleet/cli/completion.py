@@ -35,7 +35,7 @@ OF_RUNS = (
 """Verbs whose argument is a run."""
 ARGUMENTS = {
     "data": " ".join(ACTIONS),
-    "lab": "maze mapreduce speedup",
+    "lab": "compare maze mapreduce speedup",
     "completion": "bash zsh fish",
 }
 VALUES = {"--preset": " ".join((*PRESETS, "none", "list")), "--algo": " ".join(ALGORITHMS)}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from qfleet.cli.parsing import parse
+from qfleet.cli.start import config_file
 from qfleet.config.config import Config
 from qfleet.config.files import read_fields
 from qfleet.config.presets import resolve
+from qfleet.config.trust import OUTWARD, check_trust
 from qfleet.config.words import rename
 from qfleet.core.errors import ConfigError
 from qfleet.envs.short_names import full_id
@@ -34,6 +34,7 @@ def compare(
     first: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")],
     second: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")],
     steps: int = 100,
+    trust: bool = False,
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Compare two configurations.
@@ -42,12 +43,13 @@ def compare(
         first: fields of the first configuration, a file or a run.
         second: those in which the second one differs, a file or a run.
         steps: updates of each.
+        trust: accept the code that a file or a run imports.
         json_: print machine-readable output only.
     """
     if not 1 <= steps <= 10_000:  # the weights of each are kept
         raise ConfigError(f"steps must be ≥ 1 and ≤ 10000, got {steps}")
-    fields = _fields(first)
-    configs = [_config(fields), _config(fields | _fields(second))]
+    fields = _fields(first, trust)
+    configs = [_config(fields), _config(fields | _fields(second, trust))]
     from qfleet.lab.compare import compare as run_both
 
     report = run_both(configs[0], configs[1], steps)
@@ -69,11 +71,13 @@ def compare(
     return 0
 
 
-def _fields(text: str) -> dict[str, Any]:
+def _fields(text: str, trust: bool) -> dict[str, Any]:
     """Return the fields that one argument names."""
     if "=" not in text:
-        path = Path(text) / "config.json" if os.path.isdir(text) else Path(text)
-        return read_fields(path)
+        stored = read_fields(config_file(text))
+        outward = {name: getattr(Config, name) for name in OUTWARD}  # which is not used
+        check_trust(Config(**{**stored, **outward}), trust)
+        return stored
     pairs = [pair.partition("=") for pair in text.split(",")]
     for name, equals, value in pairs:
         if not equals or not value:

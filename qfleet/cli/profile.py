@@ -78,6 +78,7 @@ def _profile(config: Config, options: ProfileOptions) -> int:
     from qfleet.storage.rundir import default_name, new_run_dir
     from qfleet.training import api
     from qfleet.training.callbacks import Callback
+    from qfleet.training.checks import check_config
     from qfleet.training.run import Run
     from qfleet.training.run_state import RunOptions
 
@@ -96,7 +97,7 @@ def _profile(config: Config, options: ProfileOptions) -> int:
             self.ended = run
 
     folder: Path | str | None = options.run_dir
-    config = api.check_config(config)
+    config = check_config(config)
     if folder is None:
         name = f"profile-{default_name(config.env, config.algo, config.seed)}"
         folder = new_run_dir(api.RUNS, name, explicit=False)
@@ -109,6 +110,7 @@ def _profile(config: Config, options: ProfileOptions) -> int:
             run_dir=folder,
             options=RunOptions(max_wall_s=options.seconds, trace=True, stage_rates=True),
             callbacks=[recorder],
+            trust=options.trust,
         )
     run, result, from_timers = recorder.ended, trained.result, recorder.ended.stages is None
     stages = run.stages or stages_from_timers(

@@ -67,7 +67,7 @@ class RunArguments:
         return RunOptions(
             stop_after=self.stop_after,
             max_wall_s=max_wall_s,
-            display=choose_mode(self.quiet or self.json, sys.stdout),
+            display=choose_mode(self.quiet or self.json, sys.stderr),
             trace=self.trace,
             stage_rates=self.trace,
             note=note,

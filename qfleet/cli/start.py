@@ -100,7 +100,7 @@ def read_start(argv: list[str]) -> Start:
     )
     given = {word.partition("=")[0] for word in argv}
     steps = convert(named["--steps"], int)  # what is no number is refused with all other options
-    file_fields = read_fields(_config_file(named["--config"])) if named["--config"] else {}
+    file_fields = read_fields(config_file(named["--config"])) if named["--config"] else {}
     if named["--data"]:
         from qfleet.data.manifest import Dataset
 
@@ -128,7 +128,7 @@ def read_start(argv: list[str]) -> Start:
     return Start(argv, base, preset, names_task, Config(**kept))
 
 
-def _config_file(named: str) -> Path:
+def config_file(named: str) -> Path:
     """Return the file of ``--config``: a file, or the config.json of a run (of its first seed)."""
     path = Path(named)  # os.path, unlike Path: False for names that are too long
     if os.path.isfile(path) or (path.suffix.lower() in SUFFIXES and not os.path.isdir(path)):

@@ -67,6 +67,8 @@ def convert(value: Any, kind: Any) -> Any:
             return parse_whole(value)
         if kind is float and isinstance(value, str):
             return float(value)
+        if kind is bool and isinstance(value, str):
+            return {"true": True, "false": False}.get(value.strip().lower(), value)
     except ValueError:
         return value
     if origin is tuple and isinstance(value, str):

@@ -83,7 +83,9 @@ def _spec_fields(env: AnyEnv) -> dict[str, Any]:
             "gymnasium.make; give its class, and its arguments as env_kwargs={…}"
         )
     registered = gymnasium.registry.get(spec.id)
-    if registered is not None and not spec.additional_wrappers:
+    has_no_limit = spec.max_episode_steps is None
+    lifts_limit = registered is not None and has_no_limit and registered.max_episode_steps
+    if registered is not None and not spec.additional_wrappers and not lifts_limit:
         plain = registered.kwargs.items()
         changed = {
             k: v for k, v in spec.kwargs.items() if k != "render_mode" and (k, v) not in plain

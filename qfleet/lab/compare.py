@@ -194,7 +194,7 @@ def collect_batches(config: Config, updates: int) -> tuple[EnvSpec, list[Batch]]
         exploration_initial_eps=1.0, exploration_final_eps=1.0, exploration_ladder=False,
         buffer_size=2 * steps, gradient_compression="none", workers=Config.workers,
         batch_per_rank=0, lr_scaling="none", tensor_parallel=1,
-        pipeline_parallel=1,
+        pipeline_parallel=1, record="", replay_dir="",
     )  # fmt: skip
     parts = serial.build(Setup(plain, FaultLog()))
     try:

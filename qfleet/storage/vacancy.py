@@ -25,7 +25,10 @@ _POLICIES = ("best", ".old-best", "agents")
 
 
 def check_vacant(path: Path) -> None:
-    """Raise ConfigError if the folder holds a run that has made progress."""
+    """Raise ConfigError if the folder holds a run, or one of several seeds, with progress."""
+    if (path / EXPERIMENT).exists():
+        for child in sorted(path.glob("seed-*")):
+            check_vacant(child)
     if not (path / CONFIG).exists() or has_no_progress(path):
         return
     if has_checkpoint(path / "checkpoints"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, SupportsIndex, cast
 
 from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.policy import Policy, load_run_policy, load_saved_policy
@@ -23,10 +24,8 @@ from qfleet.core.files import atomic_write_text
 from qfleet.core.urls import is_url
 from qfleet.data.writer import check_target
 from qfleet.engines.all_reduce.world import with_launched_workers
-from qfleet.engines.cluster.baseline import stored_rate
 from qfleet.engines.offline import check_datasets, dataset_fields, with_dataset, with_given
 from qfleet.envs.objects import named_fields
-from qfleet.envs.registry import check_env
 from qfleet.envs.short_names import full_id
 from qfleet.storage.checkpoint import POLICY_SUFFIX, diff_meta, has_checkpoint, load_checkpoint
 from qfleet.storage.locks import RunLock, check_idle
@@ -42,6 +41,7 @@ from qfleet.storage.vacancy import (
 )
 from qfleet.telemetry.progress import choose_mode
 from qfleet.training.callbacks import Callbacks, as_callbacks
+from qfleet.training.checks import check_can_start, check_config
 from qfleet.training.publisher import Publisher, publishing
 from qfleet.training.restarts import FREE_ON_RESUME, follow_if_told, stored_engine, was_lost
 from qfleet.training.result import Result
@@ -130,8 +130,9 @@ def train_seeds(
     """Train the same experiment with several seeds, one after another; return their aggregate."""
     config = _configure(env, algo, preset, config, fields, trust)
     follow_if_told(config.engine)
-    if isinstance(seeds, int):
-        seeds = range(config.seed, config.seed + seeds)
+    if isinstance(seeds, SupportsIndex):
+        seeds = range(config.seed, config.seed + operator.index(seeds))
+    seeds = [operator.index(seed) for seed in seeds]
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigError(f"seeds must be at least one seed, each only once, got {list(seeds)}")
     if config.population > 1:
@@ -141,6 +142,8 @@ def train_seeds(
         )
     initial = _initial(config, trust)
     # Check all before the first run: the last must not be refused after the others are done.
+    for seed in seeds:
+        validate(config.replace(seed=seed))
     check_target(config.record)
     urls = vacant_urls(run_dir, seeds, overwrite)
     folder = _folder(config, working_folder(str(run_dir)) if urls else run_dir, name, overwrite)
@@ -325,25 +328,11 @@ def _initial(config: Config, trust: bool) -> Policy | None:
     return load(config.init_from, trust=trust, device="cpu") if config.init_from else None
 
 
-def check_config(config: Config) -> Config:
-    """Raise if a run with this configuration would be refused: first by its environment's id."""
-    if not config.imports:
-        config = config.replace(eval_env=full_id(config.eval_env))
-    if not config.data:
-        check_env(config)
-    elif config.eval_env:  # the dataset's own environment may be missing: then none are played
-        check_env(config.replace(env=config.eval_env, eval_env=""))
-    config = validate(config)
-    if config.baseline:
-        folder = find_one_run(config.baseline, RUNS, "summary").absolute()
-        stored_rate(folder, config)  # refused now, not at the end of the run
-        config = config.replace(baseline=str(folder))
-    return config
-
-
 def _folder(config: Config, run_dir: Path | str | None, name: str | None, overwrite: bool) -> Path:
     if run_dir is not None and name is not None:
         raise ConfigError("run_dir and name both set the folder of the run; give one of them")
+    if overwrite:
+        check_can_start(config)
     if run_dir is not None:
         path = Path(run_dir)
         return new_run_dir(path.parent, path.name, explicit=True, overwrite=overwrite)

@@ -73,10 +73,10 @@ def measure_vectorisers(
 ) -> list[tuple[str, int, float]]:
     """Return (vectorize, envs, env steps per second) for every mode of this environment."""
     base, _ = resolve(env)
-    if is_tensor_env(env) or ale_game(env):
+    if is_tensor_env(base.env) or ale_game(base.env):
         modes = ["auto"]
     else:
-        modes = [*["native"] * has_vector_entry_point(env), "sync", "async"]
+        modes = [*["native"] * has_vector_entry_point(base.env), "sync", "async"]
     cores = usable_cores()
     rates = []
     for mode in modes:

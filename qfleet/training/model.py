@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from qfleet.agent.policy import Policy
 from qfleet.config.config import Config, check_fields
 from qfleet.config.trust import check_trust
+from qfleet.config.words import rename
 from qfleet.core.errors import ConfigError, UserError, require
 from qfleet.engines.offline import LOOP
 from qfleet.networks.torsos import ACTIVATIONS
@@ -89,11 +90,12 @@ class DQN:
             done, planned = self.trained.result.env_steps, self.trained.config.steps
             steps = done + (total_timesteps or max(planned - done, 0) or self._steps)
             shown["trust"] = True
-            self.trained = cast(Trained, api.resume(self.trained.folder, steps=steps, **shown))
+            place = self.trained.url or self.trained.folder
+            self.trained = cast(Trained, api.resume(place, steps=steps, **shown))
         else:
             given = {**self._arguments, **shown}
             check_trust(self._stored, given.get("trust", False))
-            if self._board is not None:
+            if self._board is not None and not given.keys() & {"run_dir", "name"}:
                 folders = (Path(self._board, f"{tb_log_name}_{i}") for i in itertools.count(1))
                 given["run_dir"] = next(folder for folder in folders if not folder.exists())
             if total_timesteps is not None:
@@ -138,10 +140,10 @@ class DQN:
         ``env`` and ``arguments`` replace stored values. ``trust``: see ``qfleet.load``.
         """
         file = Path(path if str(path).endswith(POLICY_SUFFIX) else f"{path}{POLICY_SUFFIX}")
-        source = file if file.is_file() else Path(path)
+        source = file if file.is_file() else path
         named = {} if device is None else {"device": str(device)}
         policy = api.load(source, trust=trust, device=named.get("device"))
-        given = {**named, **({} if env is None else {"env": env}), **arguments}
+        given = {**named, **({} if env is None else {"env": env}), **rename(arguments)}
         replaced = given.keys() | (set() if env is None else {"env_kwargs", "imports"})
         if policy.config.data or "data" in given:  # which sets these, and the length by epochs
             replaced |= {*LOOP, "train_freq", "engine", "epochs"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from secrets import token_hex
 
 import numpy as np
 
@@ -14,10 +13,11 @@ from qfleet.agent.policy import Policy
 from qfleet.config.config import OPTIONS, Config
 from qfleet.core.errors import DataError, require
 from qfleet.core.types import Block
-from qfleet.data.manifest import Dataset, Origin
+from qfleet.data.manifest import Dataset, Origin, open_store, staging_folder
 from qfleet.data.recorder import Recorder
 from qfleet.data.writer import Writer, check_target
 from qfleet.envs.factory import make_envs
+from qfleet.storage.locks import RunLock
 from qfleet.telemetry.faults import FaultLog
 from qfleet.telemetry.timers import Timers
 
@@ -57,13 +57,14 @@ def record(
     config = _config(policy.env_config, url, envs)
     faults = FaultLog()
     made = make_envs(config, envs, seed, training=False, on_fault=faults)
-    with contextlib.closing(made):
+    with contextlib.closing(made), RunLock(staging_folder(open_store(url))):
+        check_target(url)  # again: another recording may have ended meanwhile
         policy.check_spec(made.spec)
         inference = FixedInference(policy.network, policy.device, made.spec.obs_dtype, seed)
         ladder = np.full(envs, epsilon, dtype=np.float32)
         actor = Actor([made], inference, config, Timers(), BLOCK_ROWS, seed, ladder=ladder)
         acted = {"training": False, "algo": config.algo, "epsilon": epsilon, "seed": seed}
-        writer = Writer(url, Origin.of(config, made.spec, acted), token_hex(4))
+        writer = Writer(url, Origin.of(config, made.spec, acted), "0")
         recorder = Recorder(writer, made.spec, envs, faults)
         rows = -(-steps // envs)
         with contextlib.closing(recorder):  # what was played before an interrupt is kept

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from qfleet.agent.evaluation import Evaluation
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, one_line
@@ -158,7 +160,7 @@ class RunState:
     def call(self, method: str, *arguments: Any) -> None:
         """Call this method of the users' callbacks; the run stops if one returns False."""
         answers = [getattr(callback, method)(self, *arguments) for callback in self._callbacks]
-        if any(answer is False for answer in answers):
+        if any(isinstance(answer, (bool, np.bool_)) and not answer for answer in answers):
             self.stop("callback")
 
     def show(self, lines: Sequence[str | None]) -> None:
@@ -238,7 +240,10 @@ class RunState:
         self.standings.load_state_dict(own["standings"])
         for hook in self._hooks:
             hook.load_state_dict(self, own)
-        self._marks = dict(own["marks"])
+        # The intervals may have been changed.
+        intervals = {"log": self.config.log_interval, "checkpoint": self.config.checkpoint_freq}
+        passed = {what: clock.env_steps // every for what, every in intervals.items()}
+        self._marks = {k: min(mark, passed.get(k, mark)) for k, mark in own["marks"].items()}
         self.earlier_wall_s = float(own["wall_s"])
         self.earlier_usage = Usage(**own["usage"])
         for timers, spent in zip(self.parts.threads, own["timers"].values(), strict=False):

@@ -11,7 +11,7 @@ from qfleet.config.config import Config, check_fields
 from qfleet.config.files import read_fields
 from qfleet.config.trust import check_trust
 from qfleet.core.errors import ConfigError
-from qfleet.core.files import read_text
+from qfleet.core.files import atomic_write_text, read_text
 from qfleet.core.urls import is_url
 from qfleet.storage.checkpoint import has_checkpoint
 from qfleet.storage.locks import RunLock, check_idle
@@ -56,8 +56,16 @@ def resume_seeds(
         for child in children.values():
             check_idle(child)
         ended = {seed: finished(child, config.steps) for seed, child in children.items()}
+        if "steps" in asked:  # those that patience or a target has ended go on too
+            ended = {
+                seed: run if run and run.result.env_steps >= config.steps else None
+                for seed, run in ended.items()
+            }
         if None not in ended.values() and _is_aggregated(folder, ended.values()):
             raise ConfigError(f"'{folder}' is complete (seeds {seeds}); --steps N sets a new total")
+        if asked:  # before the first one goes on: after an interrupt the others do the same
+            stored["config"] = json.loads(config.to_json())
+            atomic_write_text(folder / EXPERIMENT, json.dumps(stored, indent=2))
         for seed, child in children.items():
             run = ended[seed]
             if run is None and has_checkpoint(child / "checkpoints"):

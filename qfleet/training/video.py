@@ -101,9 +101,8 @@ def _play_single(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
         yield frame, 0.0
         done = False
         while not done:
-            obs, reward, terminated, truncated, _ = env.step(
-                int(policy.greedy(np.asarray(obs)[None])[0])
-            )
+            row = np.asarray(obs, policy.spec.obs_dtype)[None]
+            obs, reward, terminated, truncated, _ = env.step(int(policy.greedy(row)[0]))
             done = terminated or truncated
             yield _rendered(env), float(reward)
 

@@ -20,7 +20,7 @@ from qfleet.config.trust import check_trust, needs_trust
 from qfleet.core.errors import ConfigError
 from qfleet.engines.cluster import ray_cluster as clusters
 from qfleet.storage.checkpoint import load_checkpoint
-from qfleet.training import api
+from qfleet.training import api, checks
 from support.messages import says
 
 WORDS = (
@@ -66,7 +66,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
     monkeypatch.setattr(api, "Run", record)
     # It imports the environment, after consent; the modules that these tests name do not exist.
-    monkeypatch.setattr(api, "check_env", lambda _: None)
+    monkeypatch.setattr(checks, "check_env", lambda _: None)
     return configs
 
 

@@ -19,7 +19,7 @@ from qfleet.core.errors import ConfigError, RunBusyError
 from qfleet.envs.short_names import full_id
 from qfleet.storage.locks import RunLock
 from qfleet.storage.rundir import remove_run
-from qfleet.training import api
+from qfleet.training import api, checks
 from support.messages import says
 
 TINY = {
@@ -186,7 +186,7 @@ def test_an_unknown_or_ambiguous_name_is_left_alone() -> None:
 def test_a_name_that_an_import_may_register_is_left_alone(
     settled: Callable[[str], Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "check_env", lambda _: None)
+    monkeypatch.setattr(checks, "check_env", lambda _: None)
     assert settled("train breakout --import json --preset none").env == "breakout"
 
 
@@ -243,7 +243,7 @@ def test_a_stranger_s_configuration_needs_consent_however_it_is_written(
     fields: dict[str, Any], named: str, form: str, settled: Callable[[str], Config],
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(api, "check_env", lambda _: None)  # after consent it imports
+    monkeypatch.setattr(checks, "check_env", lambda _: None)  # after consent it imports
     Path("evil.py").write_text("open('imported', 'w')")
     text = json.dumps({"env": "CartPole-v1", **fields} if "env_id" not in fields else fields)
     if form == "run":

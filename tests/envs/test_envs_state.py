@@ -109,3 +109,16 @@ def test_another_number_of_envs_is_refused() -> None:
     assert state is not None
     with pytest.raises(CheckpointError, match="--envs 2"):
         make(Config(), 3, 0).load_state_dict(state)
+
+
+class Board(gymnasium.Env[Any, Any]):
+    """Has methods of these names, which are for something else."""
+
+    def get_state(self, player: int) -> int:
+        return player
+
+    def set_state(self, state: int, player: int) -> None: ...
+
+
+def test_methods_of_the_same_names_are_no_state() -> None:
+    assert save_env(Board()) is None

@@ -269,3 +269,44 @@ def test_packages_are_read_without_being_imported(package: str) -> None:
     assert package_of("Windmill-v3") == package
     assert package not in sys.modules
     assert any(d.metadata["Name"] == "wind-envs" for d in importlib.metadata.distributions())
+
+
+def test_a_callback_may_answer_with_numpy(tmp_path: Path) -> None:
+    trained = qfleet.train(
+        "CartPole-v1", run_dir=tmp_path / "run", callbacks=lambda _: np.mean([1.0]) < 0,
+        **tiny_fields(steps=2000),
+    )  # fmt: skip
+    assert trained.result.stopped_by == "callback"
+
+
+def test_a_lifted_time_limit_stays_lifted() -> None:
+    limited = env_fields(gymnasium.make("MountainCar-v0", max_episode_steps=50))
+    assert (limited["env"], limited["max_episode_steps"]) == ("MountainCar-v0", 50)
+    assert env_fields(gymnasium.make("MountainCar-v0", max_episode_steps=-1))["env"] != (
+        "MountainCar-v0"
+    )
+
+
+@pytest.mark.parametrize("algo", ["rainbow", "n-step-dqn"])
+def test_the_name_of_an_algorithm_alone_is_no_algorithm(algo: str) -> None:
+    with pytest.raises(ConfigError, match=says(algo, "n_steps", "qfleet.train(algo=")):
+        qfleet.train(config=qfleet.Config(env="CartPole-v1", algo=algo))
+    with pytest.raises(UnknownNameError, match="rainbw"):
+        qfleet.train(config=qfleet.Config(env="CartPole-v1", algo="rainbw"))
+
+
+def test_a_run_is_not_removed_for_one_that_cannot_start(tmp_path: Path) -> None:
+    qfleet.train("CartPole-v1", run_dir=tmp_path / "run", **tiny_fields(steps=200))
+    with pytest.raises(QfleetError, match="typo"):
+        qfleet.train(
+            "CartPole-v1", run_dir=tmp_path / "run", overwrite=True, env_kwargs={"typo": 1}
+        )
+    assert qfleet.load(tmp_path / "run", "last").act(np.zeros(4)) in (0, 1)
+
+
+def test_a_folder_of_several_seeds_takes_no_other_run(tmp_path: Path) -> None:
+    fields = tiny_fields(steps=200, run_dir=tmp_path / "run")
+    qfleet.train_seeds(1, "CartPole-v1", **fields)
+    for start in (qfleet.train, lambda *a, **k: qfleet.train_seeds([5], *a, **k)):
+        with pytest.raises(ConfigError, match="holds a run already"):
+            start("CartPole-v1", **fields)

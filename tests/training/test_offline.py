@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 
 import qfleet
 from qfleet.config.presets import resolve
+from qfleet.core.errors import RunBusyError
 from qfleet.core.types import SKIP, TERMINATED, EnvSpec
 from qfleet.data.manifest import Dataset
 from qfleet.data.operations import fit_statistics, split, store_statistics
 from qfleet.engines.offline import build, with_dataset
 from qfleet.engines.parts import Setup
 from qfleet.storage.checkpoint import has_checkpoint, load_checkpoint
+from qfleet.storage.locks import RunLock
 from qfleet.telemetry.faults import FaultLog
 from qfleet.training.record_data import record
 from support.configs import tiny_fields
@@ -146,6 +149,20 @@ def test_without_the_environment_there_are_no_evaluations(tmp_path: Path) -> Non
     assert qfleet.load(trained.folder, "last").act(np.zeros(4)) in (0, 1)
 
 
+@pytest.mark.parametrize(
+    "spec", [replace(CARTPOLE, obs_shape=(6,)), replace(CARTPOLE, num_actions=5)]
+)
+def test_an_environment_with_other_spaces_is_not_played(spec: EnvSpec, tmp_path: Path) -> None:
+    record_block(tmp_path / "data", scripted_block(spec, 200, 1), spec)
+    config = with_dataset(resolve(None, "dqn", "none", {
+        "env": "CartPole-v1", "data": str(tmp_path / "data"), "epochs": 1, "tensorboard": False
+    })[0])  # fmt: skip
+    parts = build(Setup(config, FaultLog()))
+    parts.close()
+    assert parts.evaluator is None
+    assert "no evaluations: environment 'CartPole-v1' has" in parts.notes[-1]
+
+
 def test_another_environment_can_stand_in_for_one_that_is_missing(tmp_path: Path) -> None:
     spec = EnvSpec("NotInstalled-v3", (4,), "float32", 2)
     record_block(tmp_path / "data", scripted_block(spec, 60, 1), spec)
@@ -265,6 +282,11 @@ def test_a_policy_is_recorded_with_its_epsilon(tmp_path: Path) -> None:
     assert (rows.flags & TERMINATED != 0).sum() > 5
     with pytest.raises(qfleet.ConfigError, match="holds a dataset already"):
         record(policy, str(tmp_path / "data"))
+    (tmp_path / "busy").mkdir()
+    with RunLock(tmp_path / "busy"), pytest.raises(RunBusyError):  # another recording
+        record(policy, str(tmp_path / "busy"))
+    with pytest.raises(qfleet.ConfigError, match="steps must be > envs"):
+        record(policy, str(tmp_path / "few"), steps=8, envs=8)
     again = record(policy, str(tmp_path / "again"), steps=1500, epsilon=0.5, envs=3)
     assert np.array_equal(read_all(again).episode, rows.episode)  # so splits are the same
 

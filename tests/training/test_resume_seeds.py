@@ -173,3 +173,19 @@ def test_killed_seeds_are_finished_by_the_command_line(tmp_path: Path) -> None:
     assert aggregate["seeds"] == list(SEEDS)
     assert aggregate["env_steps"] == 9000
     assert (folder / "plots" / "learning_curve.png").exists()
+
+
+def test_more_steps_are_for_all_seeds(tmp_path: Path) -> None:
+    """Also for those that had reached their target, and for those after an interrupt."""
+    folder = tmp_path / "parent"
+    qfleet.train_seeds(2, "CartPole-v1", **FIELDS, target_return=1.0, run_dir=folder)
+    cut = qfleet.resume(folder, steps=400, options=RunOptions(stop_after=200))
+    assert [run.result.env_steps for run in cut.runs] == [200, 200]  # type: ignore[union-attr]
+    assert json.loads((folder / "experiment.json").read_text())["config"]["steps"] == 400
+
+
+@pytest.mark.parametrize("seeds", [[0, -1], [0, 0], []])
+def test_all_seeds_are_checked_before_the_first(seeds: list[int], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="seed"):
+        qfleet.train_seeds(seeds, "CartPole-v1", **FIELDS, run_dir=tmp_path / "parent")
+    assert not (tmp_path / "parent").exists()
