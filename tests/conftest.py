@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     is_ray = functools.cache(lambda file: starts_clusters(config.rootpath / file))
 
     class RayTogether(LoadGroupScheduling):
+        def schedule(self) -> None:
+            # The first process gets the largest group, this one, whichever was ready first.
+            ordered = sorted(self.assigned_work.items(), key=lambda item: item[0].gateway.id)
+            self.assigned_work = OrderedDict(ordered)
+            super().schedule()
+
         def _split_scope(self, nodeid: str) -> str:
             return "ray" if is_ray(nodeid.split("::")[0]) else super()._split_scope(nodeid)
 

@@ -11,7 +11,6 @@ import operator
 import re
 from collections.abc import Iterator
 
-from qfleet.config.algorithms import algorithm_switches
 from qfleet.config.config import FIELDS, OPTIONS, Config, check_fields
 from qfleet.core.errors import ConfigError
 
@@ -25,13 +24,6 @@ def validate(config: Config) -> Config:
     # By their texts: 1.0 equals 1, but a field that is a whole number must be 1.
     converted = {k: v for k, v in check_fields(given).items() if repr(v) != repr(given[k])}
     config = config.replace(**converted) if converted else config
-    row = algorithm_switches(config.algo)[1]
-    if row and all(getattr(config, name) == getattr(Config, name) for name in row):
-        switches = ", ".join(f"{name} {value}" for name, value in row.items())
-        raise ConfigError(
-            f"algo '{config.algo}' does nothing in Config; set what it stands for ({switches}), or "
-            f"use qfleet.train(algo='{config.algo}')"
-        )
     for rules in (_ranges(config), _rules(config)):
         for holds, name, message in rules:
             if not holds:

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, cast
+from typing import Any, Literal, cast
+
+import numpy as np
 
 from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.policy import Policy, load_run_policy, load_saved_policy
@@ -130,8 +132,8 @@ def train_seeds(
     """Train the same experiment with several seeds, one after another; return their aggregate."""
     config = _configure(env, algo, preset, config, fields, trust)
     follow_if_told(config.engine)
-    if isinstance(seeds, SupportsIndex):
-        seeds = range(config.seed, config.seed + operator.index(seeds))
+    if isinstance(seeds, int | np.integer):
+        seeds = range(config.seed, config.seed + int(seeds))
     seeds = [operator.index(seed) for seed in seeds]
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigError(f"seeds must be at least one seed, each only once, got {list(seeds)}")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from qfleet.config.algorithms import algorithm_switches
 from qfleet.config.config import Config
 from qfleet.config.validation import validate
+from qfleet.core.errors import ConfigError
+from qfleet.core.files import change_folder
 from qfleet.engines.cluster.baseline import stored_rate
+from qfleet.engines.torch_settings import TorchSettings
 from qfleet.envs.factory import make_envs
 from qfleet.envs.registry import check_env
 from qfleet.envs.short_names import full_id
@@ -24,6 +28,13 @@ def check_config(config: Config) -> Config:
     elif config.eval_env:  # the dataset's own environment may be missing: then none are played
         check_env(config.replace(env=config.eval_env, eval_env=""))
     config = validate(config)
+    switches = algorithm_switches(config.algo)[1]
+    if switches and all(getattr(config, name) == getattr(Config, name) for name in switches):
+        stands_for = ", ".join(f"{name} {value}" for name, value in switches.items())
+        raise ConfigError(
+            f"algo '{config.algo}' stands for {stands_for}, of which nothing is set; set it, use "
+            f"qfleet.train(algo='{config.algo}'), or name another algo"
+        )
     if config.baseline:
         folder = find_one_run(config.baseline, Path("runs"), "summary").absolute()
         stored_rate(folder, config)  # refused now, not at the end of the run
@@ -33,8 +44,9 @@ def check_config(config: Config) -> Config:
 
 def check_can_start(config: Config) -> None:
     """Raise unless the environment can be made, before a run that is there is removed."""
-    if not config.data:
-        with contextlib.closing(
-            make_envs(config, 1, config.seed, training=True, on_fault=FaultLog())
-        ):
-            pass
+    if config.data:
+        return
+    with contextlib.ExitStack() as after:
+        after.callback(change_folder, Path.cwd())  # an environment may change it
+        after.callback(TorchSettings().restore)
+        make_envs(config, 1, config.seed, training=True, on_fault=FaultLog()).close()

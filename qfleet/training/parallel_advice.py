@@ -160,8 +160,8 @@ def _row(sizes: Sizes, measure: Callable[[], list[RankReport]]) -> Row:
     try:
         ranks = measure()
     except (QfleetError, RuntimeError, MemoryError) as error:
-        # The operating system kills a rank for want of memory, which rank 0 or another one finds
-        # first. Any other loss is a fault.
+        # The operating system kills a rank for want of memory. Only rank 0 sees its exit status:
+        # another one may report first that it is gone. What a rank says of itself is a fault.
         is_killed = isinstance(error, RankLost) and re.search("SIGKILL|was killed", str(error))
         if not (isinstance(error, UserError) or is_killed or lacks_memory(error)):
             raise

@@ -229,8 +229,12 @@ class Run(RunState):
         except Exception:
             # Here, because an engine that has ended cannot be asked for its state.
             if self._final is None:
-                with contextlib.suppress(QfleetError):  # the first error counts
+                try:
                     self._keep_rest()
+                except RunBusyError:
+                    raise  # the folder belongs to another run
+                except QfleetError:
+                    pass  # the first error counts
             raise
 
     def _narrow(self, agents: list[int]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from qfleet.config.config import Config, check_fields
 from qfleet.config.files import read_fields
 from qfleet.config.trust import check_trust
+from qfleet.config.validation import validate
 from qfleet.core.errors import ConfigError
 from qfleet.core.files import atomic_write_text, read_text
 from qfleet.core.urls import is_url
@@ -63,8 +64,8 @@ def resume_seeds(
             }
         if None not in ended.values() and _is_aggregated(folder, ended.values()):
             raise ConfigError(f"'{folder}' is complete (seeds {seeds}); --steps N sets a new total")
-        if asked:  # before the first one goes on: after an interrupt the others do the same
-            stored["config"] = json.loads(config.to_json())
+        if "steps" in asked:  # stored, so that after an interrupt the others go as far
+            stored["config"]["steps"] = validate(config).steps
             atomic_write_text(folder / EXPERIMENT, json.dumps(stored, indent=2))
         for seed, child in children.items():
             run = ended[seed]

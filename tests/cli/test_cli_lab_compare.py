@@ -20,7 +20,7 @@ def test_a_run_is_compared_by_name_and_its_recording_stays_as_it_is(
     fields = tiny_fields(steps=200, learning_starts=50, record="data")
     qfleet.train("CartPole-v1", name="recorded", **fields)
     before = Dataset("data").manifest.sha256
-    words = ["lab", "compare", "recorded", "double=true", "--json"]
+    words = ["lab", "compare", "recorded", "double=true,learning_rate=0.1", "--json"]
     assert main([*words, "--steps", "100"]) == 0
     assert json.loads(capsys.readouterr().out)["first_difference"] is not None
     assert Dataset("data").manifest.sha256 == before
