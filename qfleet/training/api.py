@@ -6,12 +6,10 @@ import json
 import operator
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
-
-import numpy as np
 
 from qfleet.agent.evaluation import Evaluation
 from qfleet.agent.policy import Policy, load_run_policy, load_saved_policy
@@ -132,7 +130,7 @@ def train_seeds(
     """Train the same experiment with several seeds, one after another; return their aggregate."""
     config = _configure(env, algo, preset, config, fields, trust)
     follow_if_told(config.engine)
-    if isinstance(seeds, int | np.integer):
+    if not isinstance(seeds, Iterable):
         seeds = range(config.seed, config.seed + int(seeds))
     seeds = [operator.index(seed) for seed in seeds]
     if not seeds or len(set(seeds)) < len(seeds):
