@@ -81,14 +81,12 @@ def export_policy(
     else:
         try:
             rows["recorded"] = record_rows(policy)
-        except (ConfigError, UnknownNameError, ImportError, EnvironmentFault) as error:
-            # No package, or what the environment needs to start is not here.
-            known = (ImportError, UnknownNameError)
-            if not isinstance(error, EnvironmentFault) and not isinstance(
-                error.__cause__ or error, known
-            ):
+        except (ConfigError, UnknownNameError, ImportError) as error:
+            if not isinstance(error.__cause__ or error, (ImportError, UnknownNameError)):
                 raise
-            why = str(error)
+            why = str(error)  # no package
+        except EnvironmentFault as error:
+            why = str(error)  # it cannot start here
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         # Beside the final file, so that it can be renamed; the folder goes with all it holds.
