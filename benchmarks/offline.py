@@ -11,8 +11,8 @@ checkpoints whose returns are far apart, estimates their returns from the record
 the estimates with the returns that they get when they play. ``speed`` trains with two workers of a
 parameter server, one of which needs twice as long for a row, and compares the time of an epoch with
 that of one and a half workers. ``pong`` trains a policy to 18, records a million steps of it with
-ε = 0.2, and trains with CQL from them, all seeds at the same time: 50,000 updates. Every result is
-one line of JSON.
+ε = 0.2, and trains with CQL from them, all seeds at the same time: 50,000 updates, on observations
+without their mean. Every result is one line of JSON.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ OFFLINE = {
     "batch_size": 128, "learning_rate": 5e-4, "lr_schedule": "linear", "n_steps": 5,
     "target_update_interval": 10_000, "net_arch": (256, 256), "n_eval_episodes": 20,
     "tensorboard": False, "checkpoint_freq": 10**9,
+}  # fmt: skip
+PONG: dict[str, Any] = {
+    "batch_size": 256, "learning_rate": 5e-4, "lr_schedule": "linear", "n_steps": 3,
+    "target_update_interval": 64_000, "cql_alpha": 0.1,
 }  # fmt: skip
 
 
@@ -172,7 +176,9 @@ def measure_speed(folder: Path) -> None:
     print(json.dumps({"epoch_over_ideal": 1.5 * rates[1] / rates[2]}))
 
 
-def measure_pong(folder: Path, seeds: range, target: float, steps: int, updates: int) -> None:
+def measure_pong(
+    folder: Path, seeds: range, target: float, steps: int, updates: int, fields: dict[str, Any]
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     data, began_s = folder / "data", time.monotonic()
 
@@ -192,13 +198,15 @@ def measure_pong(folder: Path, seeds: range, target: float, steps: int, updates:
     if not data.exists():
         recording = f"--steps {steps} --epsilon 0.2 --envs 64"
         check(qfleet_does(f"data record {folder / 'behaviour'} {data} {recording}"))
+        check(qfleet_does(f"data stats {data}"))
     print(json.dumps({"behaviour_return": mean_return(Dataset(str(data)))}), flush=True)
-    batch = 32
+    fields = PONG | fields
+    rows = updates * fields["batch_size"]
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields.items())
     check(*(
         qfleet_does(
-            f"train --data {data} --algo cql --steps {updates * batch} --batch-size {batch} "
-            f"--seed {seed} --learning-rate 1e-4 --n-steps 3 --target-update-interval 16000 "
-            f"--eval-freq {max(updates * batch // 2, 1)} --n-eval-episodes 10 --no-tensorboard "
+            f"train --data {data} --algo cql --normalize-observations {flags} --steps {rows} "
+            f"--seed {seed} --eval-freq {max(rows // 4, 1)} --n-eval-episodes 10 --no-tensorboard "
             f"--checkpoint-freq 1000000000 --run-dir {folder / f'cql-{seed}'}"
         )
         for seed in seeds
@@ -223,9 +231,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--image", default="", help="draw the learning curve to this file")
-    parser.add_argument(
-        "--fields", default='{"cql_alpha": 0.5}', help="configuration fields as JSON"
-    )
+    parser.add_argument("--fields", help='configuration fields as JSON; of cql: {"cql_alpha": 0.5}')
     parser.add_argument("--gamma", type=float, default=0.998, help="discount of FQE")
     parser.add_argument("--updates", type=int, help="of FQE (3,000) or pong (50,000)")
     parser.add_argument("--target", type=float, default=18.0, help="return of pong's behaviour")
@@ -233,15 +239,16 @@ def main() -> None:
     parser.add_argument("--keep", default="", help="folder of pong's runs; what exists is used")
     options = parser.parse_args()
     seeds = range(options.first_seed, options.first_seed + options.seeds)
+    fields = json.loads(options.fields or "{}")
     with tempfile.TemporaryDirectory() as folder:
         if options.what == "cql":
-            fields = json.loads(options.fields)
+            fields = fields or {"cql_alpha": 0.5}
             measure_cql(Path(folder), options.algo, seeds, options.epochs, options.image, fields)
         elif options.what == "fqe":
             measure_fqe(Path(folder), seeds, options.gamma, options.updates or 3000)
         elif options.what == "pong":
             kept, updates = Path(options.keep or folder), options.updates or 50_000
-            measure_pong(kept, seeds, options.target, options.steps, updates)
+            measure_pong(kept, seeds, options.target, options.steps, updates, fields)
         else:
             measure_speed(Path(folder))
 

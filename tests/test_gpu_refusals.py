@@ -15,7 +15,7 @@ import torch
 
 import qfleet
 from qfleet.accelerator.graphs import record, why_not_recorded
-from qfleet.engines import device, pipeline
+from qfleet.engines import device, evaluators
 from qfleet.networks import fused_cnn
 from qfleet.storage.checkpoint import load_checkpoint
 
@@ -87,7 +87,7 @@ def test_evaluations_in_the_background_are_those_that_training_waits_for(
     kind: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, _, weights = train(tmp_path / "background", kind, **changes)
-    for module in (pipeline, device):
+    for module in (evaluators, device):
         monkeypatch.setattr(module, "evaluates_in_background", lambda *_: False)
     _, _, others = train(tmp_path / "waits", kind, **changes)
     assert weights.equal(others)

@@ -139,6 +139,11 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_text(inner)}" for key, inner in value.items())
     if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], (list, tuple)):  # such as the mean of images
+            import numpy as np
+
+            sides = "×".join(map(str, np.shape(value)))
+            return f"{_text(float(np.min(value)))} … {_text(float(np.max(value)))}, {sides}"
         return ", ".join(map(_text, value))
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "–"}[value]

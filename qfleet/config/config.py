@@ -143,8 +143,8 @@ class Config:
     normalize_observations: bool = field(
         False, "environment", engines=("serial", "pipeline", *OFFLINE)
     )
-    """Scale float observations by their running mean and deviation, or a dataset's, clipped to
-    ±10."""
+    """Scale observations by their running mean and deviation, or a dataset's, clipped to ±10;
+    subtract the mean only from pixels."""
 
     algo: str = field("dqn", "algorithm", common=True)
     """Row of the algorithm table (docs/algorithms); it sets fields such as head and n_steps, which

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qfleet.cli.main import main
 from qfleet.core.types import EnvSpec
-from support.datasets import record_block, scripted_block
+from support.datasets import STACK, record_block, scripted_block
+from support.messages import holds
 
 CARTPOLE = EnvSpec("CartPole-v1", (4,), "float32", 2)
 
@@ -42,6 +44,17 @@ def test_a_dataset_is_described_checked_split_and_sharded(
         assert sum(one["transitions"] for one in sizes.values()) == info["transitions"]
     assert main(["data", "info", "splits/train"]) == 0
     assert "transitions" in capsys.readouterr().out
+
+
+def test_the_mean_of_images_is_one_short_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record_block(tmp_path / "data", scripted_block(STACK, 60, 1), STACK)
+    assert main(["data", "stats", str(tmp_path / "data")]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "obs_mean" in line]
+    assert holds(line, "…", "2×2")
+    info = answer(capsys, "data", "info", str(tmp_path / "data"))
+    assert np.shape(info["statistics"]["obs_mean"]) == (2, 2)
 
 
 def test_a_dataset_names_the_environment_of_training(

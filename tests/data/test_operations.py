@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qfleet.core.errors import ConfigError, DataError
-from qfleet.core.types import SKIP, Block
+from qfleet.core.types import SKIP, Block, EnvSpec
 from qfleet.data.manifest import Dataset
 from qfleet.data.operations import (
     fit_statistics,
@@ -42,10 +42,13 @@ def test_a_good_dataset_is_valid_and_an_edited_file_is_not(tmp_path: Path) -> No
         validate(dataset)
 
 
-def test_episodes_and_statistics_are_those_of_the_transitions(tmp_path: Path) -> None:
-    block = scripted_block(BOX, 300, 2, seed=1)
+@pytest.mark.parametrize("spec", [BOX, STACK], ids=["floats", "pixels"])
+def test_episodes_and_statistics_are_those_of_the_transitions(
+    spec: EnvSpec, tmp_path: Path
+) -> None:
+    block = scripted_block(spec, 300, 2, seed=1)
     block.flags[-1] |= SKIP
-    dataset = record_block(tmp_path, block)
+    dataset = record_block(tmp_path, block, spec)
     usable = (block.flags & SKIP == 0).numpy()
     obs, reward = block.obs.numpy()[usable], block.reward.numpy()[usable]
     episodes = read_episodes(dataset)

@@ -45,6 +45,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minatar": ("MinAtar/Breakout-v1", {}),
     "minatar-pqn": ("MinAtar/Breakout-v1", {"algo": "pqn"}),
     "atari": ("ALE/Pong-v5", {}),
+    "atari-centred": ("ALE/Pong-v5", {"normalize_observations": True}),
     "impala": ("ALE/Pong-v5", {"network": "impala"}),
     "masked": (LOCKS, {}),
     "masked-stack": (LOCKS, {"frame_stack": 2}),

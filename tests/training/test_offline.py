@@ -25,7 +25,14 @@ from qfleet.storage.locks import RunLock
 from qfleet.telemetry.faults import FaultLog
 from qfleet.training.record_data import record
 from support.configs import tiny_fields
-from support.datasets import CARTPOLE, read_all, record_block, scripted_block, telling_block
+from support.datasets import (
+    CARTPOLE,
+    STACK,
+    read_all,
+    record_block,
+    scripted_block,
+    telling_block,
+)
 from support.processes import start_qfleet
 from support.waiting import wait_until
 
@@ -201,6 +208,29 @@ def test_observations_are_normalised_by_the_statistics_of_the_training_split(
     torso: Any = loaded.network.torso
     np.testing.assert_allclose(torso.statistics.mean, fitted["obs_mean"], rtol=1e-5)
     np.testing.assert_allclose(torso.statistics.variance, fitted["obs_variance"], rtol=1e-5)
+
+
+def test_pixels_are_centred_by_the_mean_image_of_the_dataset(tmp_path: Path) -> None:
+    dataset = record_block(tmp_path / "data", scripted_block(STACK, 300, 2), STACK)
+    store_statistics(dataset, fit_statistics(dataset))
+    trained = train(dataset.url, tmp_path / "run", epochs=1, normalize_observations=True)
+    torso: Any = qfleet.load(trained.folder, "last", trust=True).network.torso
+    mean = torch.tensor(fit_statistics(dataset)["obs_mean"])
+    torch.testing.assert_close(torso.statistics.mean, mean)
+    obs = torch.randint(256, (4, *STACK.obs_shape)).byte()
+    with torch.no_grad():
+        torch.testing.assert_close(torso(obs), torso.torso((obs - mean) / 255))
+    said = list[str]()
+    for normalised in (False, True):
+        config, _ = resolve(
+            "Stack-v0", "dqn", "none",
+            fields={"data": dataset.url, "normalize_observations": normalised},
+        )  # fmt: skip
+        parts = build(Setup(with_dataset(config), FaultLog()))
+        said.append("\n".join(parts.notes))
+        parts.close()
+    assert "--normalize-observations" in said[0]
+    assert "--normalize-observations" not in said[1]
 
 
 def test_normalising_needs_statistics(data: str, tmp_path: Path) -> None:
