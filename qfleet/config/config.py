@@ -488,14 +488,15 @@ class Config:
     """Warn when absolute Q-values or targets exceed this, and stop when they stay above it."""
 
     def __post_init__(self) -> None:
-        # Types are checked by ``validate``.
-        module, env = split_env(self.env) if isinstance(self.env, str) else ((), self.env)
-        named = {
-            "env": env,
-            "imports": tuple(dict.fromkeys((*module, *self.imports))),
-            "wrappers": tuple(self.wrappers),
-            "net_arch": tuple(self.net_arch),
-        }
+        # Types are checked by ``validate``: values of wrong ones stay as they are.
+        named = dict[str, Any]()
+        for name in ("imports", "wrappers", "net_arch"):
+            value = getattr(self, name)
+            named[name] = tuple(value) if isinstance(value, (list, tuple)) else value
+        if isinstance(self.env, str):
+            module, named["env"] = split_env(self.env)
+            if module and isinstance(named["imports"], tuple):
+                named["imports"] = tuple(dict.fromkeys((*module, *named["imports"])))
         for name in JSON_FIELDS:
             value = getattr(self, name)
             named[name] = json.dumps(value) if isinstance(value, dict) else value

@@ -68,6 +68,8 @@ def _rules(c: Config) -> Rules:
     c.json_object("env_kwargs")
     c.json_object("eval_env_kwargs")
     yield c.discretize_actions != 1, "discretize_actions", "must be 0 (off) or ≥ 2"
+    yield c.image_max <= 127 or c.image_max == 255, "image_max", (
+        "must be ≤ 127 or 255; larger codes are scaled by a whole number, which is 1")
     for path in c.wrappers:
         yield ":" in path, "wrappers", f"must be package.module:Class; correct {path!r}"
     yield not c.json_object("vary") or c.population > 1, "vary", (

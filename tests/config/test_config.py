@@ -228,6 +228,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({**SERVERS, "address": "10.0.0.1"}, "address 10.0.0.1"),
     ({"engine": "actors", "address": ":6379"}, "address :6379"),
     ({"env_kwargs": "{"}, "env_kwargs { JSON"),
+    ({"image_max": 200}, "image_max 127 255 200"),
     ({"env_kwargs": "[1]"}, "env_kwargs [1] JSON"),
 ]
 
@@ -240,7 +241,15 @@ def test_validate_refuses_a_bad_value_by_name(changes: dict[str, Any], words: st
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("head", "c52"), ("loss", "l1"), ("steps", 1.5), ("steps", "many"), ("engine", "warp")],
+    [
+        ("head", "c52"),
+        ("loss", "l1"),
+        ("steps", 1.5),
+        ("steps", "many"),
+        ("engine", "warp"),
+        ("net_arch", 64),
+        ("imports", 3),
+    ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_however_it_got_there(field: str, value: Any) -> None:
     """By ``replace``, and by ``validate`` after a call of the constructor."""
