@@ -133,7 +133,7 @@ class Actor:
         number, then = self._newest, (self._newest + 1) % len(self._blocks)
         opening = self._first.copy()
         if self._keeps_in_flight and not self._in_flight:
-            # No observation has been received yet: the actions of the first row are random.
+            # No observation has been received yet: without ε = 0, the first actions are random.
             start = draw_actions(self.spec, self._random, n)
             for group in range(len(self._groups)):
                 self._send(group, number, 0, np.zeros(n), start, env_steps)
@@ -186,7 +186,7 @@ class Actor:
                 actions = np.where(explore, actions, greedy) if explore.any() else greedy
             filling.actions[row, columns] = actions
             if self._records:
-                rate = np.maximum(rate, chance[columns] == 0)  # 0: the first, random row
+                rate = np.maximum(rate, explore & (chance[columns] == 0))  # 0: the first row
                 chances = behaviour_probability(self.spec, obs, actions, greedy, rate)
                 filling.probabilities[row, columns] = chances
         with self._stepping:

@@ -97,7 +97,7 @@ def evaluate_policy(
     results: list[list[tuple[float, int]]] = [[] for _ in range(n)]
     was_training = network.training
     network.eval()
-    rows, max_rows = 0, longest_share(max_steps, n)
+    rows, max_rows, stopped = 0, longest_share(max_steps, n), 0
     obs = envs.reset()
     greedy = make_greedy(network, device, obs.shape)
     try:
@@ -129,6 +129,9 @@ def evaluate_policy(
                 if finished[env] < share[env]:
                     results[env].append((float(returns[env]), int(lengths[env])))
                     finished[env] += 1
+                    if not ended[env]:  # the env plays on, so that it begins no other episode
+                        stopped += 1
+                        share[env] = finished[env]
             over = step.fresh | endless
             returns[over] = 0.0
             lengths[over] = 0
@@ -138,7 +141,7 @@ def evaluate_policy(
     for env in cut:
         results[env].append((float(returns[env]), int(lengths[env])))
     flat = [result for env_results in results for result in env_results]
-    return Evaluation([r for r, _ in flat], [length for _, length in flat], len(cut))
+    return Evaluation([r for r, _ in flat], [length for _, length in flat], len(cut) + stopped)
 
 
 def evaluation_config(config: Config) -> Config:

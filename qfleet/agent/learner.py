@@ -50,8 +50,7 @@ class Learner:
     ) -> None:
         """``target`` is ``online`` itself if there is no target network.
 
-        ``draw_stage``: the timed stage that drawing samples belongs to. Default: "copy"; without
-        replay "learn", because a rollout computes its returns when samples are drawn.
+        ``draw_stage``: the stage of drawing samples; "copy", or "learn" where it computes returns.
         """
         self._config, self._clock, self._learn_span = config, clock, timers.span("learn")
         self._draw_span = timers.span(draw_stage or ("copy" if config.replay else "learn"))
@@ -110,7 +109,8 @@ class Learner:
         while updates > 0:
             count = min(updates, self.burst_updates)
             if self._target_follows:
-                self._updater.before_gradient()  # it follows the newest weights
+                with self._learn_span:
+                    self._updater.before_gradient()  # it follows the newest weights
             self.move_target(self._take_target_move())
             with self._draw_span:
                 samples = self._memory.sample(count * self.batch_size, self._beta)

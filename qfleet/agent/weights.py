@@ -107,11 +107,21 @@ class FlatWeights:
     def copy_from(self, other: FlatWeights) -> None:
         """Copy the weights of another network, to every agent; raise where shapes differ."""
         check_same_layout(self.layout, other.layout)
+        ours, theirs = self._torso_buffers(), other._torso_buffers()
+        if ours.keys() != theirs.keys():
+            name = min(ours.keys() ^ theirs.keys())
+            raise ConfigError(
+                f"init_from has another network: {name} is in one of them only; use the same "
+                "network and options, such as normalize_observations"
+            )
         self.data[..., : other.data.numel()].copy_(other.data)
-        for name, buffer in other.buffers().items():
-            # Those of heads are constants of the configuration.
-            if name.startswith(("torso.", "critic.torso.")):
-                self.buffers()[name].copy_(buffer)
+        for name, buffer in theirs.items():
+            ours[name].copy_(buffer)
+
+    def _torso_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that training changes: those of heads are constants."""
+        of_torso = ("torso.", "critic.torso.")
+        return {name: b for name, b in self.buffers().items() if name.startswith(of_torso)}
 
     def mirror(self, other: FlatWeights) -> None:
         """Copy the weights and buffers of a network of the same shape, agent by agent."""

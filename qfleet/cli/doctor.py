@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -65,8 +66,8 @@ def run(argv: list[str]) -> int:
 
     default_s = 2.0 if options.parallel else 0.3
     seconds = default_s if options.seconds is None else options.seconds
-    if seconds <= 0 or not options.envs or min(options.envs) < 1:
-        raise ConfigError("--seconds and --envs must be positive")
+    if not 0 < seconds < math.inf or not options.envs or min(options.envs) < 1:
+        raise ConfigError("--seconds and --envs must be positive and finite")
     given = {name: getattr(options, name) for name in NETWORK_OPTIONS}
     fields = {name: value for name, value in given.items() if value is not None}
     if options.parallel:
@@ -83,8 +84,9 @@ def _measure(env: str, options: DoctorOptions, seconds: float) -> int:
     from qfleet.training import doctor
 
     machine = doctor.machine()
-    rates = doctor.measure_vectorisers(env, options.envs, seconds)
-    memory = doctor.replay_capacity(env)
+    with quiet_stdout(options.json):
+        rates = doctor.measure_vectorisers(env, options.envs, seconds)
+        memory = doctor.replay_capacity(env)
     if options.json:
         rows = [dict(zip(("vectorize", "envs", "env_steps_per_s"), r, strict=True)) for r in rates]
         print(json_module.dumps({**machine, "env": env, "rates": rows, **memory}))

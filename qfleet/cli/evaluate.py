@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qfleet.cli.parsing import parse
-from qfleet.cli.run_options import PolicyOptions
+from qfleet.cli.run_options import PolicyOptions, quiet_stdout
 from qfleet.config.validation import validate
 
 if TYPE_CHECKING:
@@ -52,10 +52,11 @@ def run(argv: list[str]) -> int:
     }
     for policy in policies.values():  # before the first one plays
         policy.check_trust()
-    if len(policies) == 1:
-        (report,) = (_evaluate(policy, options, "") for policy in policies.values())
-    else:
-        report = _evaluate_seeds(policies, options)
+    with quiet_stdout(options.json):
+        if len(policies) == 1:
+            (report,) = (_evaluate(policy, options, "") for policy in policies.values())
+        else:
+            report = _evaluate_seeds(policies, options)
     if options.json:
         print(json_module.dumps(report))
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ from qfleet.lab.speedup import (
     write_csv,
 )
 from qfleet.lab.speedup_plot import draw_speedup
+from qfleet.telemetry.runs import EVAL_RETURN, read_metrics
 
 DESCRIPTION = """Train with several numbers of workers, and report speed-up and efficiency.
 
@@ -181,19 +183,31 @@ def _trainer(
     def run_once(own: dict[str, Any]) -> Mapping[str, Any] | None:
         nonlocal number
         number += 1
+        run_dir = folder / str(number)
         trained = train(
             options.env,
             algo=options.algo,
             preset=options.preset,
-            run_dir=folder / str(number),
+            run_dir=run_dir,
             **_fields_for(fields, own),
         )
         if trained.interrupted_by is not None:
             raise KeyboardInterrupt
         fleet: Mapping[str, Any] | None = trained.result.fleet
-        return fleet and {**fleet, "is_reached": trained.result.stopped_by == "target_return"}
+        steps = None
+        if trained.result.stopped_by == "target_return":
+            steps = _steps_to_return(run_dir, options.target_return or 0.0)
+        return fleet and {**fleet, "steps_to_return": steps}
 
     return run_once
+
+
+def _steps_to_return(run_dir: Path, target: float) -> int | None:
+    """Return the env steps of the first evaluation that reached the target."""
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    return next(
+        (row["env_steps"] for row in rows if row.get(EVAL_RETURN, -math.inf) >= target), None
+    )
 
 
 def _fields_for(fields: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

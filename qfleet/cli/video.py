@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qfleet.cli.parsing import parse
-from qfleet.cli.run_options import PolicyOptions
+from qfleet.cli.run_options import PolicyOptions, quiet_stdout
 
 HELP = "record a video of the greedy policy of a run (GIF or MP4)"
 
@@ -52,7 +52,8 @@ def run(argv: list[str]) -> int:
         default = videos / f"{which}-seed{options.seed}.gif"
     policy = api.load(source, which, options.trust, options.device)
     out = options.out or default
-    frames, total = record_video(policy, out, options.seed, options.max_frames, options.fps)
+    with quiet_stdout(options.json):
+        frames, total = record_video(policy, out, options.seed, options.max_frames, options.fps)
     if options.json:
         print(json_module.dumps({"path": str(out), "frames": frames, "return": total}))
     else:

@@ -30,7 +30,7 @@ from qfleet.telemetry.timers import KINDS
 
 Train: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 """A function that trains with the given fields and returns ``fleet`` of the run's result, with
-``is_reached``: whether an evaluation has reached the target return."""
+``steps_to_return``: the env steps of the evaluation that reached the target return, if any."""
 
 CURVE = (1, 2, 4, 8, 16, 32)
 """Numbers of workers for which a speed-up is usually drawn."""
@@ -77,7 +77,9 @@ class Point(Case):
     processor_s: float | None
     """CPU time of all processes, in seconds."""
     return_s: float | None = None
-    """``wall_s``, if the run ended at its target return."""
+    """Wall time of the workers up to the evaluation that reached the target return."""
+    return_steps: int | None = None
+    """Env steps up to that evaluation. Workers go on while it is played."""
 
 
 def modelled(workers: int, computing: float, communicating: float, rounds: bool = False) -> float:
@@ -152,7 +154,8 @@ def sweep(
 
 def _return_s(rate: float, fleet: Mapping[str, Any]) -> float | None:
     """Return the seconds to the target return; None if there is none, or it was not reached."""
-    return fleet["env_steps"] / rate if fleet.get("is_reached") else None
+    steps = fleet.get("steps_to_return")
+    return steps / rate if steps else None
 
 
 def _rated(fleet: Mapping[str, Any] | None, case: Case) -> tuple[float, Mapping[str, Any]]:
@@ -182,6 +185,7 @@ def _point(case: Case, rate: float, baseline: float, fleet: Mapping[str, Any]) -
         staleness=finite(fleet["staleness"]["mean"]),
         processor_s=finite(fleet["processor_s"]),
         return_s=_return_s(rate, fleet),
+        return_steps=fleet.get("steps_to_return"),
     )
 
 
@@ -204,7 +208,7 @@ def row(point: Point) -> str:
         f"{point.update:<11}{straggler:>9}{point.workers:>9}{point.wall_s:>9.2f}"
         f"{point.env_steps_per_s:>10,.0f}{point.speed_up:>10.2f}{point.efficiency:>10.0%}"
         f"{computing:>11}{communicating:>10}{waiting:>9}{staleness:>11}"
-        f"{point.env_steps:>11,}{return_s:>10}"
+        f"{point.return_steps or point.env_steps:>11,}{return_s:>10}"
     )
 
 

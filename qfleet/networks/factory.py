@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from qfleet.accelerator.streams import has_streams
 from qfleet.config.config import Config
@@ -36,6 +38,11 @@ def build_network(spec: EnvSpec, config: Config) -> QNetwork:
     network.masked = spec if spec.is_masked else None
     if config.normalize_observations:
         for part in filter(None, (network, network.critic)):
+            if ":" in config.network and bare.obs_dtype == "uint8":
+                raise ConfigError(
+                    f"normalize_observations does not centre pixels for network "
+                    f"'{config.network}', which gets them as they are; leave it out"
+                )
             part.torso = NormalizedTorso(part.torso, bare)
         network.share_statistics(network)
     return network
@@ -65,6 +72,7 @@ def _build_unmasked(spec: EnvSpec, config: Config) -> QNetwork:
         )
     if ":" in name:
         torso = _user_torso(name, spec)
+        _check_layers(torso, config)
         features = _features(torso, name, spec)
         return QNetwork(_with_dropout(torso, config), features, spec.num_actions, config)
     if name == "mlp":
@@ -128,6 +136,22 @@ def _user_torso(path: str, spec: EnvSpec) -> nn.Module:
             f"network '{path}' made a {type(torso).__name__}; it must make a torch.nn.Module"
         )
     return torso
+
+
+def _check_layers(torso: nn.Module, config: Config) -> None:
+    """Raise for layers of a user's torso that training cannot use."""
+    modules = list(torso.modules())
+    if any(isinstance(module, _DropoutNd) for module in modules):
+        raise ConfigError(
+            f"network '{config.network}' has torch's dropout, which draws without the run's seed, "
+            "and while acting; leave it out, and use --dropout"
+        )
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in modules)
+    if has_batch_norm and config.envs == 1 and not config.data:
+        raise ConfigError(
+            f"network '{config.network}' has batch normalisation, which cannot act in one "
+            "environment; use --envs 2 or more, or layer normalisation"
+        )
 
 
 def _features(torso: nn.Module, path: str, spec: EnvSpec) -> int:

@@ -301,7 +301,7 @@ def _details(group: Group) -> dict[str, Any]:
     }
     return {
         "label": group.label,
-        "has_ended": any(member.run.result for member in group.members),
+        "has_ended": any(member.result for member in group.members),
         "of_first": ", first seed" if len(results) > 1 else "",
         "paths": [str(member.run.path) for member in group.members],
         "result": results[0] | _sums(results),
@@ -337,7 +337,7 @@ def _result(member: History) -> dict[str, Any]:
 
     ``agents`` are the values of each agent.
     """
-    result = member.run.result or {}
+    result = member.result
     fleet, cost = _object(result.get("fleet")), _finite_values(result.get("cost"))
     returns = (finite(value) for value in _list(result.get("eval_returns")))
     prices = {name: cost.get(name) for name in ("total", "per_cpu_hour", "per_gpu_hour")}

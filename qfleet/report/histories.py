@@ -22,6 +22,7 @@ from qfleet.telemetry.runs import (
     EVAL_RETURN,
     ROLLOUT_RETURN,
     RunData,
+    current_result,
     parse_metrics,
     read_object,
     run_name,
@@ -38,6 +39,8 @@ KEPT = (
 _OF_AGENT = re.compile(r"agent_(0|[1-9]\d{0,5})/(.+)")
 READ_BYTES = 2**24
 """Bytes of metrics that are parsed at a time: rows take many times the memory of their columns."""
+HEAD_BYTES = 512
+"""Bytes by which a file is known again: its first rows have times."""
 
 
 class History:
@@ -53,7 +56,7 @@ class History:
         """Newest value of each metric."""
         self._columns: dict[str, tuple[array[float], array[float]]] = {}
         self._stamps: dict[str, tuple[int, int, int]] = {}
-        self._inode, self._read_bytes = -1, 0
+        self._inode, self._head, self._read_bytes = -1, b"", 0
 
     def refresh(self) -> bool:
         """Read what is new; return whether anything is. Raises ConfigError without config.json."""
@@ -81,8 +84,12 @@ class History:
             path = self.run.path / "metrics.jsonl"
             with open_regular(path) as file:
                 status = os.fstat(file.fileno())
-                # A resumed run replaces its file by one without the rows that it writes again.
-                if status.st_ino != self._inode or status.st_size < self._read_bytes:
+                # A resumed run replaces its file by one without the rows that it writes again; the
+                # file of another run may get the number of a removed one.
+                head, known = file.read(HEAD_BYTES), self._head
+                is_same = status.st_ino == self._inode and head.startswith(known)
+                self._head = head
+                if not is_same or status.st_size < self._read_bytes:
                     self._inode, self._read_bytes = status.st_ino, 0
                     self._columns, self.last = {}, {}
                 began = self._read_bytes
@@ -134,9 +141,18 @@ class History:
 
     def summary(self) -> dict[str, Any]:
         """Return the run's score, speed and state."""
-        last = self.last.get("env_steps")
         evaluations, rates = (self.series(name)[1].tolist() for name in (EVAL_RETURN, RATE))
-        return summarise(self.run, None if last is None else int(last), evaluations, rates)
+        return summarise(self.run, self._last_env_steps, evaluations, rates)
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The run's result; empty while it trains, also after it was resumed."""
+        return current_result(self.run, self._last_env_steps)
+
+    @property
+    def _last_env_steps(self) -> int | None:
+        last = self.last.get("env_steps")
+        return None if last is None else int(last)
 
 
 def read_histories(folders: Iterable[Path]) -> list[History]:

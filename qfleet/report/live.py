@@ -144,7 +144,7 @@ class Watched:
 
 def _run_view(name: str, histories: Sequence[History]) -> View:
     # While some seeds have not ended, a mean would show only the steps that all have made.
-    data = page_data(histories, by_seed=any(h.run.result is None for h in histories))
+    data = page_data(histories, by_seed=any(not h.result for h in histories))
     sources = {
         chart: {column: _encode(values) for column, values in own.items()}
         for chart, own in chart_columns(data).items()

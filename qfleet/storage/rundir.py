@@ -76,12 +76,12 @@ RESERVE = ".reserve"
 """Name of the file whose space is for the result of a run."""
 
 _ENTRIES = (
-    RESERVE, EXPERIMENT, "config.json", "metrics.jsonl", "result.json", "seeds.json",
-    "aggregate.json", "trace.json", "tracker.json", "population.jsonl", "tensorboard",
     "checkpoints", "best", ".old-best", "agents", "last.safetensors", "plots", "videos", "exports",
-    "wandb",
+    "wandb", "tensorboard", RESERVE, "result.json", "seeds.json", "aggregate.json", "trace.json",
+    "tracker.json", "population.jsonl", EXPERIMENT, "metrics.jsonl", "config.json",
 )  # fmt: skip
-"""What qfleet and the trackers write into the folder of a run."""
+"""What qfleet and the trackers write into the folder of a run. Last what makes it one: a removal
+that was interrupted must not leave checkpoints that a new run would resume."""
 
 
 def remove_run(path: Path) -> None:

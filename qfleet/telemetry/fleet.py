@@ -247,6 +247,12 @@ class FleetAccount:
         return sum(getattr(worker, name) for worker in self.workers)
 
     @property
+    def mean_workers(self) -> float:
+        """Mean number of workers at work: a run may be scaled, and some may never find room."""
+        seconds = [worker.wall_s for worker in self.workers]
+        return _ratio(sum(seconds), max(seconds, default=0.0)) or len(seconds)
+
+    @property
     def env_steps_per_s(self) -> float | None:
         """Rate of all workers together, without starting processes and without evaluations."""
         return _ratio(self.total("env_steps"), max((w.wall_s for w in self.workers), default=0.0))

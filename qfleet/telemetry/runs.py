@@ -200,6 +200,13 @@ def parse_metrics(text: str) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def current_result(run: RunData, last_env_steps: int | None) -> dict[str, Any]:
+    """Return a run's result; empty if it was resumed and its metrics are past the result."""
+    result = run.result or {}
+    is_past = last_env_steps is not None and last_env_steps > (finite(result.get("env_steps")) or 0)
+    return {} if is_past else result
+
+
 def summarise(
     run: RunData, last_env_steps: int | None, evaluations: Sequence[float], rates: Sequence[float]
 ) -> dict[str, Any]:
@@ -207,10 +214,8 @@ def summarise(
 
     ``last_env_steps`` of its newest row, ``evaluations``: mean returns, ``rates``: per second.
     """
-    result = run.result or {}
-    # A run that was resumed and is past its last result.json: that result is out of date.
-    if last_env_steps is not None and last_env_steps > (finite(result.get("env_steps")) or 0):
-        result = {}
+    result = current_result(run, last_env_steps)
+    named = {name: run.config.get(name) for name in ("env", "algo", "engine")}
 
     def known(key: str, otherwise: float | None) -> float | None:
         return finite(result.get(key)) if result else otherwise
@@ -218,7 +223,7 @@ def summarise(
     return {
         "name": run.name,
         "path": str(run.path),
-        **{name: run.config.get(name) for name in ("env", "algo", "engine")},
+        **{name: value if isinstance(value, str) else None for name, value in named.items()},
         "seed": finite(run.config.get("seed")),
         "env_steps": known("env_steps", last_env_steps),
         "total_env_steps": finite(run.config.get("steps")),

@@ -7,6 +7,7 @@ actions plays the same game in colour and full size, for the video.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.agent.policy import Policy
-from qfleet.core.errors import ConfigError, UserError
+from qfleet.core.errors import ConfigError, EnvironmentFault, UserError, one_line
 from qfleet.core.types import VectorEnv
 from qfleet.envs.atari import AtariEnvs
 from qfleet.envs.closing import close_env
@@ -29,6 +30,8 @@ from qfleet.envs.spaces import AnyEnv
 
 Frame = NDArray[np.uint8]
 SUFFIXES = (".gif", ".mp4")
+MOST_GIF_FPS = 50
+"""Viewers slow down a GIF whose frames are shorter."""
 BOARD_PIXELS = 32
 """Side of a cell of a board, in pixels."""
 DRIVER = "SDL_VIDEODRIVER"
@@ -41,6 +44,11 @@ def record_video(
     """Write one episode of at most ``max_frames`` frames; return its length and its return."""
     if out.suffix not in SUFFIXES:
         raise ConfigError(f"a video must end in {' or '.join(SUFFIXES)}, got '{out}'")
+    if out.suffix == ".gif" and fps > MOST_GIF_FPS:
+        raise ConfigError(
+            f"a .gif has at most {MOST_GIF_FPS} frames per second, got {fps}; lower --fps, or "
+            "write .mp4"
+        )
     policy.check_trust()
     total = 0.0
     frames: list[Frame] = []
@@ -102,9 +110,18 @@ def _play_single(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
         done = False
         while not done:
             row = np.asarray(obs, policy.spec.obs_dtype)[None]
-            obs, reward, terminated, truncated, _ = env.step(int(policy.greedy(row)[0]))
+            action = int(policy.greedy(row)[0])
+            try:
+                obs, reward, terminated, truncated, _ = env.step(action)
+                frame = _rendered(env)
+            except (UserError, gymnasium.error.DependencyNotInstalled):
+                raise
+            except Exception as error:
+                raise EnvironmentFault(
+                    f"environment '{policy.config.env}' failed: {one_line(error)}"
+                ) from error
             done = terminated or truncated
-            yield _rendered(env), float(reward)
+            yield frame, float(reward)
 
 
 def _begin(policy: Policy, seed: int) -> tuple[AnyEnv, Any, Frame]:
@@ -125,7 +142,7 @@ def _rendered(env: AnyEnv) -> Frame:
         frame = env.render()
     if not isinstance(frame, np.ndarray) or frame.ndim != 3:
         raise ConfigError("this environment renders no image in render_mode rgb_array")
-    return frame.astype(np.uint8, copy=False)
+    return frame.astype(np.uint8)  # a copy: environments may draw into the same array again
 
 
 def _play_vector(
@@ -162,7 +179,10 @@ def _write(frames: list[Frame], out: Path, fps: int) -> None:
         from PIL import Image
 
         images = [Image.fromarray(frame) for frame in frames]
-        images[0].save(out, save_all=True, append_images=images[1:], duration=1000 // fps, loop=0)
+        # GIF counts hundredths of a second.
+        ends = [round(100 * number / fps) for number in range(len(images) + 1)]
+        durations = [10 * (end - start) for start, end in itertools.pairwise(ends)]
+        images[0].save(out, save_all=True, append_images=images[1:], duration=durations, loop=0)
         return
     try:
         import imageio.v2 as imageio

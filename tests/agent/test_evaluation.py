@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from qfleet.agent import evaluation
 from qfleet.agent.evaluation import Evaluation, evaluate_policy
 from qfleet.config.presets import resolve
 from qfleet.config.recipes import PRESETS
@@ -68,6 +69,16 @@ def test_an_env_that_has_played_its_share_adds_no_unfinished_episode() -> None:
     # Env 0 plays two episodes, env 1 one: its second episode is not asked for.
     cut = play(episodes=3, envs=2, max_steps=2 * 9)
     assert (cut.lengths, cut.unfinished) == ([6, 2, 6], 1)
+
+
+def test_an_episode_that_is_cut_at_the_longest_is_unfinished_and_its_env_plays_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The env is not reset: what it would play next is the rest of the same episode."""
+    monkeypatch.setattr(evaluation, "LONGEST_EPISODE", 4)
+    cut = play(episodes=4, envs=2, max_steps=100)
+    assert (cut.lengths, cut.returns, cut.unfinished) == ([4, 4], [PAYS[3]] * 2, 2)
+    assert holds(cut.why_ended(4, 100) or "", "2 of 4", "2 not begun")
 
 
 def test_the_line_about_a_cut_evaluation_names_the_option_and_the_counts() -> None:

@@ -80,6 +80,20 @@ def test_runs_are_sorted_and_filtered(
 
 
 @pytest.mark.usefixtures("three_runs")
+def test_a_damaged_configuration_does_not_hide_the_other_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    damaged = Path("runs/damaged")
+    damaged.mkdir()
+    (damaged / "config.json").write_text('{"env": NaN, "algo": 5, "seed": "x"}')
+    out, _ = call(capsys, "runs", "--json")
+    assert {row["name"]: row["env"] for row in json.loads(out)}["damaged"] is None
+    assert len(json.loads(out)) == 4
+    out, _ = call(capsys, "runs")
+    assert holds(out, "high", "damaged")
+
+
+@pytest.mark.usefixtures("three_runs")
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -193,3 +207,11 @@ def test_a_video_of_the_last_policy_says_so(
     assert "last-seed1000.gif" in out
     assert err.count("\n") == 1
     assert holds(err, "no best policy", "last")
+
+
+def test_what_environments_print_is_no_part_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    qfleet.train("support.odd_envs:Chatty", run_dir="run", **TINY)
+    capsys.readouterr()
+    out, err = call(capsys, "evaluate", "run", "--episodes", "1", "--trust", "--json")
+    assert json.loads(out)["episodes"] == 1
+    assert "chat" in err

@@ -35,6 +35,10 @@ class Training:
         # The fields make a configuration that a worker engine would take.
         config: Config = resolve(env, fields.pop("algo"), fields.pop("preset"), fields=fields)[0]
         validate(config)
+        run_dir.mkdir()  # the target is reached half way, and workers went on
+        rows = [(config.steps // 4, 50.0), (config.steps // 2, 100.0), (config.steps, 200.0)]
+        lines = [json.dumps({"env_steps": n, "eval/mean_reward": mean}) for n, mean in rows]
+        (run_dir / "metrics.jsonl").write_text("\n".join(lines))
         slow = config.straggler > 1
         rate = 100.0 * (config.workers - slow) + 25.0 * slow
         return SimpleNamespace(
@@ -96,7 +100,8 @@ def test_with_a_target_return_all_runs_have_the_same_steps(
     asked = [(c["steps"], c["eval_freq"], c["target_return"]) for c in training.calls]
     assert asked == [(4000, 200, 100.0)] * 2
     report = json.loads(capsys.readouterr().out)
-    assert [point["return_s"] for point in report["points"]] == [40.0, 10.0]
+    assert [point["return_s"] for point in report["points"]] == [20.0, 5.0]
+    assert [point["return_steps"] for point in report["points"]] == [2000, 2000]
 
 
 def test_workers_without_room_are_left_out_with_a_line(

@@ -129,7 +129,7 @@ def test_the_median_time_to_a_return_stands_for_all(
 
     def train(_: dict[str, Any]) -> dict[str, Any]:
         needed = next(left)
-        return {**fleet(100.0, needed or 9000), "is_reached": needed is not None}
+        return {**fleet(100.0, 9000), "steps_to_return": needed}  # the workers went on to 9,000
 
     (point,) = sweep([Case("sync", 1.0, 1)], 10, 3, train)
     assert point.return_s == reported
@@ -227,8 +227,8 @@ def test_all_curves_are_in_one_figure_beside_the_ideal(tmp_path: Path, drawn: li
 
 def test_the_time_to_a_return_is_a_panel_of_its_own(tmp_path: Path, drawn: list[Axes]) -> None:
     def train(told: dict[str, Any]) -> dict[str, Any]:
-        found = fleet(100.0 * told["workers"], 2000)
-        return {**found, "is_reached": told["update"] == "async"}
+        found = fleet(100.0 * told["workers"], 2500)
+        return {**found, "steps_to_return": 2000 if told["update"] == "async" else None}
 
     found = list(sweep(make_cases(["sync", "async"], [1, 4], 1.0), 1000, 1, train))
     assert [point.return_s for point in found] == [None, None, 20.0, 5.0]

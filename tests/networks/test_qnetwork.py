@@ -358,6 +358,10 @@ class Silent(nn.Module):
     def forward(self, obs):
         return self.features(obs.flatten(1))
 
+class Dropping(nn.Sequential):
+    def __init__(self, observation_shape):
+        super().__init__(nn.Linear(observation_shape[0], 7), nn.Dropout(0.1))
+
 class Flat(nn.Module):
     def __init__(self, observation_shape):
         super().__init__()
@@ -392,7 +396,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(("name", "features"), [("Says", 7), ("Silent", 9)])
 @pytest.mark.parametrize("head", HEADS)
 def test_a_users_torso(plugin: str, name: str, features: int, head: str) -> None:
-    net = build(VECTOR, network=f"{plugin}:{name}", head=head, dueling=True)
+    net = build(VECTOR, network=f"{plugin}:{name}", head=head, dueling=True, envs=2)
     obs = observations(VECTOR, 2)
     assert net.torso.training
     assert net.torso(obs).shape == (2, features)
@@ -402,6 +406,8 @@ def test_a_users_torso(plugin: str, name: str, features: int, head: str) -> None
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("Silent", "cannot act in one environment; use --envs 2"),
+        ("Dropping", "torch's dropout"),
         ("Flat", "gave (1,); it must give features of shape [B, F]"),
         ("Breaks", "ValueError: two lines; it must map raw batches to features"),
         ("Stubborn", "called with the observation's shape (4,)"),

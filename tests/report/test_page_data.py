@@ -94,6 +94,33 @@ def test_a_file_that_a_resume_has_replaced_is_read_anew(tmp_path: Path) -> None:
     assert history.series(EVAL)[1].tolist() == [1.0, 9.0, 4.0, 5.0]
 
 
+def test_a_file_of_another_run_with_the_number_of_a_removed_one_is_read_anew(
+    tmp_path: Path,
+) -> None:
+    """File systems give the number of a removed file to the next one."""
+    path = write_run(tmp_path / "run", curve(1.0, 2.0))
+    history = History(path)
+    history.refresh()
+    lines = "".join(json.dumps(row) + "\n" for row in curve(9.0, 9.0, 9.0, 9.0))
+    (path / "metrics.jsonl").write_text(lines)  # in place
+    assert history.refresh()
+    assert history.series(EVAL)[1].tolist() == [9.0] * 4
+
+
+def test_a_resumed_run_is_not_shown_with_its_old_result(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", curve(1.0, 2.0))
+    (path / "result.json").write_text(json.dumps({"env_steps": 200, "stopped_by": "steps"}))
+    history = History(path)
+    history.refresh()
+    assert history.result["stopped_by"] == "steps"
+    (path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in curve(1.0, 2.0, 3.0))
+    )
+    history.refresh()
+    assert history.result == {}
+    assert history.summary()["state"] == "running or interrupted"
+
+
 def test_a_curve_has_env_steps_updates_and_wall_time(tmp_path: Path) -> None:
     rows = [*logged(1.0, 3.0), {"env_steps": 150, EVAL: 7.0}]
     rows.sort(key=lambda row: row["env_steps"])

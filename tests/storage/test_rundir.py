@@ -14,11 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import qfleet
 from qfleet.core import files
 from qfleet.core.errors import ConfigError, RunBusyError
 from qfleet.core.files import atomic_write_text
+from qfleet.storage import rundir
 from qfleet.storage.locks import RunLock
-from qfleet.storage.rundir import check_name, default_name, new_run_dir
+from qfleet.storage.rundir import check_name, default_name, new_run_dir, remove_run
+from support.configs import tiny_fields
 from support.messages import says
 from support.waiting import PHASE_S, deadline
 
@@ -182,3 +185,26 @@ def test_text_is_replaced_whole_or_not_at_all(
     monkeypatch.setattr(files, "write_point", lambda _: None)
     atomic_write_text(path, "new")
     assert path.read_text() == "new"
+
+
+def test_a_removal_that_is_interrupted_leaves_a_run_and_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next run in the folder would resume the checkpoints of the old one."""
+    run = tmp_path / "run"
+    qfleet.train("CartPole-v1", run_dir=run, **tiny_fields(steps=100, learning_starts=50))
+    rmtree = rundir.shutil.rmtree
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rundir.shutil, "rmtree", stop)
+    with pytest.raises(KeyboardInterrupt):
+        remove_run(run)
+    assert (run / "checkpoints").is_dir()
+    assert (run / "config.json").is_file()
+    with pytest.raises(ConfigError, match=says("--overwrite")):
+        new_run_dir(tmp_path, "run")
+    monkeypatch.setattr(rundir.shutil, "rmtree", rmtree)
+    remove_run(run)
+    assert {path.name for path in run.iterdir()} <= {".lock"}

@@ -6,6 +6,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium import spaces
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
@@ -139,3 +140,13 @@ OldGym = type("OldGym", (), {"__module__": "gym.core", "step": None})
 
 class NoSpaces(gymnasium.Env[Any, Any]):
     """Forgets to set its spaces."""
+
+
+class Flatten(torch.nn.Module):
+    """A user's torso of pixels as they are."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return obs.flatten(1).float()

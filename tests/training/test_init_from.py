@@ -15,8 +15,10 @@ import qfleet
 from qfleet.cli.main import main
 from qfleet.config.config import Config
 from qfleet.core.errors import ConfigError, UnknownNameError
-from qfleet.engines.parts import LoopParts
+from qfleet.engines.parameter_server import engine as parameter_server
+from qfleet.engines.parts import LoopParts, Setup
 from qfleet.storage.checkpoint import load_checkpoint
+from qfleet.telemetry.faults import FaultLog
 from qfleet.training.run import Run
 from support import populations
 from support.clusters import needs_ray
@@ -128,6 +130,7 @@ def test_a_resumed_run_does_not_start_from_the_weights_again(
         ("MountainCar-v0", {}, ("(4, 8)", "(2, 8)")),
         ("CartPole-v1", {"dueling": True}, ("weight_0",)),
         ("CartPole-v1", {"net_arch": ()}, ("(4, 8)", "(4, 2)")),
+        ("CartPole-v1", {"normalize_observations": True}, ("normalize_observations",)),
     ],
     ids=str,
 )
@@ -218,3 +221,19 @@ def test_servers_and_actors_start_with_the_weights(
     warm = qfleet.train("CartPole-v1", **fields, run_dir=tmp_path / "warm")
     assert warm.result.updates > 0
     torch.testing.assert_close(newest(warm.folder)["weights"], weights_of(source))
+
+
+def test_workers_do_not_send_the_statistics_of_batch_normalisation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers hold weights only: evaluations would use statistics that nobody has trained."""
+    (tmp_path / "batched_torso.py").write_text(
+        "from torch import nn\n"
+        "class Torso(nn.Sequential):\n"
+        "    def __init__(self, shape):\n"
+        "        super().__init__(nn.Linear(*shape, 8), nn.BatchNorm1d(8))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = tiny_config(network="batched_torso:Torso", envs=2, engine="parameter-server")
+    with pytest.raises(ConfigError, match=says("batched_torso:Torso", "batch", "layer")):
+        parameter_server.build(Setup(config, FaultLog()))

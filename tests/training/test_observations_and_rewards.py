@@ -166,6 +166,11 @@ def test_the_pipeline_takes_turns_and_equals_serial(fields: dict[str, Any], tmp_
         ("CartPole-v1", {"engine": "actors"}, "normalize_observations serial actors"),
         ("CartPole-v1", {"engine": "device"}, "normalize_observations serial device"),
         ("FrozenLake-v1", {}, "normalize_observations discrete"),
+        (
+            f"{HERE}:Sampled",
+            {"env_kwargs": {"space": "image"}, "network": f"{HERE}:Flatten"},
+            "normalize_observations Flatten",
+        ),
     ],
 )
 def test_what_cannot_be_normalised_is_refused(

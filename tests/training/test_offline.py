@@ -296,6 +296,19 @@ def test_code_that_a_dataset_names_needs_consent(tmp_path: Path) -> None:
         qfleet.train(data=str(tmp_path / "data"), run_dir=tmp_path / "run")
 
 
+def test_greedy_actions_before_the_first_observation_have_their_probability(tmp_path: Path) -> None:
+    """Groups of envs begin before anything is received: with ε = 0 those actions are greedy too."""
+    for epsilon, expected in ((0.0, [1.0]), (1.0, [0.5])):
+        url = str(tmp_path / f"data-{epsilon}")
+        fields = tiny_fields(
+            steps=60, learning_starts=40, engine="pipeline", envs=2, env_groups=2,
+            vectorize="async", exploration_initial_eps=epsilon, exploration_final_eps=epsilon,
+        )  # fmt: skip
+        qfleet.train("CartPole-v1", run_dir=tmp_path / f"{epsilon}", record=url, **fields)
+        rows = read_all(Dataset(url))
+        assert np.unique(rows.probability[rows.flags & SKIP == 0]).tolist() == expected
+
+
 def test_a_policy_is_recorded_with_its_epsilon(tmp_path: Path) -> None:
     trained = qfleet.train(
         "CartPole-v1", run_dir=tmp_path / "run", **tiny_fields(steps=200, learning_starts=100)

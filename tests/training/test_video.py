@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageSequence
 
 import qfleet
-from qfleet.training.video import DRIVER, record_video
+from qfleet.core.errors import EnvironmentFault
+from qfleet.training.video import DRIVER, _rendered, _write, record_video
 from support.configs import tiny_fields
 from support.messages import says
 from support.toy_envs import Bandit
@@ -54,6 +55,22 @@ class NeedsDummyFromTheStart(NeedsDummy):
 class NeverDraws(BlackWithDummy):
     def render(self) -> NDArray[np.uint8]:
         raise RuntimeError("no picture")
+
+
+class MovingBar(BlackWithDummy):
+    """Draws into the same array at every step."""
+
+    picture = np.zeros((8, 8, 3), np.uint8)
+
+    def render(self) -> NDArray[np.uint8]:
+        self.picture[:] = np.roll(np.eye(8, dtype=np.uint8), self.picture[0, 0, 0], 0)[..., None]
+        self.picture[0, 0, 0] = (self.picture[0, 0, 0] + 1) % 8
+        return self.picture
+
+
+class Crashes(BlackWithDummy):
+    def step(self, action: Any) -> Any:
+        raise RuntimeError("sim crashed")
 
 
 class Undrawn(BlackWithDummy):
@@ -120,3 +137,28 @@ def test_an_environment_that_fails_with_both_drivers_is_reported(
     with pytest.raises(RuntimeError, match="no picture"):
         video(policy, NeverDraws, tmp_path / "video.gif")
     assert DRIVER not in os.environ
+
+
+def test_frames_are_copies_and_a_gif_lasts_as_long_as_asked_for(
+    policy: qfleet.Policy, tmp_path: Path
+) -> None:
+    frames = [np.full((8, 8, 3), 6 * n, np.uint8) for n in range(40)]
+    for fps in (30, 50):
+        _write(frames, tmp_path / "plain.gif", fps)
+        with Image.open(tmp_path / "plain.gif") as picture:
+            durations = [frame.info["duration"] for frame in ImageSequence.Iterator(picture)]
+        assert sum(durations) == pytest.approx(1000 * 40 / fps, abs=10)
+    env = MovingBar("rgb_array")
+    first = _rendered(env)
+    before = first.copy()
+    _rendered(env)
+    assert (first == before).all()
+    with pytest.raises(qfleet.ConfigError, match=says("50", "--fps", ".mp4")):
+        record_video(policy, tmp_path / "fast.gif", seed=0, max_frames=2, fps=60)
+
+
+def test_an_environment_that_fails_in_a_step_is_named_in_one_line(
+    policy: qfleet.Policy, tmp_path: Path
+) -> None:
+    with pytest.raises(EnvironmentFault, match=says("Crashes", "sim crashed")):
+        video(policy, Crashes, tmp_path / "one.gif")

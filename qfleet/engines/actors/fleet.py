@@ -17,6 +17,7 @@ from typing import Any
 from qfleet.agent import schedules
 from qfleet.agent.schedules import rows_per_block
 from qfleet.algorithms.exploration import epsilon_ladder
+from qfleet.core.errors import ClusterError
 from qfleet.core.types import Clock, EnvSpec, Episode, StateDict
 from qfleet.data.recorder import WRITE_TIMEOUT_S
 from qfleet.engines.actors.account import Account
@@ -132,7 +133,13 @@ class ActorFleet:
                 self._done.append((actor, report))
 
     def _replace(self, actor: _Actor, loss: str) -> None:
-        if not self._pool.waits_for_room(actor):
+        if self._pool.waits_for_room(actor):
+            if self._config.has_learner_replay:  # which takes blocks of all actors in turn
+                raise ClusterError(
+                    f"{loss}, and the cluster has no room for another; with servers 0 every actor "
+                    "is needed: add a node and resume the run"
+                )
+        else:
             self._pool.count_failure(actor, loss)
             self._faults("actor", f"{loss}; replaced")
             self._account.count_restart(actor.number)

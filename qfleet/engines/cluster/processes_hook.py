@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from qfleet.config.config import Config
 from qfleet.core.errors import one_line
 from qfleet.engines.cluster.baseline import measured_for_s, serial_rate, stored_rate
 from qfleet.engines.parts import EngineHook
-from qfleet.telemetry.fleet import Processes, share_scalars
+from qfleet.telemetry.fleet import FleetAccount, Processes, share_scalars
 from qfleet.telemetry.fleet_plots import draw_fleet
 from qfleet.telemetry.fleet_table import fleet_lines
 from qfleet.telemetry.formatting import format_rate
@@ -61,6 +62,8 @@ class ProcessesHook(EngineHook):
     config: Config
     baseline: float | None = None
     """Env steps per second of one process with the same settings; None: not known."""
+    _baseline_processor_s: float = 0.0
+    """CPU time of measuring it, which is not part of the run."""
 
     def on_finish(self, run_s: float, give_up: Callable[[], bool]) -> Sequence[str]:
         """Find the baseline; say so if it is clearly faster than all workers together."""
@@ -72,7 +75,11 @@ class ProcessesHook(EngineHook):
             if named:
                 self.baseline = stored_rate(Path(named), self.config)
             else:
-                self.baseline = serial_rate(self.config, measure_s, give_up)
+                began_s = time.process_time()
+                try:
+                    self.baseline = serial_rate(self.config, measure_s, give_up)
+                finally:
+                    self._baseline_processor_s = time.process_time() - began_s
         except Exception as error:  # of any part; the run itself has its results
             return (f"there is no rate of one process for comparison: {one_line(error)}",)
         if self.baseline is None or self.baseline <= CLEARLY * rate:
@@ -87,7 +94,7 @@ class ProcessesHook(EngineHook):
         return share_scalars(self.processes.rows())
 
     def result(self) -> Mapping[str, Any]:
-        account = self.processes.account()
+        account = self._account()
         fleet = None
         if account is not None:
             rate = self.processes.env_steps_per_s()
@@ -96,14 +103,21 @@ class ProcessesHook(EngineHook):
                 "env_steps_per_s": rate,
                 "baseline_env_steps_per_s": self.baseline,
                 "speed_up": speed_up,
-                "efficiency": speed_up and speed_up / len(account.workers),
+                "efficiency": speed_up and speed_up / account.mean_workers,
             }
             fleet = account.as_dict() | own | self.processes.counts()
         return {"fleet": fleet, "communication": self.processes.communication()}
 
+    def _account(self) -> FleetAccount | None:
+        account = self.processes.account()
+        if account is None:
+            return None
+        own_s = account.driver_processor_s - self._baseline_processor_s
+        return replace(account, driver_processor_s=own_s)
+
     def usage(self, here: Usage) -> Usage:
         """Return the reports of all processes, without Ray's own, in place of the children."""
-        account = self.processes.account()
+        account = self._account()
         used_s = here.processor_s if account is None else account.processor_s
         # Of a joined cluster, the energy of this machine is a part that says little.
         joules = None if self.config.address else here.joules
@@ -112,7 +126,7 @@ class ProcessesHook(EngineHook):
     def on_end(self, folder: Path, trace: Trace | None) -> Sequence[str]:
         if trace is not None:
             merge_lanes(trace, dict(self.processes.lanes()))
-        account = self.processes.account()
+        account = self._account()
         if account is None:
             return ()
         draw_fleet(account, folder / "plots")

@@ -16,6 +16,7 @@ import torch
 
 from qfleet.agent.weights import FlatWeights
 from qfleet.config.config import Config
+from qfleet.core.errors import ConfigError
 from qfleet.core.types import Clock, EnvSpec, StateDict
 from qfleet.data.manifest import Dataset
 from qfleet.engines.cluster.processes_hook import ProcessesHook
@@ -47,6 +48,11 @@ def build(setup: Setup) -> Parts:
     set_threads(config.threads, spec)
     clock, timers = Clock(frame_skip=spec.frame_skip), Timers()
     network = make_network(config, spec, device, seeds.network)
+    if any(True for _ in network.torso.buffers()):
+        raise ConfigError(
+            f"network '{config.network}' has statistics besides its weights (batch normalisation), "
+            "which workers do not send; use layer normalisation, or another engine"
+        )
     weights = FlatWeights(network)
 
     def check_more(extra: int) -> None:

@@ -173,9 +173,9 @@ class Worker:
                     parts,
                     lambda: clock.env_steps < order.until_env_steps and self._clock() < until_s,
                 )
-                self._updater.finish()
             finally:
                 self._inside_s += self._waiting_s() - before_s
+            self._updater.finish()
         except ServersLost as error:
             self._lost = error.numbers
             if self._own.replay:

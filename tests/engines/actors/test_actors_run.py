@@ -263,6 +263,26 @@ def test_an_actor_that_finds_no_room_is_waited_for(clusters: list[OneProcess]) -
         assert faults.counts["actor"] == counts["actors_replaced"]
 
 
+def test_without_room_a_learner_that_needs_every_actor_ends_the_run(
+    clusters: list[OneProcess],
+) -> None:
+    """With replay in the learner, blocks of all actors are taken in turn."""
+    with built(small(servers=0)) as parts:
+        train_until(parts, 100)
+        cluster, spawn = clusters[0], clusters[0].spawn
+        cluster.room = 1
+
+        def spawn_pending(kind: type, *args: Any) -> Handle:
+            handle = spawn(kind, *args)
+            handle.doomed = True
+            return handle
+
+        cluster.spawn = spawn_pending  # type: ignore[method-assign]
+        next(h for h in cluster.living("RemoteActor") if h.args[1] == 0).doomed = True
+        with pytest.raises(ClusterError, match=says("servers 0", "resume")):
+            train_until(parts, 400)
+
+
 def test_when_no_actor_is_left_nor_room_for_one_the_run_ends(clusters: list[OneProcess]) -> None:
     with built(small()) as parts:
         train_until(parts, 100)

@@ -52,6 +52,27 @@ def test_speed_up_and_efficiency_are_those_over_one_process(hook: ProcessesHook)
     assert (fleet["speed_up"], fleet["efficiency"]) == (2.5, 1.25)
 
 
+def test_efficiency_is_per_worker_at_work_and_the_baseline_is_no_part_of_the_run(
+    hook: ProcessesHook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of four workers never found room, and one was dismissed half way."""
+    workers = [WorkerAccount(n, wall_s=s) for n, s in enumerate((10.0, 10.0, 5.0, 0.0))]
+    account = FleetAccount("async", 10.0, 1.0, workers)
+    monkeypatch.setattr(hook.processes, "account", lambda: account)
+
+    def rate(*_: Any) -> float:
+        until = time.process_time() + 0.2
+        while time.process_time() < until:
+            pass
+        return 40.0
+
+    monkeypatch.setattr(processes_hook, "serial_rate", rate)
+    hook.on_finish(100.0, lambda: False)
+    fleet = hook.result()["fleet"]
+    assert (fleet["speed_up"], fleet["efficiency"]) == (2.5, 1.0)
+    assert fleet["driver_processor_s"] <= 0.8
+
+
 def test_a_run_that_one_process_beats_says_so(
     hook: ProcessesHook, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from support.messages import says
 from support.waiting import deadline, wait_until
 
 psutil = pytest.importorskip("psutil")
-SOCKET = "/tmp/no-such-folder/raylet"
+SOCKET = f"/tmp/no-such-folder/{os.getpid()}/raylet"  # others run these tests too
 
 
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -563,3 +564,28 @@ def test_a_gradient_that_was_not_sent_is_no_update(calls: int) -> None:
     report = worker.work(WorkOrder(0, STEPS, LONG_S))
     assert report.lost_servers == (1,)
     assert sum(report.traffic["outcomes"].values()) == 2 * report.updates
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"target_update_interval": 0, "tau": 0.1}, {"target_update_interval": 100}, {"overlap": True}],
+    ids=str,
+)
+def test_waiting_for_messages_is_no_part_of_learning_nor_taken_from_it(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target network that follows every update fetches weights before samples are drawn."""
+    handle = Server.handle
+
+    def slowly(server: Server, request: Request) -> Any:
+        time.sleep(0.005)
+        return handle(server, request)
+
+    monkeypatch.setattr(Server, "handle", slowly)
+    config = make_config(update="async", workers=1, train_freq=1, learning_starts=50, **fields)
+    worker = make_worker(config, make_servers(config))
+    report = worker.work(WorkOrder(0, 100, LONG_S))
+    assert report.updates > 20
+    assert report.seconds["communicate"] >= 0.005 * report.updates
+    assert report.seconds["learn"] > 0
+    assert sum(report.seconds.values()) <= report.wall_s
