@@ -170,7 +170,8 @@ def build(setup: Setup, variant: Variant = Variant()) -> LoopParts:  # noqa: B00
         if config.normalize_observations:
             _normalise(learner.online, dataset)
         notes = list(place.notes)
-        if spec.obs_dtype == "uint8" and not config.normalize_observations:
+        may_centre = config.engine == "offline" and ":" not in config.network
+        if spec.obs_dtype == "uint8" and may_centre and not config.normalize_observations:
             notes.append(
                 "pixels with a constant background are learnt from much faster without their "
                 f"mean: qfleet data stats {dataset.url}, then train with --normalize-observations"

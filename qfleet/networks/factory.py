@@ -140,18 +140,20 @@ def _user_torso(path: str, spec: EnvSpec) -> nn.Module:
 
 def _check_layers(torso: nn.Module, config: Config) -> None:
     """Raise for layers of a user's torso that training cannot use."""
-    modules = list(torso.modules())
-    if any(isinstance(module, _DropoutNd) for module in modules):
+    if any(isinstance(module, _DropoutNd) for module in torso.modules()):
         raise ConfigError(
             f"network '{config.network}' has torch's dropout, which draws without the run's seed, "
             "and while acting; leave it out, and use --dropout"
         )
-    has_batch_norm = any(isinstance(module, _BatchNorm) for module in modules)
-    if has_batch_norm and config.envs == 1 and not config.data:
+    if config.envs == 1 and not config.data and has_batch_norm(torso):
         raise ConfigError(
             f"network '{config.network}' has batch normalisation, which cannot act in one "
             "environment; use --envs 2 or more, or layer normalisation"
         )
+
+
+def has_batch_norm(network: nn.Module) -> bool:
+    return any(isinstance(module, _BatchNorm) for module in network.modules())
 
 
 def _features(torso: nn.Module, path: str, spec: EnvSpec) -> int:

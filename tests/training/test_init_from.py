@@ -232,8 +232,15 @@ def test_workers_do_not_send_the_statistics_of_batch_normalisation(
         "class Torso(nn.Sequential):\n"
         "    def __init__(self, shape):\n"
         "        super().__init__(nn.Linear(*shape, 8), nn.BatchNorm1d(8))\n"
+        "class Constant(nn.Linear):\n"
+        "    def __init__(self, shape):\n"
+        "        super().__init__(*shape, 8)\n"
+        "        self.register_buffer('scale', self.weight.new_ones(8))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = tiny_config(network="batched_torso:Torso", envs=2, engine="parameter-server")
     with pytest.raises(ConfigError, match=says("batched_torso:Torso", "batch", "layer")):
         parameter_server.build(Setup(config, FaultLog()))
+    # A constant is the same everywhere.
+    config = config.replace(network="batched_torso:Constant")
+    parameter_server.build(Setup(config, FaultLog())).close()

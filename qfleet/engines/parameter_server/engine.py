@@ -30,7 +30,7 @@ from qfleet.engines.parts import EngineHook, Parts, PolicyEvaluator, Setup
 from qfleet.engines.placement import Placement
 from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.factory import make_envs
-from qfleet.networks.factory import make_network
+from qfleet.networks.factory import has_batch_norm, make_network
 from qfleet.networks.qnetwork import QNetwork
 from qfleet.telemetry.timeline import draw_workers
 from qfleet.telemetry.timers import Timers
@@ -48,10 +48,10 @@ def build(setup: Setup) -> Parts:
     set_threads(config.threads, spec)
     clock, timers = Clock(frame_skip=spec.frame_skip), Timers()
     network = make_network(config, spec, device, seeds.network)
-    if any(True for _ in network.torso.buffers()):
+    if has_batch_norm(network):
         raise ConfigError(
-            f"network '{config.network}' has statistics besides its weights (batch normalisation), "
-            "which workers do not send; use layer normalisation, or another engine"
+            f"network '{config.network}' has batch normalisation, whose statistics workers do not "
+            "send; use layer normalisation, or another engine"
         )
     weights = FlatWeights(network)
 
