@@ -14,7 +14,8 @@ changes what a step costs. ``independent`` are as many serial programs as there 
 started together: the steps that these cores can make at most. A rate is that of the second half
 of a run, or that of ``fleet`` in its result: from when all workers have begun. ``overlap``:
 workers that send a gradient while they compute
-the next one. With ``--together`` small numbers of workers run at the same time, where the cores
+the next one; ``one-call``: that also take the newest weights from its reply instead of asking for
+them again. With ``--together`` small numbers of workers run at the same time, where the cores
 suffice.
 apex: Ape-X (priorities, double, dueling, a ladder of exploration rates) on ``actors`` beside the
 preset `pong` on ``pipeline``; all four runs at the same time, each on a quarter of the cores.
@@ -47,9 +48,12 @@ TASKS = {
 ENGINES = {
     "workers": "--engine parameter-server --update async --device cpu",
     "overlap": "--engine parameter-server --update async --device cpu --overlap",
+    "one-call": "--engine parameter-server --update async --device cpu --overlap --pull with-push",
     "actors": "--engine actors",
     "independent": "--engine serial --threads 1 --device cpu",
 }
+OPTIONS = ("overlap", "one-call")
+"""Engines that are only measured with the largest number of workers."""
 SOLVE = "train CartPole-v1 --target-return 475 --eval-freq 2500 --no-tensorboard --max-wall 120s"
 SOLVERS = {
     "serial": "--preset cartpole --engine serial",
@@ -155,12 +159,12 @@ def rates(
     found: dict[str, Any] = {}
     most = max(workers)
     for task in tasks:
-        own = found[task] = {engine: {} for engine in ("workers", "overlap", "actors")}
+        own = found[task] = {engine: {} for engine in ("workers", *OPTIONS, "actors")}
         own["independent"] = {most: rate(task, "independent", most, seconds, out)}
         alone = [name for name in ("serial", "pipeline") if name in engines]
         own["alone"] = {name: rate(task, name, 1, seconds, out) for name in alone}
-        if "overlap" in engines:
-            own["overlap"] = {most: rate(task, "overlap", most, seconds, out)}
+        for engine in [name for name in OPTIONS if name in engines]:
+            own[engine] = {most: rate(task, engine, most, seconds, out)}
         for engine in [name for name in ("workers", "actors") if name in engines]:
             for batch in batches(workers, together):
                 with concurrent.futures.ThreadPoolExecutor(len(batch)) as pool:
@@ -177,7 +181,7 @@ def show_rates(task: str, own: dict[str, Any]) -> None:
     print(f"{task}: {most} independent serial programs {ceiling:,.1f} steps/s", flush=True)
     for name, one in own["alone"].items():
         print(f"  {name:<10}    {one['steps_per_s']:>10,.1f} steps/s", flush=True)
-    for engine in ("workers", "overlap", "actors"):
+    for engine in ("workers", *OPTIONS, "actors"):
         for count, one in sorted(own[engine].items(), key=lambda item: int(item[0])):
             first = own[engine].get(1, own[engine].get("1"))
             line = f"  {engine:<10} {count:>2} {one['steps_per_s']:>10,.1f} steps/s"
@@ -300,7 +304,7 @@ def main() -> None:
         "--rows", nargs="+", choices=["rates", "solve", "pong18", "apex", "draw"], default=["rates"]
     )
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    engines = ["serial", "pipeline", "workers", "overlap", "actors"]
+    engines = ["serial", "pipeline", "workers", *OPTIONS, "actors"]
     parser.add_argument("--engines", nargs="+", choices=engines, default=engines)
     parser.add_argument("--workers", default="1,2,4,8,16")
     parser.add_argument("--players", nargs="+", choices=PONG_PLAYERS, default=list(PONG_PLAYERS))

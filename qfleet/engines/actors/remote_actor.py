@@ -26,6 +26,7 @@ from qfleet.data.recorder import make_recorder
 from qfleet.engines.actors.block_messages import BlockMessage, encode
 from qfleet.engines.actors.messages import Order, Report
 from qfleet.engines.actors.priorities import FirstPriorities
+from qfleet.engines.cluster.own_core import take_core
 from qfleet.engines.factories import make_objective
 from qfleet.engines.torch_settings import set_threads
 from qfleet.envs.factory import make_envs
@@ -94,6 +95,7 @@ class RemoteActor:
             if config.prioritized_replay
             else None
         )
+        self._core = take_core(config.replace(threads=1))
         # Not for every block, whose time a look for children would add to, if there are none.
         self._used_s = usage.processor_s if config.vectorize == "async" else time.process_time
         self._processor_s = self._used_s()

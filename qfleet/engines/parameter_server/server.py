@@ -258,7 +258,7 @@ class RemoteServer(Server):
 
     def __init__(self, config: Config, *others: Any) -> None:
         super().__init__(config, *others)
-        torch.set_num_threads(_threads(config, self._shard.size))
+        torch.set_num_threads(threads_for(config, self._shard.size))
         # Ray's thread that made a call also serialises its reply, before it makes the next one.
         self._lends = calls_at_once(config) == 1
 
@@ -267,11 +267,15 @@ class RemoteServer(Server):
         return encode(self.handle(decode(message)))
 
 
-def _threads(config: Config, weights: int) -> int:
-    """Return the threads of an optimiser's step: several for a long vector (memory-bound)."""
+def threads_for(config: Config, weights: int) -> int:
+    """Return the threads of an optimiser's step: several for a long vector (memory-bound).
+
+    They get the cores that the workers leave: between two steps they do not sleep for a while.
+    """
     if weights < THREADED_FROM:
         return 1
-    return max(1, min(MOST_THREADS, usable_cores() // config.servers))
+    left = usable_cores() - (0 if config.address else config.workers)
+    return max(1, min(MOST_THREADS, left // config.servers))
 
 
 def join_states(states: list[StateDict], sizes: list[int]) -> StateDict:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -186,7 +187,12 @@ class ServerRow:
         for server in self._servers:
             answer = self._answer(server, server.handle.pull.remote(Pull(server.fetched)))
             if answer is not None and answer.weights is not None:
-                weights[server.part].copy_(unpack(answer.weights))
+                part, newest = weights[server.part], unpack(answer.weights)
+                if part.device.type == "cpu":
+                    # torch's copy wakes a thread per core, and they do not sleep for a while.
+                    np.copyto(part.numpy(), newest.numpy())
+                else:
+                    part.copy_(newest)
                 server.fetched = answer.stamp
 
     def take_snapshots(self) -> None:

@@ -20,6 +20,7 @@ from qfleet.core.seeding import mix_seeds
 from qfleet.core.signals import ignore_sigterm_if_blocked
 from qfleet.data.dataset_memory import DatasetMemory
 from qfleet.engines import offline, serial
+from qfleet.engines.cluster.own_core import take_core
 from qfleet.engines.cluster.ray_cluster import TIMEOUT_S, from_inside
 from qfleet.engines.parameter_server.client import Line, RemoteLine, Servers, ServersLost
 from qfleet.engines.parameter_server.compression import make_compressor
@@ -285,6 +286,7 @@ class RemoteWorker(Worker):
         self._cluster = from_inside(TIMEOUT_S)
         lines = [RemoteLine(self._cluster, handle, shard) for shard, handle in enumerate(handles)]
         super().__init__(config, number, lines, *others)
+        self._core = take_core(config)
         self._host += f" ({self._cluster.node_ip()})"  # several machines may have one name
 
     def ping(self) -> bool:

@@ -18,10 +18,12 @@ from qfleet.engines.parameter_server.client import Servers
 from qfleet.engines.parameter_server.compression import Cast, TopK, bytes_of, unpack
 from qfleet.engines.parameter_server.layout import cut
 from qfleet.engines.parameter_server.server import (
+    THREADED_FROM,
     RemoteServer,
     Server,
     cut_state,
     join_states,
+    threads_for,
 )
 from qfleet.engines.parameter_server.updaters import RemoteGradients
 from qfleet.engines.parameter_server.wire import (
@@ -40,6 +42,7 @@ from qfleet.engines.parameter_server.wire import (
     encode,
 )
 from qfleet.telemetry.timers import Timers
+from support.configs import tiny_config
 from support.messages import says
 from support.server_cases import DirectLine
 
@@ -331,3 +334,15 @@ def test_a_worker_without_the_weights_of_its_gradient_fetches_them_before_the_ne
     updater.before_gradient()
     assert made.data.tolist() == [-2.0] * 3
     assert not second.is_behind
+
+
+def test_long_steps_have_threads_on_the_cores_that_workers_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("qfleet.engines.parameter_server.server.usable_cores", lambda: 16)
+    config = tiny_config(engine="parameter-server", workers=8, servers=1)
+    assert threads_for(config, THREADED_FROM - 1) == 1
+    assert threads_for(config, THREADED_FROM) == 4
+    assert threads_for(config.replace(servers=4), THREADED_FROM) == 2
+    assert threads_for(config.replace(workers=16), THREADED_FROM) == 1
+    assert threads_for(config.replace(workers=16, address="auto"), THREADED_FROM) == 4
