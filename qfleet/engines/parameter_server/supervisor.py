@@ -28,8 +28,8 @@ from qfleet.telemetry.fleet import WorkerAccount
 from qfleet.telemetry.timers import COMPUTING, KIND_OF, STAGES
 from qfleet.telemetry.trace import SpanRecord
 
-SLICE_S_PER_WORKER = 0.05
-MIN_SLICE_S, MAX_SLICE_S = 0.1, 1.0
+SLICE_S_PER_WORKER = 0.1
+MIN_SLICE_S, MAX_SLICE_S = 0.2, 1.0
 """Length of a slice of work before a report: the more workers there are, the longer."""
 END_S = 15.0
 """Time that workers have to finish their slices when the run is over."""
