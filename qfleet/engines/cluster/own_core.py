@@ -1,8 +1,8 @@
 """A core of its own for each process that plays Atari games.
 
-The pool of games has a thread, which takes turns with the one that acts. Where a core is idle, the
-system moves one of the two there, away from its caches, and others then wait for a core: 16 workers
-left 1.5 of 16 cores idle, and a step took a fifth more processor time (docs/speedup.md).
+The pool of games has a thread, which takes turns with the one that acts. The system moves the two
+between cores, away from their caches: with 16 workers on 16 cores, a step took a sixth more
+processor time than with a core for each worker (docs/speedup.md).
 
 Other environments are left alone: they may start programs, which would inherit the limit.
 """
