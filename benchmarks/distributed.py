@@ -143,7 +143,7 @@ def batches(workers: list[int], together: bool) -> list[list[int]]:
         return [[count] for count in sorted(workers, reverse=True)]
     packed: list[list[int]] = []
     for count in sorted(workers, reverse=True):
-        for batch in packed:
+        for batch in packed[1:]:  # the largest is alone, as its independent programs are
             if sum(batch) + count <= (os.cpu_count() or 1) // 2:
                 batch.append(count)
                 break
@@ -170,7 +170,7 @@ def rates(
                 with concurrent.futures.ThreadPoolExecutor(len(batch)) as pool:
                     measured = pool.map(lambda m: rate(task, engine, m, seconds, out), batch)  # noqa: B023
                     own[engine].update(zip(batch, measured, strict=True))
-            if most in batch:
+            if most in batch and {"workers", "actors", *OPTIONS} & set(engines):
                 again = rate(task, "independent", most, seconds, out / "again")
                 ceilings.append(again["steps_per_s"])
         mean = sum(ceilings) / len(ceilings)

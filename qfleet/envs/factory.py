@@ -83,6 +83,7 @@ def _make_quick(
             return EnvPoolEnvs(config, game, num_envs, seed, training=training)
         is_large = config.envs >= PROCESSES_FROM and num_envs > 1  # a single env shows the spec
         is_alone = config.engine not in ("actors", "parameter-server")  # which have processes
+        is_alone &= (config.engine, config.threads) != ("serial", 1)  # as a worker's own settings
         in_processes = apart or (training and is_large and is_alone)
         if in_processes and config.vectorize == "auto":
             from qfleet.envs.processes import ProcessEnvs

@@ -274,6 +274,12 @@ def test_number_of_processes(
     assert pool_processes(Config(envs=num_envs, env_groups=groups), num_envs) == expected
 
 
+def test_a_program_of_one_thread_starts_no_processes() -> None:
+    config = breakout(threads=1, engine="serial")
+    with closing(make_envs(config, 3, SEED, training=True, on_fault=Faults())) as envs:
+        assert isinstance(envs, AtariEnvs)
+
+
 @pytest.mark.slow
 def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     """The user does not choose these processes, so they must not run the user's script again."""

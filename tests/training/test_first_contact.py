@@ -253,6 +253,8 @@ def test_a_slow_environment_gets_the_advice_and_a_quick_one_does_not(
         "mlp",
         "--eval-freq",
         "0",
+        "--learning-starts",
+        "50",
         "--max-episode-steps",
         "5",
         "--n-eval-episodes",
