@@ -10,12 +10,12 @@ train: $(STAMP)
 	$(BIN)/qfleet train CartPole-v1
 
 # What a newcomer runs: everything but the tests marked slow. Meant to take under 6 minutes.
-# Tests that start Ray clusters share one of the two processes (--dist loadgroup).
+# Tests that start Ray clusters share one process (--dist loadgroup), which mostly waits, so that
+# there are three for two cores (tests/conftest.py).
 test: $(STAMP) browser
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow"
 
-# The whole suite, as .ci/run runs it. Meant to take under 20 minutes. A third process, because the
-# one with the clusters mostly waits (tests/conftest.py).
+# The whole suite, as .ci/run runs it. Meant to take under 20 minutes.
 test-all: $(STAMP) browser
 	$(BIN)/python -m pytest -n 3 --dist loadgroup
 

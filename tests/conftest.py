@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 from collections import OrderedDict
@@ -77,6 +78,12 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(Figure, "savefig", spy)
     return axes
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests need not be looked through whenever Python collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -558,7 +559,8 @@ OPTIONS: dict[str, Option] = {f.name: f.metadata["option"] for f in dataclasses.
 """Field name → range, group …"""
 
 
-def read_docstrings() -> dict[str, str]:
+@functools.cache
+def read_docstrings() -> Mapping[str, str]:
     """Return field name → docstring in one line; a field's docstring only exists in the source."""
     (tree,) = ast.parse(inspect.getsource(Config)).body
     assert isinstance(tree, ast.ClassDef)

@@ -412,8 +412,12 @@ def state_after(config: Config) -> tuple[Parts, StateDict]:
     ("algo", "changes"),
     [
         ("a3c", {}),
-        ("a3c", {"target_network": True, "frame_stack": 2, "vectorize": "async"}),
         ("n-step-q", {"noisy": True}),
+        pytest.param(
+            "a3c",
+            {"target_network": True, "frame_stack": 2, "vectorize": "async"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

@@ -69,7 +69,9 @@ def configure(algo: str, **fields: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    "algo", ["dqn", "double-dqn", "rainbow", "qr-dqn", "iqn", "munchausen-dqn"]
+    "algo",
+    ["dqn", "double-dqn", "iqn", "munchausen-dqn"]
+    + [pytest.param(algo, marks=pytest.mark.slow) for algo in ("rainbow", "qr-dqn")],
 )
 def test_recorded_bursts_are_the_bursts_themselves(algo: str) -> None:
     config = configure(algo)

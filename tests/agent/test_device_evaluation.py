@@ -33,7 +33,10 @@ def game(name: str) -> tuple[TensorEnv, QNetwork]:
     return env, make_network(config, env.spec, CPU, 0).eval()
 
 
-@pytest.mark.parametrize("name", ["MinAtar/Breakout-v1", "MinAtar/Freeway-v1"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("MinAtar/Breakout-v1", marks=pytest.mark.slow), "MinAtar/Freeway-v1"],
+)
 def test_greedy_returns_are_those_of_evaluate_policy(name: str) -> None:
     env, network = game(name)
     ours = evaluate_on_device(network.q_values, env, 3, 0.0, CPU, seed=3)

@@ -64,7 +64,13 @@ def advanced(config: Config, updates: int) -> Parts:
     return parts
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("dqn", "prioritised") else pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
 def test_an_agent_is_the_single_run_of_its_seed_and_values(kind: str) -> None:
     vary = json.dumps({"gamma": [0.9, 0.99], "learning_rate": [5e-4, 1e-3, 5e-4, 1e-3]})
     config = configure(vary=vary, **KINDS[kind])
@@ -78,6 +84,7 @@ def test_an_agent_is_the_single_run_of_its_seed_and_values(kind: str) -> None:
         assert not torch.allclose(other, alone.learner.weights.data, rtol=0, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_with_the_steps_of_another_agent_it_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
     alone = advanced(configure().replace(population=1), 100)
@@ -93,7 +100,11 @@ def test_with_the_steps_of_another_agent_it_is_another_run(monkeypatch: pytest.M
     assert not torch.allclose(ours, alone.learner.weights.data, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("fields", [KINDS["prioritised"], RAINBOW], ids=["prioritised", "rainbow"])
+@pytest.mark.parametrize(
+    "fields",
+    [KINDS["prioritised"], pytest.param(RAINBOW, marks=pytest.mark.slow)],
+    ids=["prioritised", "rainbow"],
+)
 def test_survivors_of_a_halving_go_on_where_they_were(fields: dict[str, Any]) -> None:
     kept = [1, 3]
     whole, parts = (advanced(configure(**fields), 20) for _ in range(2))
@@ -139,6 +150,7 @@ def test_rainbow_agents_have_noise_of_their_own() -> None:
     assert not quiet.equal(network.train()(same))
 
 
+@pytest.mark.slow
 def test_a_rainbow_population_stops_resumes_and_plays(tmp_path: Path) -> None:
     config = configure(**RAINBOW, steps=400, eval_freq=200, checkpoint_freq=200)
     whole = Run(config, tmp_path / "whole", RunOptions()).go()

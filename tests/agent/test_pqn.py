@@ -247,7 +247,11 @@ def state_after(config: Config) -> tuple[Parts, StateDict]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"noisy": True, "block_rows": 4}, {"vectorize": "async", "frame_stack": 2}],
+    [
+        {},
+        {"noisy": True, "block_rows": 4},
+        pytest.param({"vectorize": "async", "frame_stack": 2}, marks=pytest.mark.slow),
+    ],
     ids=["plain", "noisy", "async stacks"],
 )
 def test_in_lockstep_the_pipeline_is_serial_bit_for_bit(

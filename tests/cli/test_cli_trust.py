@@ -256,8 +256,17 @@ def test_a_wrong_tracker_is_refused(half: Path) -> None:
         qfleet.resume(half, track="nosuch")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("before", ["", "first"])
-@pytest.mark.parametrize("after", ["", "first", "second"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", "first"),
+        ("first", "second"),
+        pytest.param("", "", marks=pytest.mark.slow),
+        pytest.param("", "second", marks=pytest.mark.slow),
+        pytest.param("first", "", marks=pytest.mark.slow),
+        pytest.param("first", "first", marks=pytest.mark.slow),
+    ],
+)
 def test_replay_moves_between_ram_and_files_on_resume(
     before: str, after: str, tmp_path: Path
 ) -> None:
@@ -280,7 +289,7 @@ def test_replay_moves_between_ram_and_files_on_resume(
 # --- --config ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", ["train", "profile"])
+@pytest.mark.parametrize("verb", ["train", pytest.param("profile", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("field", "value", "own"),
     [

@@ -238,7 +238,7 @@ def test_a_missing_file_or_run_is_named(capsys: pytest.CaptureFixture[str]) -> N
         ({"address": "10.0.0.1:6379", "engine": "actors"}, "10.0.0.1:6379"),
     ],
 )
-@pytest.mark.parametrize("form", ["run", "a.yaml", "a.toml"])
+@pytest.mark.parametrize("form", ["run", "a.yaml", pytest.param("a.toml", marks=pytest.mark.slow)])
 def test_a_stranger_s_configuration_needs_consent_however_it_is_written(
     fields: dict[str, Any], named: str, form: str, settled: Callable[[str], Config],
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,

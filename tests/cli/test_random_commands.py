@@ -95,6 +95,7 @@ def test_a_traceback_a_long_error_and_a_signal_are_failures(
     assert (tool.why_bad(code, out, err) is not None) == bad
 
 
+@pytest.mark.slow
 def test_a_hang_is_killed_with_its_children(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,7 @@ def cases(names: Iterable[str], *more: str, quick: Iterable[str]) -> list[Any]:
     return [pytest.param(name, *more, marks=mark) for name, mark in marks.items()]
 
 
-CASES = cases(POLICIES, "onnx", quick=("mlp", "rainbow", "minatar", "masked-stack", "dict"))
+CASES = cases(POLICIES, "onnx", quick=("mlp", "minatar", "masked-stack"))
 CASES += cases(("mlp", "iqn", "atari", "masked-stack", "dict", "own"), "torch", quick=("mlp",))
 
 
@@ -94,6 +94,7 @@ def test_a_policy_is_exported_and_compared(name: str, to: Any, tmp_path: Path) -
         verify(policy, model, random_rows(policy.spec), 1e-4, "random")
 
 
+@pytest.mark.slow
 def test_the_file_gives_what_the_policy_gives_for_the_environments_own_numbers(
     tmp_path: Path,
 ) -> None:
@@ -154,7 +155,9 @@ def test_actions_of_equally_good_value_may_differ() -> None:
     verify(policy, Wrong(policy, actions=1), random_rows(policy.spec), 1e-4, "random")
 
 
-@pytest.mark.parametrize("to", ["onnx", "torch", "safetensors"])
+@pytest.mark.parametrize(
+    "to", [pytest.param("onnx", marks=pytest.mark.slow), "torch", "safetensors"]
+)
 def test_a_file_that_differs_is_not_left(
     to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +249,7 @@ def run_alone(python: str, folder: Path) -> None:
 ALONE_CASES = ("mlp", "minatar", "atari", "iqn", "masked-discrete")
 
 
-@pytest.mark.parametrize("name", cases(ALONE_CASES, quick=("iqn", "masked-discrete")))
+@pytest.mark.parametrize("name", cases(ALONE_CASES, quick=("masked-discrete",)))
 def test_an_exported_policy_acts_alike_in_a_process_without_qfleet(
     name: str, tmp_path: Path
 ) -> None:
@@ -290,7 +293,8 @@ for name, runtime in (("policy.safetensors", "torch"), ("policy.onnx", "onnxrunt
 """
 
 
-@pytest.mark.parametrize("name", cases(("atari", "minatar", "discrete"), quick=("discrete",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["atari", "minatar", "discrete"])
 def test_policies_act_without_the_package_of_their_environment(name: str, tmp_path: Path) -> None:
     policy = made(name)
     policy.save(tmp_path / "policy")
@@ -308,6 +312,7 @@ def test_policies_act_without_the_package_of_their_environment(name: str, tmp_pa
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_without_the_environment_only_random_observations_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ def test_what_replicas_cannot_have_is_refused(
 
 @needs_ray
 @pytest.mark.skipif(bool(HAS_SERVE), reason="is installed")
+@pytest.mark.slow
 def test_without_ray_serve_one_line_names_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ class Clients:
             thread.join(deadline(PHASE_S))
 
 
+@pytest.mark.slow
 def test_a_hundred_reloads_under_load(tmp_path: Path) -> None:
     path = saved_policy(tmp_path / "served", seed=0)
     expected: dict[str, np.ndarray] = {}
@@ -193,6 +194,7 @@ def test_a_stamp_changes_with_the_file_and_is_empty_without(tmp_path: Path) -> N
     assert first != stamp(path) != ()
 
 
+@pytest.mark.slow
 def test_the_faster_runtime_is_chosen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("onnxruntime")
     path = saved_policy(tmp_path / "policy")

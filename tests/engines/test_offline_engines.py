@@ -89,6 +89,7 @@ def test_shares_of_a_batch_are_the_batch(data: str) -> None:
         memory.close()
 
 
+@pytest.mark.slow
 def test_ranks_learn_what_one_process_learns(data: str, tmp_path: Path) -> None:
     """Also with dropout: each rank draws its own part of the masks."""
     fields: dict[str, Any] = {"algo": "cql", "dropout": 0.2}

@@ -368,6 +368,7 @@ def test_an_object_of_another_library_is_named_too(tmp_path: Path) -> None:
         train(tmp_path / "run", SeveralAgents())
 
 
+@pytest.mark.slow
 def test_neither_pettingzoo_nor_gym_is_imported() -> None:
     code = "import qfleet, sys; qfleet.train; print({'gym', 'pettingzoo'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

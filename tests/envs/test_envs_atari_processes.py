@@ -82,6 +82,7 @@ def is_same(got: Step, expected: Step, rows: slice = slice(None)) -> bool:
     return all(a is None or np.array_equal(a[rows], b[rows]) for a, b in columns)
 
 
+@pytest.mark.slow
 def test_rows_equal_those_of_a_pool_in_this_process(envs: ProcessEnvs) -> None:
     with closing(in_process()) as pool:
         assert (envs.spec, envs.seeds) == (pool.spec, pool.seeds)
@@ -211,6 +212,7 @@ def test_closing_before_the_workers_have_started_leaves_none(
     wait_until(lambda: not any(map(is_alive, spawned)), "their end")
 
 
+@pytest.mark.slow
 def test_games_of_an_evaluation_may_be_apart() -> None:
     """In one process, without lost lives; a second reset opens the same episodes."""
     config = breakout(envs=1)

@@ -494,7 +494,9 @@ def test_workers_go_on_after_a_sigterm_to_all_processes() -> None:
         go(envs)
 
 
-@pytest.mark.parametrize("env", ["CartPole-v1", "ALE/Pong-v5"])
+@pytest.mark.parametrize(
+    "env", ["CartPole-v1", pytest.param("ALE/Pong-v5", marks=pytest.mark.slow)]
+)
 def test_a_program_that_closes_nothing_ends_and_leaves_no_process(env: str) -> None:
     program = textwrap.dedent(f"""
         from qfleet.config.config import Config

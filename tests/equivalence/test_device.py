@@ -27,8 +27,8 @@ def on_device(algo: str = "dqn", env: str = GAME, **changes: Any) -> Config:
     ("algo", "changes"),
     [
         ("dqn", {"block_rows": 7, "train_freq": 16, "gradient_steps": 6, "clip_rewards": True}),
-        ("rainbow", {}),
         ("c51", {"double": True, "n_steps": 3, "block_rows": 3}),
+        pytest.param("rainbow", {}, marks=pytest.mark.slow),
     ],
 )
 def test_without_chance_it_is_serial(algo: str, changes: dict[str, Any], tmp_path: Path) -> None:

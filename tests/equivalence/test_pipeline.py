@@ -199,10 +199,13 @@ def delay_learning(monkeypatch: pytest.MonkeyPatch) -> None:
     "changes",
     [
         ASYNC | {"env_groups": 2, "block_rows": 5},
-        ASYNC | {"env_groups": 3, "algo": "rainbow", "steps": 320, "block_rows": 4},
         ASYNC | {"env_groups": 1, "block_rows": 2, "replay_slack": 5},
+        pytest.param(
+            ASYNC | {"env_groups": 3, "algo": "rainbow", "steps": 320, "block_rows": 4},
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["groups", "rainbow", "slack"],
+    ids=["groups", "slack", "rainbow"],
 )
 def test_what_it_computes_does_not_depend_on_timing(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

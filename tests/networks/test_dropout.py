@@ -44,6 +44,7 @@ def test_networks_drop_after_their_dense_layers(spec: EnvSpec, layers: int) -> N
         assert torch.equal(network(obs), network(obs))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_the_same_masks(tmp_path: Path) -> None:
     fields = tiny_fields(steps=400, engine="serial", dropout=0.3, learning_rate=1e-2)
     states = []

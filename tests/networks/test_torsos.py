@@ -187,10 +187,12 @@ def test_minatar_with_layer_norm_is_what_it_says() -> None:
     torch.testing.assert_close(torso(image), x, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [NatureCNN, MinAtarCNN])
-def test_normalised_layers_start_as_he_has_it(kind: type[NatureCNN | MinAtarCNN]) -> None:
+@pytest.mark.parametrize(("kind", "spec"), [(NatureCNN, ATARI), (MinAtarCNN, MINATAR)])
+def test_normalised_layers_start_as_he_has_it(
+    kind: type[NatureCNN | MinAtarCNN], spec: EnvSpec
+) -> None:
     torch.manual_seed(0)
-    torso = kind(ATARI, layer_norm=True)
+    torso = kind(spec, layer_norm=True)
     for module in torso.modules():
         if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
             assert not module.bias.any()

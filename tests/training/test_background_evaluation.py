@@ -106,6 +106,7 @@ def test_training_goes_on_and_an_early_stop_counts_once(
     assert manifest["meta"]["env_steps"] == 200
 
 
+@pytest.mark.slow
 def test_a_resume_repeats_an_evaluation_that_was_not_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

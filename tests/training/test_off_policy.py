@@ -151,6 +151,7 @@ def always(action: int) -> qfleet.Policy:
     return qfleet.Policy(config, SPEC, state)
 
 
+@pytest.mark.slow
 def test_policies_are_ranked_by_their_returns(tmp_path: Path) -> None:
     """Always action 1: 1 + 0.9; always action 0: 0. A quarter of the episodes agree throughout."""
     dataset = choices(tmp_path / "data")

@@ -69,7 +69,11 @@ def test_steps_are_rows_and_every_batch_is_an_update(data: str, tmp_path: Path) 
     assert trained.result.eval_return_mean is not None
 
 
-@pytest.mark.parametrize("algo", ["dqn", "behaviour-cloning", "cql", "bcq"])
+@pytest.mark.parametrize(
+    "algo",
+    ["dqn", "behaviour-cloning"]
+    + [pytest.param(algo, marks=pytest.mark.slow) for algo in ("cql", "bcq")],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(algo: str, data: str, tmp_path: Path) -> None:
     fields = {"algo": algo, "steps": 2500, "batch_size": 8, "n_steps": 3, "block_rows": 0}
     whole = train(data, tmp_path / "whole", **fields)

@@ -252,7 +252,11 @@ def test_a_curve_has_two_points_or_is_not_drawn(
     assert ("learning_curve.png" in told) == is_drawn
 
 
-@pytest.mark.parametrize("engine", [{}, {"engine": "all-reduce", "workers": 2}])
+@pytest.mark.parametrize(
+    "engine",
+    [{}, pytest.param({"engine": "all-reduce", "workers": 2}, marks=pytest.mark.slow)],
+    ids=["one process", "ranks"],
+)
 def test_a_callback_that_fails_leaves_a_checkpoint_and_a_result(
     engine: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_activations_of_convolutions_pass_between_two_processes(tmp_path: Path) -> None:
     """They are in the layout channels-last, which gloo neither sends nor receives."""
     words = [python("-c", EXCHANGES, str(rank), str(tmp_path / "store")) for rank in (0, 1)]

@@ -190,9 +190,9 @@ def test_stages_of_gpipe_are_the_whole_network() -> None:
         ((4, 2, 1), ThreadRanks, NoSum),
         ((4, 2, 1), ThreadRanks, NoGather),
         ((4, 2, 1), Apart, ThreadRanks),
-        ((4, 1, 2), Apart, ThreadRanks),
         ((2, 1, 2), ThreadRanks, NoBroadcast),
-        ((4, 2, 2), ThreadRanks, NoSum),
+        pytest.param((4, 1, 2), Apart, ThreadRanks, marks=pytest.mark.slow),
+        pytest.param((4, 2, 2), ThreadRanks, NoSum, marks=pytest.mark.slow),
     ],
 )
 def test_without_an_exchange_they_are_not(

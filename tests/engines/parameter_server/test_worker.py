@@ -80,7 +80,7 @@ def serial_weights(config: Config, steps: int) -> Tensor:
     return parts.learner.weights.data.clone()
 
 
-@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     "fields",
     [
