@@ -297,7 +297,9 @@ def draw(out: Path) -> Path:
         panel.set(title=task, xlabel="workers or actors", ylabel="env steps per second")
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
-        panel.legend(fontsize=8)
+        counts = sorted({int(m) for engine in ("workers", "actors") for m in own[engine]})
+        panel.set_xticks(counts, [str(count) for count in counts])
+        panel.legend(fontsize=8, loc="lower right")
     path = out / "distributed.png"
     figure.savefig(path, dpi=120)
     return path
