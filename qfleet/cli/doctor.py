@@ -27,6 +27,7 @@ Examples:
 """
 
 NETWORK_OPTIONS = ("network", "net_arch", "width", "depth", "batch_size", "device")
+COUNTS = (1, 4, 16, 64)
 MEASURED_ENV, TUNED_ENV = "CartPole-v1", "ALE/Pong-v5"
 
 
@@ -34,16 +35,16 @@ MEASURED_ENV, TUNED_ENV = "CartPole-v1", "ALE/Pong-v5"
 class DoctorOptions:
     env: str | None = None
     """Environment to measure with; default CartPole-v1, with --tune or --parallel ALE/Pong-v5."""
-    envs: tuple[int, ...] = (1, 4, 16, 64)
-    """Numbers of envs to try."""
+    envs: tuple[int, ...] | None = None
+    """Numbers of envs to try; default 1 4 16 64."""
     seconds: float | None = None
     """Duration of each measurement, in seconds; default 0.3, with --parallel 2."""
     tune: bool = False
     """Tune the pipeline engine for the accelerator, and show the time of every choice."""
     parallel: bool = False
     """Measure which of data, tensor and pipeline parallelism pays for a network."""
-    workers: int = 2
-    """With --parallel: number of ranks."""
+    workers: int | None = None
+    """With --parallel: number of ranks; default 2."""
     network: str | None = None
     """With --parallel, also the next five: as in `qfleet train`; default: those of the preset."""
     net_arch: tuple[int, ...] | None = None
@@ -66,28 +67,35 @@ def run(argv: list[str]) -> int:
 
     default_s = 2.0 if options.parallel else 0.3
     seconds = default_s if options.seconds is None else options.seconds
-    if not 0 < seconds < math.inf or not options.envs or min(options.envs) < 1:
+    counts = COUNTS if options.envs is None else options.envs
+    if not 0 < seconds < math.inf or not counts or min(counts) < 1:
         raise ConfigError("--seconds and --envs must be positive and finite")
-    given = {name: getattr(options, name) for name in NETWORK_OPTIONS}
+    given = {name: getattr(options, name) for name in (*NETWORK_OPTIONS, "workers")}
     fields = {name: value for name, value in given.items() if value is not None}
-    if options.parallel:
-        env = full_id(options.env or TUNED_ENV)
-        return _advise(env, fields, options.workers, seconds, options.json)
-    if fields:
+    if fields and not options.parallel:
         raise ConfigError(f"--{next(iter(fields)).replace('_', '-')} is for --parallel; add that")
+    if options.tune and options.parallel:
+        raise ConfigError("--tune and --parallel exclude each other; give one of them")
+    for name in ("envs", "seconds") if options.tune else ("envs",) * options.parallel:
+        if getattr(options, name) is not None:
+            mode = "--tune" if options.tune else "--parallel"
+            raise ConfigError(f"--{name} has no effect with {mode}; remove it")
+    if options.parallel:
+        env, workers = full_id(options.env or TUNED_ENV), fields.pop("workers", 2)
+        return _advise(env, fields, workers, seconds, options.json)
     if options.tune:
         return _tune(full_id(options.env or TUNED_ENV), options.json)
-    return _measure(full_id(options.env or MEASURED_ENV), options, seconds)
+    return _measure(full_id(options.env or MEASURED_ENV), counts, seconds, options.json)
 
 
-def _measure(env: str, options: DoctorOptions, seconds: float) -> int:
+def _measure(env: str, counts: tuple[int, ...], seconds: float, json: bool) -> int:
     from qfleet.training import doctor
 
     machine = doctor.machine()
-    with quiet_stdout(options.json):
-        rates = doctor.measure_vectorisers(env, options.envs, seconds)
+    with quiet_stdout(json):
+        rates = doctor.measure_vectorisers(env, counts, seconds)
         memory = doctor.replay_capacity(env)
-    if options.json:
+    if json:
         rows = [dict(zip(("vectorize", "envs", "env_steps_per_s"), r, strict=True)) for r in rates]
         print(json_module.dumps({**machine, "env": env, "rates": rows, **memory}))
         return 0

@@ -108,6 +108,7 @@ def _profile(config: Config, options: ProfileOptions) -> int:
         trained = api.train(
             config=config,
             run_dir=folder,
+            overwrite=options.overwrite,
             options=RunOptions(max_wall_s=options.seconds, trace=True, stage_rates=True),
             callbacks=[recorder],
             trust=options.trust,

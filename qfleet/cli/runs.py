@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-import fnmatch
 import json
+import re
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -106,7 +106,8 @@ def _equals(value: Any, text: str) -> bool:
     try:
         return float(value) == float(text)
     except (TypeError, ValueError):
-        return fnmatch.fnmatchcase(str(value or "").lower(), text.lower())
+        pattern = ".*".join(re.escape(part) for part in text.lower().split("*"))
+        return re.fullmatch(pattern, str(value or "").lower(), re.DOTALL) is not None
 
 
 def _order(value: Any) -> tuple[int, float, str]:

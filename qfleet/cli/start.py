@@ -37,6 +37,8 @@ class ExperimentOptions:
     """Run, or JSON, YAML or TOML file, whose fields of the configuration are used."""
     run_dir: str | None = None
     """Folder of the run, or a URL to publish it to; default: a new one below runs/."""
+    overwrite: bool = False
+    """Remove the run that is there already, once the configuration is valid."""
     trust: bool = False
     """Accept code, address, replay_dir and track of --config, and code of --init-from."""
 

@@ -41,8 +41,6 @@ class TrainOptions(ExperimentOptions):
     """Name of the run below runs/; default from env, algorithm, seed and time."""
     seeds: int = 1
     """Number of seeds to train, starting at --seed, and to aggregate."""
-    overwrite: bool = False
-    """Remove the run that --name or --run-dir holds already, once the configuration is valid."""
     run_arguments: Annotated[RunArguments, tyro.conf.arg(name="")]
 
 

@@ -133,7 +133,7 @@ class Recorder:
         if self._thread.is_alive():
             self.failure = (
                 f"the manifest was not complete after {WRITE_TIMEOUT_S:g} s; make it with: "
-                "qfleet data merge"
+                f"qfleet data merge {self._writer.url}"
             )
         self._report()
 

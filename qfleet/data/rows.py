@@ -227,5 +227,5 @@ class PartFile:
         except (OSError, ValueError, pyarrow("pyarrow").ArrowException) as error:
             raise DataError(
                 f"file '{self._part.name}' cannot be read: {one_line(error)[:200]}; check the "
-                "dataset with: qfleet data validate"
+                "dataset with: qfleet data validate DATASET"
             ) from None

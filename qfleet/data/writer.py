@@ -103,7 +103,7 @@ def _check_contents(store: Store, adds: Config | None) -> None:
 class Writer:
     def __init__(self, url: str, origin: Origin, name: str, part_bytes: int = PART_BYTES) -> None:
         """``name`` must differ from that of every other writer of this dataset."""
-        self._url, self._origin, self._name = url, origin, name
+        self.url, self._origin, self._name = url, origin, name
         self._store, self._part_bytes = open_store(url, PATIENCE_S), part_bytes
         self._folder = staging_folder(self._store)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -184,7 +184,7 @@ class Writer:
         """Finish the last file and the manifest, which is returned; None if there are no rows."""
         self.finish_file()
         try:
-            return merge(self._url, PATIENCE_S) if self._parts else None
+            return merge(self.url, PATIENCE_S) if self._parts else None
         except StorageError as error:
             raise DataError(
                 f"{error}; finished files are in '{self._folder}', and on this machine "

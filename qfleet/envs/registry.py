@@ -126,9 +126,9 @@ def unknown_env(env_id: str) -> UnknownNameError:
     package = package_of(env_id)
     if package:
         return UnknownNameError(
-            "environment", env_id, (), f"the installed package {package} has it: --import {package}"
+            "environment", env_id, (), f"the installed package {package} has it: {package}:{env_id}"
         )
-    advice = "--import PACKAGE registers the ids of a package"
+    advice = "PACKAGE:ID imports the package that registers an id"
     return UnknownNameError("environment", env_id, close_names(env_id), advice)
 
 

@@ -66,6 +66,8 @@ def three_runs() -> None:
         ("--filter return=300", ["high"]),
         ("--filter state=finished --filter seed=0", ["low"]),
         ("--filter algo=rainbow", []),
+        ("--filter env=cart?ole*", []),
+        ("--filter env=[c]artpole*", []),
     ],
 )
 def test_runs_are_sorted_and_filtered(

@@ -241,6 +241,14 @@ def test_train_and_resume_leave_a_trace_when_asked(shell: Shell) -> None:
     assert_traced(folder, {"learner"})
 
 
+def test_overwrite_profiles_into_the_same_folder(shell: Shell) -> None:
+    words = ["profile", "CartPole-v1", *SMALL, "--seconds", "0.2", "--run-dir", "it"]
+    assert shell(*words) == 0
+    assert shell(*words) == 2
+    assert "--overwrite" in shell.err
+    assert shell(*words, "--overwrite") == 0
+
+
 # --- doctor --tune ----------------------------------------------------------------------------
 
 

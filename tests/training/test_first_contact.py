@@ -93,15 +93,15 @@ def test_a_package_before_an_id_registers_it(tmp_path: Path, package: str) -> No
 def test_an_unknown_id_names_the_installed_package_that_has_it(package: str) -> None:
     assert package_of("Windmill-v3") == package
     assert package_of("Windmill-v2") is None
-    with pytest.raises(UnknownNameError, match=says("Windmill-v3", f"--import {package}")):
+    with pytest.raises(UnknownNameError, match=says("Windmill-v3", f"{package}:Windmill-v3")):
         qfleet.train("Windmill-v3")
 
 
 def test_an_unknown_id_is_only_told_ids_that_are_close() -> None:
-    with pytest.raises(UnknownNameError, match=says("roadway-fast-v0", "--import")) as caught:
+    with pytest.raises(UnknownNameError, match=says("roadway-fast-v0", "PACKAGE:ID")) as caught:
         qfleet.train("roadway-fast-v0")
     assert "did you mean" not in str(caught.value)
-    with pytest.raises(UnknownNameError, match=says("did you mean CartPole-v1", "--import")):
+    with pytest.raises(UnknownNameError, match=says("did you mean CartPole-v1", "PACKAGE:ID")):
         qfleet.train("CartPoll-v1")
 
 
