@@ -27,6 +27,8 @@ Examples:
 """
 
 NETWORK_OPTIONS = ("network", "net_arch", "width", "depth", "batch_size", "device")
+UNUSED = {"tune": ("envs", "seconds"), "parallel": ("envs",)}
+"""Mode → options that have no effect in it."""
 COUNTS = (1, 4, 16, 64)
 MEASURED_ENV, TUNED_ENV = "CartPole-v1", "ALE/Pong-v5"
 
@@ -76,10 +78,10 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"--{next(iter(fields)).replace('_', '-')} is for --parallel; add that")
     if options.tune and options.parallel:
         raise ConfigError("--tune and --parallel exclude each other; give one of them")
-    for name in ("envs", "seconds") if options.tune else ("envs",) * options.parallel:
-        if getattr(options, name) is not None:
-            mode = "--tune" if options.tune else "--parallel"
-            raise ConfigError(f"--{name} has no effect with {mode}; remove it")
+    for mode, names in UNUSED.items():
+        for name in names:
+            if getattr(options, mode) and getattr(options, name) is not None:
+                raise ConfigError(f"--{name} has no effect with --{mode}; remove it")
     if options.parallel:
         env, workers = full_id(options.env or TUNED_ENV), fields.pop("workers", 2)
         return _advise(env, fields, workers, seconds, options.json)
