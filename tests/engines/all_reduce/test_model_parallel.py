@@ -28,6 +28,7 @@ from qfleet.engines.all_reduce.rank import rank_config
 from qfleet.engines.all_reduce.replay import SharedReplay
 from qfleet.engines.all_reduce.split_model import LeadingEvaluator, SplitModel
 from qfleet.lab.compare import (
+    RANKS_S,
     FixedBatches,
     ThreadRanks,
     Whole,
@@ -313,7 +314,7 @@ class ThreadGroup:
         self._states[self.rank].put(state.clone())
 
     def receive_state(self, rank: int) -> Any:
-        return self._states[rank].get(timeout=20)
+        return self._states[rank].get(timeout=RANKS_S)
 
     def lead(self, model: SplitModel, work: Callable[[], None]) -> None:
         """Let rank 0 do the work, and the others what it orders meanwhile."""
@@ -321,7 +322,7 @@ class ThreadGroup:
             work()
             self.give_order(Order.STOP)
             return
-        while (told := self._orders[self.rank].get(timeout=20))[0] != Order.STOP:
+        while (told := self._orders[self.rank].get(timeout=RANKS_S))[0] != Order.STOP:
             order, number = told
             (model.follow if order == Order.FORWARD else model.send_piece)(int(number))
 
