@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from qfleet.core.errors import one_line
 from qfleet.core.signals import FOREIGN_ERRORS, DeadlinePassed, deadline, raise_if_signal
 from qfleet.envs.spaces import AnyEnv
@@ -21,3 +24,13 @@ def close_env(env: AnyEnv, timeout_s: float = CLOSE_S) -> str | None:
         raise_if_signal(error)
         return f"failed to close: {one_line(error)}"
     return None
+
+
+@contextlib.contextmanager
+def closed_on_error(env: AnyEnv) -> Iterator[None]:
+    """Close the environment if the block raises: nobody else will."""
+    try:
+        yield
+    except BaseException:
+        close_env(env)
+        raise

@@ -34,7 +34,7 @@ from qfleet.core.plugins import add_current_folder, load_object
 from qfleet.core.signals import FOREIGN_ERRORS, raise_if_signal
 from qfleet.core.types import EnvSpec
 from qfleet.envs.adapters import Converted, convert
-from qfleet.envs.closing import close_env
+from qfleet.envs.closing import close_env, closed_on_error
 from qfleet.envs.foreign import OLD_GYM, check_interface, foreign_kind
 from qfleet.envs.masks import MaskedObservations, gives_masks
 from qfleet.envs.spaces import AnyEnv, Canonical, canonical, describe
@@ -186,7 +186,13 @@ def make_single(
     if ale_game(config.env) is not None:
         raise ConfigError(f"Atari game '{config.env}' has no single environment; use make_envs")
     masked = uses_masks(config) if masked is None else masked
-    env = convert(config, _wrapped(config, render_mode))
+    env = _wrapped(config, render_mode)
+    with closed_on_error(env):
+        return _fitted(config, env, masked)
+
+
+def _fitted(config: Config, env: AnyEnv, masked: bool) -> AnyEnv:
+    env = convert(config, env)
     spec = describe(config.env, env.observation_space, env.action_space)
     is_stacked = config.frame_stack > 1
     if is_stacked and isinstance(env.observation_space, Discrete):
@@ -258,17 +264,20 @@ def single_spec(config: Config, env: AnyEnv) -> EnvSpec:
 def _wrapped(config: Config, render_mode: str | None) -> AnyEnv:
     """Make the environment and apply the user's wrappers, the first of them innermost."""
     env = _make_raw(config, render_mode)
-    check_interface(config.env, env)
-    for path in config.wrappers:
-        wrapper = load_object(path, "wrapper")
-        try:
-            env = wrapper(env)
-            assert isinstance(env, gymnasium.Env), f"it made a {type(env).__name__}"
-        except FOREIGN_ERRORS as error:
-            raise_if_signal(error)
-            raise ConfigError(
-                f"wrapper '{path}' must make a gymnasium.Env of '{config.env}': {one_line(error)}"
-            ) from error
+    with closed_on_error(env):
+        check_interface(config.env, env)
+        for path in config.wrappers:
+            wrapper = load_object(path, "wrapper")
+            try:
+                wrapped = wrapper(env)
+                assert isinstance(wrapped, gymnasium.Env), f"it made a {type(wrapped).__name__}"
+            except FOREIGN_ERRORS as error:
+                raise_if_signal(error)
+                raise ConfigError(
+                    f"wrapper '{path}' must make a gymnasium.Env of '{config.env}': "
+                    f"{one_line(error)}"
+                ) from error
+            env = wrapped
     return env
 
 

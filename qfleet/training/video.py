@@ -22,7 +22,7 @@ from qfleet.agent.policy import Policy
 from qfleet.core.errors import ConfigError, EnvironmentFault, UserError, one_line
 from qfleet.core.types import VectorEnv
 from qfleet.envs.atari import AtariEnvs
-from qfleet.envs.closing import close_env
+from qfleet.envs.closing import close_env, closed_on_error
 from qfleet.envs.device.names import is_tensor_env, make_tensor_env
 from qfleet.envs.device.vector import TensorEnvs
 from qfleet.envs.registry import ale_game, make_single, single_spec
@@ -127,13 +127,10 @@ def _play_single(policy: Policy, seed: int) -> Iterator[tuple[Frame, float]]:
 def _begin(policy: Policy, seed: int) -> tuple[AnyEnv, Any, Frame]:
     """Return a new environment, its first observation and its first frame."""
     env = make_single(policy.env_config, render_mode="rgb_array")
-    try:
+    with closed_on_error(env):
         policy.check_spec(single_spec(policy.env_config, env))
         obs, _ = env.reset(seed=seed)
         return env, obs, _rendered(env)
-    except BaseException:
-        close_env(env)
-        raise
 
 
 def _rendered(env: AnyEnv) -> Frame:

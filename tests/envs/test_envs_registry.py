@@ -12,7 +12,7 @@ from qfleet.core.errors import ConfigError, QfleetError, UnknownNameError, Unsup
 from qfleet.envs.factory import make_envs
 from qfleet.envs.registry import ale_game, close_names, make_single
 from support.messages import says
-from support.scripted_envs import Faults, scripted
+from support.scripted_envs import Faults, OddEnv, scripted
 
 
 def make(**changes: Any) -> Any:
@@ -109,6 +109,35 @@ def test_refusals_are_typed_and_short(changes: dict[str, Any], message: str) -> 
         make(**changes)
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"env_kwargs": '{"what": "action"}'},
+        {"wrappers": ("support.scripted_envs:NotAnEnv",)},
+        {
+            "env_kwargs": '{"what": "action"}',
+            "wrappers": ("gymnasium.wrappers:FlattenObservation",),
+        },
+    ],
+    ids=["space", "wrapper", "space of a wrapper"],
+)
+def test_what_is_refused_is_closed(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, closed, init = list[OddEnv](), list[OddEnv](), OddEnv.__init__
+
+    def noted(env: OddEnv, **kwargs: Any) -> None:
+        made.append(env)
+        init(env, **kwargs)
+
+    monkeypatch.setattr(OddEnv, "__init__", noted)
+    monkeypatch.setattr(OddEnv, "close", lambda env: closed.append(env))  # a method
+    with pytest.raises(QfleetError):
+        make(env="support.scripted_envs:OddEnv", vectorize="sync", **changes)
+    assert made
+    assert closed == made
 
 
 def test_imports_come_first(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
