@@ -210,8 +210,8 @@ def _fitted(config: Config, env: AnyEnv, masked: bool) -> AnyEnv:
     return env
 
 
-_MASKS: dict[tuple[Any, ...], bool] = {}
-"""Name, arguments and wrappers of an environment → whether it gives masks."""
+_MASKS: dict[tuple[Any, ...], tuple[bool, list[Any]]] = {}
+"""Name, arguments and wrappers of an environment → whether it gives masks, and its classes."""
 
 
 def look_for_masks(config: Config) -> bool | None:
@@ -231,13 +231,16 @@ def look_for_masks(config: Config) -> bool | None:
 
 def uses_masks(config: Config, look: Callable[[Config], bool | None] = look_for_masks) -> bool:
     """Return whether an environment is to be used with masks; ``look`` for them only once."""
-    key = (config.env, config.env_kwargs, config.wrappers)
+    kinds = {config.env: "environment"} | dict.fromkeys(config.wrappers, "wrapper")
+    # By identity too: a notebook may define a class again.
+    classes = [load_object(path, kind) for path, kind in kinds.items() if ":" in path]
+    key = (config.env, config.env_kwargs, config.wrappers, *map(id, classes))
     if config.action_masks and key not in _MASKS:
         found = look(config)
         if found is None:
             return False
-        _MASKS[key] = found
-    return config.action_masks and _MASKS[key]
+        _MASKS[key] = found, classes
+    return config.action_masks and _MASKS[key][0]
 
 
 def single_spec(config: Config, env: AnyEnv) -> EnvSpec:

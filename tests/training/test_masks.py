@@ -20,12 +20,14 @@ from qfleet.core.errors import ConfigError, EnvironmentFault
 from qfleet.core.types import EnvSpec
 from qfleet.envs.factory import make_envs
 from qfleet.envs.masks import MaskedObservations
+from qfleet.envs.registry import uses_masks
 from qfleet.networks.factory import build_network
 from qfleet.networks.qnetwork import ILLEGAL
 from qfleet.telemetry.faults import FaultLog
+from support import masked_envs
 from support.clusters import needs_ray
 from support.configs import tiny_fields
-from support.masked_envs import ACTIONS
+from support.masked_envs import ACTIONS, Locks
 from support.messages import says
 
 LOCKS, TENSORS = "support.masked_envs:Locks", "support.masked_envs:TensorLocks"
@@ -256,6 +258,21 @@ def test_taxi_gives_masks_and_cartpole_does_not() -> None:
             assert envs.spec.is_masked == (is_masked and allowed)
             assert gymnasium.spec(env).id == envs.spec.env_id
             envs.close()
+
+
+def test_a_class_that_was_defined_again_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook: it may have got masks, or lost them."""
+
+    class Plain(Locks):
+        def reset(self, **kwargs: Any) -> Any:
+            return super().reset(**kwargs)[0], {}
+
+    config = Config(env=LOCKS, env_kwargs='{"kind": "image"}')
+    assert uses_masks(config)
+    monkeypatch.setattr(masked_envs, "Locks", Plain)
+    assert not uses_masks(config)
+    monkeypatch.undo()
+    assert uses_masks(config)
 
 
 def test_a_vector_entry_point_with_masks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
