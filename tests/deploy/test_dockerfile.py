@@ -17,7 +17,7 @@ from support.policy_servers import JSON, post, saved_policy
 from support.waiting import PHASE_S, deadline, finish, wait_until
 
 ROOT = Path(__file__).parents[2]
-INSTALL_S = 900.0
+INSTALL_S = 1800.0
 GOOD = json.dumps({"observation": [0.5, 1.0, 0.0, 0.0]}).encode()
 TOKEN = {**JSON, "authorization": "Bearer secret"}
 

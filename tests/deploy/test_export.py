@@ -72,7 +72,7 @@ def cases(names: Iterable[str], *more: str, quick: Iterable[str]) -> list[Any]:
     return [pytest.param(name, *more, marks=mark) for name, mark in marks.items()]
 
 
-CASES = cases(POLICIES, "onnx", quick=("mlp", "minatar", "masked-stack"))
+CASES = cases(POLICIES, "onnx", quick=("mlp",))
 CASES += cases(("mlp", "iqn", "atari", "masked-stack", "dict", "own"), "torch", quick=("mlp",))
 
 

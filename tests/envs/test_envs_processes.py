@@ -498,9 +498,8 @@ def test_workers_go_on_after_a_sigterm_to_all_processes() -> None:
         wait_until(lambda: not any(map(is_alive, every)), "the end of the workers")
 
 
-@pytest.mark.parametrize(
-    "env", ["CartPole-v1", pytest.param("ALE/Pong-v5", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("env", ["CartPole-v1", "ALE/Pong-v5"])
 def test_a_program_that_closes_nothing_ends_and_leaves_no_process(env: str) -> None:
     program = textwrap.dedent(f"""
         from qfleet.config.config import Config

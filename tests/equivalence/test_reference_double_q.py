@@ -48,7 +48,11 @@ def test_serial_follows_the_reference() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{"target_update_interval": 6}, {"double": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"target_update_interval": 6}, pytest.param({"double": False}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_another_rule_gives_other_weights(changes: dict[str, object]) -> None:
     ours, _ = trained(CONFIG.replace(**changes))
     reference, _ = train_reference(CONFIG)

@@ -25,6 +25,7 @@ def follow_the_ball(obs: Tensor, random: np.random.Generator) -> np.ndarray:
     return np.where(random.random(len(good)) < 0.02, random.integers(3, size=len(good)), good)
 
 
+@pytest.mark.slow
 def test_random_play_is_that_of_the_package() -> None:
     assert compare(MinAtar(Breakout()), BreakoutDice) > 1000
 
