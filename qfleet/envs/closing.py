@@ -28,7 +28,7 @@ def close_env(env: AnyEnv, timeout_s: float = CLOSE_S) -> str | None:
 
 @contextlib.contextmanager
 def closed_on_error(env: AnyEnv) -> Iterator[None]:
-    """Close the environment if the block raises: nobody else will."""
+    """Close the environment if the block raises, because its caller never gets it."""
     try:
         yield
     except BaseException:
