@@ -193,8 +193,13 @@ def test_the_next_start_removes_what_a_killed_driver_left(monkeypatch: pytest.Mo
 
 def check_sweep() -> None:
     killed = Host()
-    family = descendants(killed.process.pid)
-    assert any("Agent" in title for title in family.values())
+    family: dict[int, str] = {}
+
+    def has_agents() -> bool:  # grandchildren, which outlive their parent and get this name late
+        family.update(descendants(killed.process.pid))
+        return any("Agent" in title for title in family.values())
+
+    wait_until(has_agents, "an agent of the raylet", CLUSTER_S, killed.process)
     killed.end()
     assert killed.folder.exists()
     following = Host()
