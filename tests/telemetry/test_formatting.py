@@ -27,6 +27,9 @@ def test_finite_keeps_numbers_and_drops_the_rest() -> None:
     ("seconds", "text"),
     [
         (-1, "0 s"),
+        (0, "0 s"),
+        (0.44, "0.4 s"),
+        (0.96, "1 s"),
         (26.6, "27 s"),
         (59.7, "1 m 00 s"),
         (185, "3 m 05 s"),
