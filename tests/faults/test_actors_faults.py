@@ -22,7 +22,7 @@ from qfleet.telemetry.faults import FaultLog
 from support.clusters import RAY_MARKS
 from support.faulty_envs import result_of, rude
 from support.messages import holds
-from support.processes import count_lines, descendants, needs_proc, start_qfleet
+from support.processes import count_lines, descendants, is_alive, needs_proc, start_qfleet
 from support.waiting import CLUSTER_S, finish, wait_until
 
 pytestmark = [*RAY_MARKS, needs_proc]
@@ -101,11 +101,7 @@ def test_killed_actors_and_shards_are_replaced_and_a_signal_leaves_nothing_behin
     assert result["fleet"]["actors_replaced"] == result["fleet"]["shards_replaced"] == 1
     assert result["fleet"]["transitions_lost"] > 0
     assert list_checkpoints(folder / "checkpoints") == [result["env_steps"]]
-    wait_until(
-        lambda: not any(Path(f"/proc/{pid}").exists() for pid in started),
-        "the end of all processes",
-        CLUSTER_S,
-    )
+    wait_until(lambda: not any(map(is_alive, started)), "the end of all processes", CLUSTER_S)
 
 
 @pytest.mark.slow

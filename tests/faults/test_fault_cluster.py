@@ -193,13 +193,8 @@ def test_the_next_start_removes_what_a_killed_driver_left(monkeypatch: pytest.Mo
 
 def check_sweep() -> None:
     killed = Host()
-    family: dict[int, str] = {}
-
-    def has_agents() -> bool:  # grandchildren, which outlive their parent and get this name late
-        family.update(descendants(killed.process.pid))
-        return any("Agent" in title for title in family.values())
-
-    wait_until(has_agents, "an agent of the raylet", CLUSTER_S, killed.process)
+    family = descendants(killed.process.pid)
+    assert len(family) > len(TITLES)  # also those that the raylet has started, whatever their title
     killed.end()
     assert killed.folder.exists()
     following = Host()

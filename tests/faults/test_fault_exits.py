@@ -16,7 +16,7 @@ import pytest
 from support.faulty_envs import result_of, rude
 from support.messages import holds
 from support.processes import python, start_qfleet
-from support.waiting import PHASE_S, finish, wait_until
+from support.waiting import PHASE_S, deadline, finish, wait_until
 
 OPTIONS = (
     "--preset none --engine serial --net-arch 16 --steps 300 --learning-starts 40 --eval-freq 0 "
@@ -122,8 +122,9 @@ def test_a_program_on_a_gpu_ends_at_once_after_what_is_registered(
         "sys.exit(run_to_end(main))\n"
     )
     ended = subprocess.run(
-        python("-c", program), capture_output=True, text=True, timeout=PHASE_S, check=False
-    )
+        python("-c", program), capture_output=True, text=True, timeout=deadline(PHASE_S),
+        check=False,
+    )  # fmt: skip
     assert ended.returncode == code, ended.stderr
     assert "registered" in ended.stdout
     assert holds(ended.stderr, *words) if words else ended.stderr == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -106,8 +107,8 @@ def test_one_worker_is_serial_and_a_run_resumes_with_two(tmp_path: Path) -> None
     assert sum(driver.values()) == pytest.approx(1.0)
     assert sum(workers.values()) == pytest.approx(1.0)
     rows = [row for row in read_metrics(tmp_path / "b" / "metrics.jsonl") if "time/fps" in row]
-    shares = [rows[-1][f"worker_0/time/share_{kind}"] for kind in KINDS]
-    assert 0.5 < sum(shares) <= 1.0 + 1e-9
+    shares = [sum(row[f"worker_0/time/share_{kind}"] for kind in KINDS) for row in rows]
+    assert 0.5 < max(shares) <= 1.0 + 1e-9  # in others the driver may have been late
 
     again = qfleet.resume(tmp_path / "b", workers=2, servers=1, steps=900)
     assert again.result.env_steps >= 900
@@ -178,7 +179,9 @@ def scale(workers: int) -> Callable[[Run], bool]:
 def at_work(*numbers: int) -> Callable[[Run], bool]:
     def act(run: Run) -> bool:
         workers = {who for who in run.parts.collector.pids() if who.startswith("worker")}
-        return workers == {f"worker {number}" for number in numbers}
+        account = run.parts.collector.account()
+        learning = {worker.number for worker in account.workers if worker.updates}
+        return workers == {f"worker {number}" for number in numbers} and learning >= {*numbers}
 
     return act
 
@@ -258,7 +261,8 @@ def test_a_killed_worker_is_one_line_and_a_signal_leaves_nobody_behind(
         assert len(family) >= 3
         # To all, as a terminal's Ctrl-C and the SIGTERM of a batch system come.
         for pid in [*family, process.pid]:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # Ray ends idle processes
+                os.kill(pid, number)
         output, _ = finish(process, "the end after the signal", CLUSTER_S)
     finally:
         process.kill()

@@ -46,12 +46,12 @@ HEAD_IP, FAR_IP = "10.213.7.1", "10.213.7.2"
 PORT = 6399
 ADDRESS = f"{HEAD_IP}:{PORT}"
 COMMON: dict[str, Any] = TINY | {
-    "workers": 2, "address": ADDRESS, "worker_timeout_s": 1.0, "learning_starts": 64,
+    "workers": 2, "address": ADDRESS, "worker_timeout_s": 5.0, "learning_starts": 64,
     "train_freq": 8, "threads": 1, "device": "cpu", "buffer_size": 4000, "learning_rate": 1e-3,
     "log_interval": 50, "checkpoint_freq": 10**9,
 }  # fmt: skip
 SMALL = {**COMMON, "engine": "parameter-server", "snapshot_s": 1.0}
-ACTORS = {**COMMON, "engine": "actors", "block_rows": 8, "worker_timeout_s": 3.0}
+ACTORS = {**COMMON, "engine": "actors", "block_rows": 8}
 STEPS = 24_000
 SLOW = """
 import os, pathlib, time

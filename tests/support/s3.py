@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from support.waiting import PHASE_S, deadline
+
 BUCKET = "bucket"
 CODES = {403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}
 
@@ -80,4 +82,5 @@ def s3_server() -> Iterator[FaultyS3]:
 
 
 def _send(method: str, url: str) -> None:
-    urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=30).close()
+    request = urllib.request.Request(url, method=method)
+    urllib.request.urlopen(request, timeout=deadline(PHASE_S)).close()

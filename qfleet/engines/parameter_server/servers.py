@@ -39,7 +39,7 @@ from qfleet.telemetry.fleet import ServerAccount
 LOOK_S = 0.1
 """Longest time between two checks of a thread for something else to do."""
 ANSWER_S = 30.0
-"""Deadline of a server's answer, its start included; a server that misses it counts as dead."""
+"""Deadline of a server's answer once it has started; a server that misses it counts as dead."""
 KEPT_COUNTERS = ("received", "repeated", "bytes_in", "bytes_out", "processor_s")
 """Counters of what was done, not of what is in the weights: a restore does not undo it."""
 
@@ -140,9 +140,11 @@ class ServerRow:
 
     def _answer(self, server: _Server, call: Any, wait_s: float = ANSWER_S) -> Any:
         try:
-            return self._pool.get(server, call, wait_s)
+            answer = self._pool.get(server, call, wait_s + server.grace_s)
         except MemberLost:
             return None
+        server.is_ready = True
+        return answer
 
     # --- workers ------------------------------------------------------------------------------
 
@@ -260,7 +262,8 @@ class ServerRow:
     def ask_accounts(self) -> None:
         for server in self._servers:
             with contextlib.suppress(QfleetError):
-                server.account = self._pool.get(server, server.handle.account.remote(), ANSWER_S)
+                newest = self._answer(server, server.handle.account.remote())
+                server.account = newest or server.account
 
     def pids(self) -> Iterator[tuple[str, int]]:
         for server in self._servers:

@@ -49,7 +49,7 @@ def test_silent_ranks_exchange_nothing_and_count_everything() -> None:
 def test_ranks_measure_their_part_of_an_update() -> None:
     """4 → 16 → 2 weights."""
     config = measured_settings("CartPole-v1", {"net_arch": (16,), "device": "cpu"}).config
-    ranks = config.replace(engine="all-reduce", workers=2, worker_timeout_s=30.0)
+    ranks = config.replace(engine="all-reduce", workers=2)
     whole = 4 * 5 * (4 * 16 + 16 + 16 * 2 + 2)  # weights, gradient, target weights, two moments
     (plain,) = measure_plain(config, 0.05)
     assert (plain.state_bytes, plain.exchanges) == (whole, [])

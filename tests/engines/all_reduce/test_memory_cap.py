@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.messages import holds
+from support.waiting import deadline
 
 CAP_BYTES = 600 * 2**20
 """Of each process. Measured: four ranks need between 420 and 480 MiB, one more than 700 MiB."""
@@ -43,7 +44,7 @@ def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         preexec_fn=limit,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=deadline(240.0),
         check=False,
     )
 

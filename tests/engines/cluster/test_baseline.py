@@ -188,8 +188,8 @@ def test_the_baseline_takes_a_small_part_of_the_run() -> None:
 
 
 def test_the_rate_of_one_process_includes_learning() -> None:
-    config = tiny_config(engine="parameter-server", workers=2, learning_starts=50)
-    rate = serial_rate(config, 0.3, lambda: False)
+    config = tiny_config(engine="parameter-server", workers=2, learning_starts=50, steps=200)
+    rate = serial_rate(config, 60.0, lambda: False)
     assert rate is not None
     assert rate > 10
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,9 @@ def gcs() -> Iterator[Gcs]:
 def raylet() -> Iterator[subprocess.Popen[bytes]]:
     wait = [sys.executable, "-c", "import time; time.sleep(600)"]
     process = subprocess.Popen([*wait, f"--raylet_socket_name={SOCKET}"])
+    words = Path(f"/proc/{process.pid}/cmdline")
+    if words.exists():  # it is set a moment after the process is there
+        wait_until(lambda: SOCKET in words.read_text(), "the command line")
     yield process
     process.kill()
     process.wait()

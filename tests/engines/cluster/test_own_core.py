@@ -21,6 +21,7 @@ from qfleet.engines.parameter_server.server import Server
 from support.configs import tiny_config
 from support.server_cases import DirectLine
 from support.server_runs import first_weights
+from support.waiting import PHASE_S, deadline
 
 PONG = tiny_config(env="ALE/Pong-v5", engine="parameter-server", workers=3, threads=0)
 CORES = {1000, 1001, 1002}
@@ -189,4 +190,4 @@ def test_the_system_binds_the_process() -> None:
         "bound = {core for task in tasks for core in os.sched_getaffinity(int(task))}\n"
         "assert len(bound) == 1 and bound <= set(cores[1:]), bound\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=deadline(PHASE_S))

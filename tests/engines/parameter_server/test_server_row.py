@@ -45,8 +45,12 @@ class OneProcess:
         del kind, options
         return Handle(Server(*arguments))
 
+    def __init__(self) -> None:
+        self.waits_s: list[float | None] = []
+
     def get(self, call: Callable[[], Any], who: str, wait_s: float | None = None) -> Any:
-        del who, wait_s
+        del who
+        self.waits_s.append(wait_s)
         return call()
 
     def ready(self, pending: list[Any], wait_s: float) -> list[Any]:
@@ -93,6 +97,18 @@ def test_servers_that_do_not_start_are_waited_for_until_somebody_has_enough(
     monkeypatch.setattr(servers, "TIMEOUT_S", -1.0)
     with pytest.raises(ClusterError, match=says("server 0 of 2", "--servers")):
         row.await_start(lambda: True)
+
+
+def test_only_a_server_that_has_to_start_is_given_the_time_for_it() -> None:
+    config, cluster = make_config(workers=2, update="async", servers=2), OneProcess()
+    row = ServerRow(config, cluster, FaultLog(), first_weights(config), None)  # type: ignore[arg-type]
+    assert row.await_start(lambda: True)
+    row.replace(1)
+    cluster.waits_s.clear()
+    row.ask_accounts()
+    row.ask_accounts()
+    answered = servers.ANSWER_S
+    assert cluster.waits_s == [answered, answered + servers.TIMEOUT_S, answered, answered]
 
 
 def test_what_came_after_the_snapshot_is_counted_when_workers_tell() -> None:
