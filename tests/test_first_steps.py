@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.waiting import deadline
+
 PAGE = Path(__file__).parents[1] / "docs" / "first-steps.md"
 
 
@@ -43,7 +45,7 @@ def _run(line: str, folder: Path) -> str:
         env={**os.environ, "COLUMNS": "100"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=deadline(300),
         check=False,
     )
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"

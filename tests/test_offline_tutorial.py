@@ -12,6 +12,7 @@ import pytest
 
 from qfleet.storage.published import CACHE_DIR
 from support.s3 import BUCKET, s3_server
+from support.waiting import deadline
 
 PAGE = Path(__file__).parents[1] / "docs" / "offline.md"
 
@@ -41,7 +42,7 @@ def run(line: str, folder: Path, environment: dict[str, str]) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=deadline(300),
         check=False,
     )
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from qfleet.cli.main import main
+from qfleet.training.run import Run
 from support.messages import holds
 
 TEXT = (
@@ -50,9 +51,11 @@ def test_a_run_leaves_its_files_resumes_and_is_evaluated(
 
 
 def test_a_classic_of_gymnasium_is_profiled(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "--engine device --envs 8 --seconds 0.3 --batch-size 8 --device cpu --json"
+    # The time is up after 1000 env steps, however long they take.
+    monkeypatch.setattr(Run, "is_out_of_time", lambda run: run.parts.clock.env_steps >= 1000)
+    text = "--engine device --envs 8 --batch-size 8 --device cpu --json"
     words = text.split()
     run = ["--run-dir", str(tmp_path / "run")]
     assert main(["profile", "CartPole-v1", *words, *run]) == 0

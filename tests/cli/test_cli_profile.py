@@ -241,8 +241,9 @@ def test_train_and_resume_leave_a_trace_when_asked(shell: Shell) -> None:
     assert_traced(folder, {"learner"})
 
 
+@pytest.mark.usefixtures("over_at_200")
 def test_overwrite_profiles_into_the_same_folder(shell: Shell) -> None:
-    words = ["profile", "CartPole-v1", *SMALL, "--seconds", "0.2", "--run-dir", "it"]
+    words = ["profile", "CartPole-v1", *SMALL, "--run-dir", "it"]
     assert shell(*words) == 0
     assert shell(*words) == 2
     assert "--overwrite" in shell.err

@@ -26,7 +26,7 @@ from qfleet.storage import published
 from qfleet.storage.remote import Store
 from support.datasets import BOX, STACK, record_block, scripted_block
 from support.processes import python, start
-from support.waiting import finish
+from support.waiting import deadline, finish
 
 HOST = torch.device("cpu")
 
@@ -239,6 +239,7 @@ host = torch.device("cpu")
 memory = dataset_memory.DatasetMemory(
     Dataset(sys.argv[1]), 1, 0.5, 10**9, 2, 0, host, lambda reward: reward
 )
+dataset_memory.CLOSE_S = float(sys.argv[3])
 memory._threads.start(lambda: (time.sleep(0.5), print("read", flush=True)))
 if sys.argv[2] == "hangs":
     dataset_memory.READ_TIMEOUT_S = 0.2
@@ -250,7 +251,7 @@ if sys.argv[2] == "hangs":
 @pytest.mark.parametrize("what", [pytest.param("hangs", marks=pytest.mark.slow), "reads"])
 def test_a_process_exits_soon_but_not_while_rows_are_decoded(what: str, dataset: Dataset) -> None:
     """A daemon thread inside of pyarrow may abort Python as it ends."""
-    process = start(python("-c", READING, dataset.url, what))
+    process = start(python("-c", READING, dataset.url, what, str(deadline(3.0))))
     output, errors = finish(process, "the exit of a process with readers")
     assert output == "read\n"
     assert ("no rows for 0.2 s" in errors) == (what == "hangs")

@@ -14,7 +14,7 @@ from qfleet.core.errors import ConfigError
 from qfleet.deploy.batching import Batcher, Overloaded, Reply
 from qfleet.deploy.models import Answers
 from support.policy_servers import FakeModel
-from support.waiting import PHASE_S, deadline
+from support.waiting import PHASE_S, deadline, wait_until
 
 
 def rows(*values: float) -> NDArray[Any]:
@@ -129,7 +129,8 @@ def test_a_reply_that_takes_too_long_is_given_up() -> None:
         model = FakeModel(wait=gate)
         batcher = Batcher(model, timeout_s=0.05)
         first = batcher.submit(rows(1), None)
-        await until(lambda: model.batches == [1])
+        # Not ``until``: while the event loop is blocked, it cannot give up the first one too early.
+        wait_until(lambda: model.batches == [1], "the first batch")
         second = batcher.submit(rows(2), None)
         for late in (first, second):
             with pytest.raises(Overloaded, match=r"0\.05 s"):
@@ -169,8 +170,10 @@ def test_a_model_that_fails_is_reported_and_the_next_batch_is_computed() -> None
 def test_a_fault_before_the_model_does_not_end_the_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("qfleet.deploy.batching.STOP_S", deadline(PHASE_S))
+
     async def run() -> None:
-        batcher = Batcher(FakeModel(), max_wait_s=0.05)
+        batcher = Batcher(FakeModel(), max_batch=2, max_wait_s=deadline(PHASE_S))
 
         def fail(_: object) -> None:
             raise MemoryError
@@ -181,7 +184,7 @@ def test_a_fault_before_the_model_does_not_end_the_thread(
             for reply in both:
                 with pytest.raises(Overloaded, match="model failed"):
                     await reply
-        assert firsts(await batcher.submit(rows(2), None)) == [2]
+        assert firsts(await batcher.submit(rows(2, 3), None)) == [2, 3]
         assert batcher.is_alive
         batcher.stop()
         assert not batcher.is_alive

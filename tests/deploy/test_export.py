@@ -264,7 +264,10 @@ def test_exported_policies_act_alike_in_an_environment_with_only_onnxruntime(
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
     install = [python, "-m", "pip", "install", "--quiet", "onnxruntime", "numpy"]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=deadline(CLUSTER_S))
+    try:
+        done = subprocess.run(install, capture_output=True, text=True, timeout=deadline(CLUSTER_S))
+    except subprocess.TimeoutExpired:  # pip retries an index that it cannot reach
+        pytest.skip("pip has not reached an index in time")
     if done.returncode != 0:
         pytest.skip(f"pip has no index to install from: {done.stderr[-200:]}")
     lacks = "import importlib.util as u; print([u.find_spec(n) for n in ('torch', 'qfleet')])"

@@ -259,7 +259,7 @@ def test_long_json_counts_until_it_is_parsed_and_has_a_deadline(
     many = body(observations=[ONE] * 4000)
     counted, gate = list[int](), threading.Event()
 
-    with application(limits=Limits(request_timeout_s=0.2)) as (app, *_):
+    with application(limits=Limits(request_timeout_s=deadline(1.0))) as (app, *_):
 
         def parse(*_: Any) -> Any:
             counted.append(app._receiving_bytes)

@@ -32,11 +32,16 @@ from support.processes import start_qfleet
 from support.waiting import PHASE_S, deadline, finish, wait_until
 
 GOOD = json.dumps({"observation": [0.5, 1.0, 0.0, 0.0]}).encode()
-FAST = Limits(max_body_bytes=100_000, request_timeout_s=0.3, max_connections=20)
+
+
+def small(request_timeout_s: float) -> Limits:
+    """Return limits that a test can exceed; on a slow machine a client sends with pauses."""
+    return Limits(100_000, deadline(request_timeout_s), max_connections=20)
 
 
 @contextlib.contextmanager
-def small_server(limits: Limits = FAST, **options: Any) -> Iterator[int]:
+def small_server(limits: Limits | None = None, **options: Any) -> Iterator[int]:
+    limits = limits or small(PHASE_S)
     with (
         application(limits=limits, **options) as (app, metrics, _),
         serving(app, limits, metrics) as port,
@@ -137,7 +142,7 @@ def test_large_headers_are_refused() -> None:
 
 def test_slow_requests_are_408() -> None:
     """The client that waits would wait for ever if the server had no timer."""
-    with small_server() as port:
+    with small_server(small(0.5)) as port:
         whole = request()
         assert status(port, whole[:10]) == 408
         assert status(port, whole[:-5]) == 408
@@ -160,8 +165,8 @@ def test_slow_requests_are_408() -> None:
 def test_a_client_that_never_reads_is_disconnected() -> None:
     """The client that sends would wait for ever if the server had no timer."""
     body = json.dumps({"observations": [[0.1, 0, 0, 0]] * 4000}).encode()
-    with small_server() as port, connect(port) as connection:
-        many = request(body, "/q-values") * 1000  # 170 MB of replies
+    many = request(body, "/q-values") * 1000  # 170 MB of replies
+    with small_server(small(0.5)) as port, connect(port) as connection:
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
             connection.sendall(many)
         assert status(port, request()) == 200
@@ -171,7 +176,7 @@ def test_a_client_that_never_reads_is_disconnected() -> None:
 def test_a_refusal_is_not_taken_for_the_reply_to_an_earlier_request(rest: bytes) -> None:
     gate = threading.Event()
     model = FakeModel(wait=lambda: gate.wait(deadline(PHASE_S)))
-    with small_server(model=model, timeout_s=deadline(PHASE_S)) as port:
+    with small_server(small(0.5), model=model, timeout_s=deadline(PHASE_S)) as port:
         with connect(port) as connection:
             connection.sendall(request() + rest)
             with contextlib.suppress(ConnectionResetError):
@@ -203,7 +208,11 @@ def test_overload_is_503_with_a_bounded_queue() -> None:
     model = FakeModel(wait=lambda: gate.wait(deadline(PHASE_S)))
     limits = Limits(request_timeout_s=deadline(PHASE_S))
     with (
-        application(model, limits, max_queue=50) as (app, metrics, batcher),
+        application(model, limits, max_queue=50, timeout_s=deadline(PHASE_S)) as (
+            app,
+            metrics,
+            batcher,
+        ),
         serving(app, limits, metrics) as port,
         ThreadPoolExecutor(200) as clients,
     ):
@@ -224,7 +233,7 @@ def test_requests_in_progress_are_finished_when_the_server_stops() -> None:
     limits = Limits(request_timeout_s=deadline(PHASE_S))
     with ThreadPoolExecutor(8) as clients:
         with (
-            application(model, limits) as (app, metrics, batcher),
+            application(model, limits, timeout_s=deadline(PHASE_S)) as (app, metrics, batcher),
             serving(app, limits, metrics) as port,
         ):
             asked = [clients.submit(post, port, "/act", GOOD) for _ in range(8)]
@@ -235,7 +244,7 @@ def test_requests_in_progress_are_finished_when_the_server_stops() -> None:
 
 # --- ten thousand malformed requests ------------------------------------------------------------
 
-OPTIONS = "--runtime torch --request-timeout-s 0.5 --max-body-mb 0.2 --reload-s 0 --port 0"
+OPTIONS = "--runtime torch --max-body-mb 0.2 --reload-s 0 --port 0"
 ALLOWED = {200, 400, 404, 405, 408, 413, 415, 422, 431, 503}
 
 
@@ -309,7 +318,8 @@ def resident_bytes(pid: int) -> int:
 
 @pytest.mark.slow
 def test_ten_thousand_malformed_requests(tmp_path: Path) -> None:
-    process = start_qfleet("serve", str(saved_policy(tmp_path / "policy")), *OPTIONS.split())
+    words = f"{OPTIONS} --request-timeout-s {deadline(2.0):.1f}"
+    process = start_qfleet("serve", str(saved_policy(tmp_path / "policy")), *words.split())
     assert process.stderr is not None
     try:
         line = process.stderr.readline()

@@ -165,7 +165,8 @@ def test_a_path_with_an_equals_sign_is_no_name(tmp_path: Path) -> None:
 
 
 def test_sigterm_finishes_requests_and_ends_with_143(policy: Path) -> None:
-    with program(str(policy), "--runtime", "torch") as server:
+    patience = ("--request-timeout-s", f"{deadline(PHASE_S):.0f}")
+    with program(str(policy), "--runtime", "torch", *patience) as server:
         assert post(server.port, "/act", GOOD)[0] == 200
         with connect(server.port) as connection:
             head = b"POST /act HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: "

@@ -115,12 +115,20 @@ def test_a_broken_file_leaves_the_old_model_serving(
         (tmp_path / "new").replace(path)
         wait_until(lambda: metric(port, "qfleet_reload_failures_total") == 1, "it was refused")
         assert version(port) == before
-        shown = [line for line in capfd.readouterr().err.splitlines() if "stays at" in line]
+        seen = list[str]()
+
+        def is_shown() -> bool:  # the line follows the count
+            seen.append(capfd.readouterr().err)
+            return "stays at" in "".join(seen)
+
+        wait_until(is_shown, "the line of the refusal")
+        shown = [line for line in "".join(seen).splitlines() if "stays at" in line]
         assert len(shown) == 1
         assert before in shown[0]
         other = saved_policy(tmp_path / "other", seed=1, net_arch=(4,))
         other.replace(path)
         wait_until(lambda: version(port) != before, "the next good file was taken over")
+        wait_until(lambda: metric(port, "qfleet_reloads_total"), "the reload was counted")
         assert metric(port, "qfleet_reloads_total") == 1
         path.unlink()  # a file that is gone is no new model
         assert version(port) != before

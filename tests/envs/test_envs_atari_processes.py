@@ -60,7 +60,7 @@ def envs(faults: Faults) -> Iterator[ProcessEnvs]:
         yield made
         started |= pids(made)
     assert len(started) >= 2
-    assert not any(map(is_alive, started))
+    wait_until(lambda: not any(map(is_alive, started)), "the end of the workers")
 
 
 def in_process(seed: int = SEED) -> AtariEnvs:

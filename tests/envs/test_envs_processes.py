@@ -28,7 +28,7 @@ from qfleet.envs.worker import pack, unpack
 from support.messages import holds, says
 from support.processes import is_alive, needs_proc, python, start
 from support.scripted_envs import Faults, faulty, scripted
-from support.waiting import finish, wait_until
+from support.waiting import deadline, finish, wait_until
 
 pytestmark = needs_proc
 COLUMNS = ("obs", "reward", "terminated", "truncated", "invalid", "fresh")
@@ -70,7 +70,7 @@ def pool(
         started += pids(envs)
     finally:
         envs.close()
-    assert not any(map(is_alive, started))
+    wait_until(lambda: not any(map(is_alive, started)), "the end of the workers")
     envs.close()
 
 
@@ -234,7 +234,8 @@ def test_an_env_that_takes_its_process_along(fault: str, code: int) -> None:
 
 
 def test_a_hanging_env_is_killed_and_replaced() -> None:
-    config = faulty("hang", at=2, only_seed=env_seeds(0, 3)[0], env_timeout_s=3.0)
+    limit_s = round(deadline(3.0), 1)  # also for the start of a worker's episodes
+    config = faulty("hang", at=2, only_seed=env_seeds(0, 3)[0], env_timeout_s=limit_s)
     with pool(config, 3, cores=3) as (envs, faults):
         envs.reset()
         go(envs)
@@ -244,7 +245,7 @@ def test_a_hanging_env_is_killed_and_replaced() -> None:
         assert step.fresh[0]
         assert step.obs[0].tolist() == [1, 0]
         (text,) = (text for kind, text in faults if kind == "env_timeout")
-        assert holds(text, "env 0", config.env, "env_timeout_s 3")
+        assert holds(text, "env 0", config.env, f"env_timeout_s {limit_s:g}")
         assert not is_alive(hanging)
         assert go(envs).obs[0].tolist() == [1, 1]
 
@@ -420,13 +421,14 @@ def test_no_state_from_envs_without_or_with_a_lost_worker() -> None:
 @pytest.mark.slow
 def test_a_stopped_worker_blocks_no_load() -> None:
     """A state larger than a pipe takes would block whoever writes it for ever."""
-    with pool(Config(env_timeout_s=3.0), 1) as (envs, faults):
+    limit_s = round(deadline(3.0), 1)  # also for the calls that must succeed
+    with pool(Config(env_timeout_s=limit_s), 1) as (envs, faults):
         envs.reset()
         state = envs.state_dict()
         assert state is not None
         state["0"]["ballast"] = "x" * 10_000_000
         os.kill(pids(envs)[0], signal.SIGSTOP)
-        with pytest.raises(CheckpointError, match=says("env_timeout_s", "3", "state")):
+        with pytest.raises(CheckpointError, match=says("env_timeout_s", f"{limit_s:g}", "state")):
             envs.load_state_dict(state)
         envs.reset()
         assert "env_timeout" in faults.kinds

@@ -21,6 +21,7 @@ from qfleet.envs.native import NativeEnvs
 from qfleet.envs.sync import SyncEnvs
 from support.messages import holds, says
 from support.scripted_envs import Faults, scripted
+from support.waiting import PHASE_S, deadline
 
 GO = np.zeros(1, dtype=np.int64)
 
@@ -264,7 +265,7 @@ def test_an_env_that_fails_or_hangs_in_close_is_counted(fault: str, words: list[
     """Fault 47 of docs/faults.md."""
     envs, faults = faulty(fault, action_masks=False)
     envs.reset()
-    envs._envs.guards[0].close(0.1)
+    envs._envs.guards[0].close(0.1 if fault == "hang_in_close" else deadline(PHASE_S))
     assert faults.kinds == ["env_close"]
     assert holds(faults[0][1], "env 0", "close", *words)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from itertools import pairwise
@@ -19,6 +20,7 @@ import pytest
 
 from qfleet.core.errors import ClusterError, ConfigError, DivergedError
 from qfleet.engines.cluster.ray_cluster import Cluster, open_cluster
+from qfleet.lab import mapreduce_ray
 from qfleet.lab.mapreduce import Slowness, broadcast_bytes, gradient_bytes, make_problem
 from qfleet.lab.mapreduce_ray import Descent, descend_on
 from qfleet.telemetry.timers import COMPUTING
@@ -92,7 +94,18 @@ def test_async_counts_staleness_and_descends(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_straggler_holds_up_sync_but_not_async(cluster: Cluster) -> None:
+def test_a_straggler_holds_up_sync_but_not_async(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = mapreduce_ray._Server._clock_difference
+
+    def checked(server: Any, k: int) -> float:
+        """Return the true difference on one machine: an error could clip a span to nothing."""
+        began_s = time.monotonic()
+        assert abs(measure(server, k)) <= time.monotonic() - began_s
+        return 0.0
+
+    monkeypatch.setattr(mapreduce_ray._Server, "_clock_difference", checked)
     late = Slowness(latency_s=0.05)
     sync = descend_on(cluster, PROBLEM, WORKERS, STEPS, RATE, "sync", straggler=late)
     free = descend_on(cluster, PROBLEM, WORKERS, STEPS, RATE, "async", straggler=late)

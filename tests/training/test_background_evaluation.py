@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import qfleet
+from qfleet.agent import background_evaluation
 from qfleet.agent.background_evaluation import BackgroundEvaluator
 from qfleet.agent.evaluation import Evaluation, GiveUp, HostEvaluator
 from qfleet.agent.weights import FlatWeights
@@ -26,7 +27,7 @@ from qfleet.networks.factory import make_network
 from qfleet.storage.checkpoint import list_checkpoints, load_checkpoint
 from qfleet.telemetry.timers import Timers
 from support.configs import tiny_fields
-from support.waiting import wait_until
+from support.waiting import PHASE_S, deadline, wait_until
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FIELDS = tiny_fields(
@@ -83,7 +84,7 @@ def test_training_goes_on_and_an_early_stop_counts_once(
     go_on, play = threading.Event(), HostEvaluator.play
 
     def wait_first(evaluator: HostEvaluator, give_up: GiveUp) -> Evaluation | None:
-        assert go_on.wait(60)
+        assert go_on.wait(deadline(PHASE_S))
         return play(evaluator, give_up)
 
     monkeypatch.setattr(HostEvaluator, "play", wait_first)
@@ -111,17 +112,23 @@ def test_a_resume_repeats_an_evaluation_that_was_not_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force(monkeypatch)
-    gave_up = []
+    runs, gave_up = list[Any](), list[bool]()
+
+    class Keep(qfleet.Callback):
+        def on_start(self, run: Any) -> None:
+            runs.append(run)
 
     def never(_: HostEvaluator, give_up: GiveUp) -> None:
+        wait_until(lambda: runs[0].parts.clock.env_steps >= 400, "the next evaluation")
+        runs[0].started_s -= 3600.0
         wait_until(lambda: bool(give_up(0)), "a reason to give up", 60)
         gave_up.append(True)
 
     with monkeypatch.context() as patch:
         patch.setattr(HostEvaluator, "play", never)
-        options = qfleet.RunOptions(max_wall_s=3.0)
+        options = qfleet.RunOptions(max_wall_s=3600.0)
         # The evaluation never ends: the next one waits for it, until the time is over.
-        first = train(tmp_path / "run", engine="pipeline", options=options)
+        first = train(tmp_path / "run", engine="pipeline", options=options, callbacks=Keep())
     assert first.result.stopped_by == "max_wall"
     assert gave_up
     assert first.result.eval_return_mean is None
@@ -168,7 +175,10 @@ def test_only_an_accelerator_that_does_not_need_the_result_evaluates_in_backgrou
     assert evaluates_in_background(Config(engine="pipeline").replace(**changes), device) is expected
 
 
-def test_a_copy_has_the_buffers_and_closing_ends_an_evaluation() -> None:
+def test_a_copy_has_the_buffers_and_closing_ends_an_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(background_evaluation, "CLOSE_S", deadline(PHASE_S))
     spec = EnvSpec("CartPole-v1", (4,), "float32", 2)
     config = Config(net_arch=(8,), normalize_observations=True)
     source, copy = (FlatWeights(make_network(config, spec, CPU, seed)) for seed in (0, 1))

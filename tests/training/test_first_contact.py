@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import qfleet
 from qfleet.cli.main import main
+from qfleet.cli.run_options import RunArguments, finish
 from qfleet.core.errors import ConfigError, QfleetError, UnknownNameError
 from qfleet.envs.objects import env_fields
 from qfleet.envs.registry import package_of
@@ -46,16 +47,14 @@ class Torso(nn.Module):
 class Pixels(gymnasium.Env[Any, Any]):
     action_space = Discrete(2)
 
-    def __init__(self, shape: tuple[int, ...] = (128, 128, 3), step_s: float = 0.0) -> None:
+    def __init__(self, shape: tuple[int, ...] = (128, 128, 3)) -> None:
         self.observation_space = Box(0, 255, tuple(shape), np.uint8)
-        self.step_s = step_s
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed, options=options)
         return np.zeros(self.observation_space.shape or (), np.uint8), {}
 
     def step(self, action: Any) -> Any:
-        time.sleep(self.step_s)
         return np.full(self.observation_space.shape or (), 255, np.uint8), 1.0, False, False, {}
 
 
@@ -247,23 +246,16 @@ def test_a_slow_environment_gets_the_advice_and_a_quick_one_does_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
-    name = f"{__name__}:Pixels"
-    shared = [
-        "--network",
-        "mlp",
-        "--eval-freq",
-        "0",
-        "--learning-starts",
-        "50",
-        "--max-episode-steps",
-        "5",
-        "--n-eval-episodes",
-        "1",
-    ]
-    for step_s, advised in ((0.02, True), (0.0, False)):
-        kwargs = json.dumps({"shape": [2, 2], "step_s": step_s})
-        line = ["train", name, "--env-kwargs", kwargs, "--steps", "60", "--engine", "serial"]
-        assert main([*line, *shared, "--run-dir", str(tmp_path / str(step_s))]) == 0
+    trained = train(tmp_path, Pixels, env_kwargs={"shape": [2, 2]}, network="mlp", engine="serial")
+    measured = trained.result.time_share["env"]
+    assert measured is not None
+    assert 0 < measured < 1
+    # 20 ms a step; 0.02 ms a step; 20 ms a step, most of them elsewhere.
+    for share, step_s, advised in ((0.9, 0.02, True), (0.9, 2e-5, False), (0.1, 0.02, False)):
+        result = dataclasses.replace(
+            trained.result, time_share={"env": share}, wall_s=trained.result.env_steps * step_s
+        )
+        assert finish(dataclasses.replace(trained, result=result), RunArguments()) == 0
         assert ("--vectorize async" in capsys.readouterr().out) == advised
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.waiting import PHASE_S, deadline
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.ipynb"
 
@@ -26,7 +29,11 @@ def test_the_notebook_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(NOTEBOOK.parents[1]), str(tmp_path)]))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
-    client.NotebookClient(notebook, timeout=300, resources=resources).execute()
+    phase_s = math.ceil(deadline(PHASE_S))
+    client.NotebookClient(
+        notebook, timeout=math.ceil(deadline(300)), iopub_timeout=phase_s, startup_timeout=phase_s,
+        resources=resources,
+    ).execute()  # fmt: skip
     learn, history, plot, play, load = [c for c in notebook.cells if c.cell_type == "code"]
     assert "DQN(" in shown(learn)["text/plain"]
     assert any("10,000/10,000 steps" in str(output) for output in learn.outputs)  # progress

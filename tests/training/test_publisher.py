@@ -25,7 +25,7 @@ from qfleet.core.errors import (
     StorageError,
     StorageOutage,
 )
-from qfleet.storage import lease, published
+from qfleet.storage import lease, published, remote
 from qfleet.storage.locks import RunLock
 from qfleet.storage.published import INDEX, OBJECTS, read_index, record_of, working_folder
 from qfleet.storage.remote import Store
@@ -33,7 +33,7 @@ from qfleet.training import publisher
 from qfleet.training.publisher import Publisher
 from support.configs import tiny_fields
 from support.messages import holds, says
-from support.waiting import wait_until
+from support.waiting import PHASE_S, deadline, wait_until
 from support.webhdfs import NameNode, name_node
 
 pytest.importorskip("fsspec")
@@ -52,8 +52,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("qfleet.training.api.draw_learning_curve", lambda _: None)
     monkeypatch.setattr(publisher, "POLL_S", 0.02)
     monkeypatch.setattr(publisher, "RETRY_S", 0.05)
-    monkeypatch.setattr(publisher, "END_S", 20.0)
+    monkeypatch.setattr(publisher, "END_S", deadline(PHASE_S))
     monkeypatch.setattr(publisher, "Store", functools.partial(Store, patience_s=0.2))
+    # The short patience must not be the timeout of a request, which would be 1 s.
+    opened = remote._open
+    monkeypatch.setattr(remote, "_open", lambda url, scheme, _: opened(url, scheme, PHASE_S))
+    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", PHASE_S)
     return tmp_path / "cache"
 
 
@@ -264,7 +268,9 @@ def test_what_an_outage_kept_back_at_the_end_is_published_later(
     monkeypatch.setattr(publisher, "END_S", 0.5)
 
     def stop_the_store(run: Any) -> None:
-        hdfs.is_down = run.parts.clock.env_steps >= 500
+        if run.parts.clock.env_steps >= 500 and not hdfs.is_down:
+            wait_until(lambda: f"/run/{INDEX}" in hdfs.files, "the first index")
+            hdfs.is_down = True
 
     trained = qfleet.train("CartPole-v1", **FIELDS, run_dir=url, callbacks=stop_the_store)
     assert trained.result.env_steps == 600
