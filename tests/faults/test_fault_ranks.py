@@ -59,7 +59,7 @@ def test_the_survivors_of_a_lost_rank_name_it(tmp_path: Path, number: signal.Sig
     process, ranks = start_ranks(tmp_path)
     assert sorted(ranks) == [0, 1, 2]
     os.kill(ranks[2], number)
-    _, errors = finish(process, "the end of rank 0", CLUSTER_S)
+    _, errors = finish(process, "the end of rank 0", PHASE_S)
     assert process.returncode == 1
     assert re.search(r"^qfleet: rank 2 of 3 is lost: .*qfleet resume", errors, re.MULTILINE), errors
     assert re.search(r"^qfleet: rank 1: .*rank 2 of 3 is lost", errors, re.MULTILINE), errors
