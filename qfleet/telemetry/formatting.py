@@ -35,7 +35,7 @@ def format_rate(per_s: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format a duration: ``0.4 s``, ``27 s``, ``3 m 05 s``, ``2 h 07 m``, ``3 d 04 h``."""
-    if 0 < seconds < 1:
+    if 0.05 <= seconds < 1:
         return f"{seconds:.1g} s"
     whole = max(0, round(seconds))
     for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m")):

@@ -16,21 +16,17 @@ from qfleet.data.manifest import Dataset, Origin, merge
 from qfleet.data.operations import validate
 from qfleet.data.recorder import Recorder
 from qfleet.data.writer import UPLOADS, Writer, check_target
-from qfleet.storage import remote
 from qfleet.storage.published import CACHE_DIR
 from support.datasets import BOX, pieces_of, read_all, scripted_block
-from support.waiting import PHASE_S, wait_until
-from support.webhdfs import NameNode, name_node
+from support.waiting import wait_until
+from support.webhdfs import NameNode, let_requests_take_long, name_node
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(CACHE_DIR, str(tmp_path / "cache"))
     monkeypatch.setattr(writer, "PATIENCE_S", 0.1)
-    # The short patience must not be the timeout of a request, which would be 1 s.
-    opened = remote._open
-    monkeypatch.setattr(remote, "_open", lambda url, scheme, _: opened(url, scheme, PHASE_S))
-    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", PHASE_S)
+    let_requests_take_long(monkeypatch)
     monkeypatch.setattr(recorder, "FINISH_S", 0.0)  # every piece is a file
     return tmp_path / "cache"
 

@@ -14,6 +14,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
+
+from qfleet.storage import remote
+from support.waiting import PHASE_S
+
 PREFIX = "/webhdfs/v1"
 EXCEPTIONS = {
     403: "AccessControlException",
@@ -169,3 +174,10 @@ class _Handler(BaseHTTPRequestHandler):
             one for one in self.server.folders if one == path or one.startswith(inside)
         }
         self._send({"boolean": bool(gone)})
+
+
+def let_requests_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a store's short patience from being the timeout of a request, which would be 1 s."""
+    opened = remote._open
+    monkeypatch.setattr(remote, "_open", lambda url, scheme, _: opened(url, scheme, PHASE_S))
+    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", PHASE_S)

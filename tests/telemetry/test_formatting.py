@@ -27,7 +27,7 @@ def test_finite_keeps_numbers_and_drops_the_rest() -> None:
     ("seconds", "text"),
     [
         (-1, "0 s"),
-        (0, "0 s"),
+        (0.00004, "0 s"),
         (0.44, "0.4 s"),
         (0.96, "1 s"),
         (26.6, "27 s"),

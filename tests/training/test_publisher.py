@@ -25,7 +25,7 @@ from qfleet.core.errors import (
     StorageError,
     StorageOutage,
 )
-from qfleet.storage import lease, published, remote
+from qfleet.storage import lease, published
 from qfleet.storage.locks import RunLock
 from qfleet.storage.published import INDEX, OBJECTS, read_index, record_of, working_folder
 from qfleet.storage.remote import Store
@@ -34,7 +34,7 @@ from qfleet.training.publisher import Publisher
 from support.configs import tiny_fields
 from support.messages import holds, says
 from support.waiting import PHASE_S, deadline, wait_until
-from support.webhdfs import NameNode, name_node
+from support.webhdfs import NameNode, let_requests_take_long, name_node
 
 pytest.importorskip("fsspec")
 pytest.importorskip("requests")
@@ -54,10 +54,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(publisher, "RETRY_S", 0.05)
     monkeypatch.setattr(publisher, "END_S", deadline(PHASE_S))
     monkeypatch.setattr(publisher, "Store", functools.partial(Store, patience_s=0.2))
-    # The short patience must not be the timeout of a request, which would be 1 s.
-    opened = remote._open
-    monkeypatch.setattr(remote, "_open", lambda url, scheme, _: opened(url, scheme, PHASE_S))
-    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", PHASE_S)
+    let_requests_take_long(monkeypatch)
     return tmp_path / "cache"
 
 
